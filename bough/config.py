@@ -1,0 +1,197 @@
+"""Settings: one frozen dataclass per process, read once at start from flags and environment.
+
+A field `kv_memory` of the target's settings is the flag `--kv-memory` and the variable `BOUGH_TARGET_KV_MEMORY`; the flag
+wins. What is unknown or cannot be read is refused by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, NoReturn, TypeVar
+
+from bough.errors import ConfigError
+
+ENV_PREFIX = "BOUGH"
+DEFAULT_PORT = 7411
+DTYPE_NAMES = ("bfloat16", "float16", "float32")
+_UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
+
+Config = TypeVar("Config")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "512MB", "1.5GiB" or a plain number."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?B|)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError("a size such as 512MB or 2GiB would do")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Layer numbers from "12-15,20"; the empty text is none."""
+    layers: list[int] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
+        if match is None:
+            raise ValueError("layers such as 12-15,20 would do")
+        layers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(layers)
+
+
+def parse_dtype(text: str) -> str:
+    """One of DTYPE_NAMES."""
+    if text not in DTYPE_NAMES:
+        raise ValueError(f"{', '.join(DTYPE_NAMES)} would do")
+    return text
+
+
+def _number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            upper = f" to {high}" if high < float("inf") else " or more"
+            raise ValueError(f"{kind.__name__} of {low}{upper} would do")
+        return value
+
+    return parse
+
+
+def setting(default: Any, parse: Callable[[str], Any], text: str) -> Any:
+    """A field of a settings class; without a default where that is MISSING."""
+    return field(default=default, metadata={"parse": parse, "help": text})
+
+
+_count = _number(int, 1)
+_port = _number(int, 0, 65535)
+_seconds = _number(float, 0.001)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """What every process needs to know."""
+
+    host: str = setting("127.0.0.1", str, "address to listen on")
+    port: int = setting(0, _port, "port to listen on; 0 takes a free one")
+    advertise: str = setting("", str, "host that others reach this process by, where it is not --host")
+    index_url: str = setting("redis://127.0.0.1:6379", str, "Redis or Valkey server that is the index")
+    namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
+    log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(ServiceConfig):
+    """What both workers need to know."""
+
+    model: str = setting(MISSING, str, "model folder, or hub id in the local cache")
+    model_name: str = setting("", str, "name that users know the model by; its folder's name by default")
+    dtype: str = setting("bfloat16", parse_dtype, "data type to compute in")
+    threads: int = setting(os.cpu_count() or 1, _count, "CPU threads that compute")
+    max_context: int = setting(2048, _count, "most tokens of a session, prompt and output")
+    max_nodes: int = setting(512, _count, "most nodes of a tree")
+    kv_memory: int = setting(2 * 1000**3, parse_bytes, "memory for KV slots")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig(WorkerConfig):
+    """Settings of a draft worker."""
+
+    drop_layers: tuple[int, ...] = setting(
+        (), parse_layers, "make a substitute draft: the model without these layers, such as 12-15"
+    )
+    branch: int = setting(16, _count, "most children of a node")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetConfig(WorkerConfig):
+    """Settings of a target worker."""
+
+    rows: int = setting(64, _count, "rows of every matrix product: equal sizes make equal bits (DESIGN.md, rule 2)")
+    ring_memory: int = setting(512 * 1000**2, parse_bytes, "memory for layers that were read ahead")
+    link_threads: int = setting(4, _count, "threads that read weights")
+    max_sweep_tokens: int = setting(1024, _count, "most tokens of one sweep, all sessions together")
+    lease_seconds: float = setting(60.0, _seconds, "idle time after which a session may lose its slot to another")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrchestratorConfig(ServiceConfig):
+    """Settings of an orchestrator."""
+
+    port: int = setting(DEFAULT_PORT, _port, "port to listen on; 0 takes a free one")
+    budget: int = setting(64, _count, "nodes of a tree, the root included")
+    width: int = setting(16, _count, "nodes that a draft step expands")
+    depth: int = setting(12, _count, "levels of a tree below its root")
+    draft_timeout: float = setting(30.0, _seconds, "seconds after which a round goes on without a tree")
+    target_timeout: float = setting(600.0, _seconds, "seconds after which a target that does not answer is given up")
+    queue_timeout: float = setting(600.0, _seconds, "seconds that a request waits for a KV slot")
+
+
+def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """Settings of a service from flags, then environment, then defaults.
+
+    Raises:
+        ConfigError: naming the flag or variable that is unknown, malformed or missing.
+    """
+    values = _from_environment(cls, service, environ) | _from_flags(cls, service, argv)
+    missing = [f.name for f in _fields(cls) if f.default is MISSING and f.name not in values]
+    if missing:
+        raise ConfigError(f"{_flag(missing[0])}: missing; the flag or {_variable(service, missing[0])} sets it")
+    return cls(**values)
+
+
+def to_flags(config: object) -> list[str]:
+    """Flags from which `parse` makes an equal value."""
+    flags = []
+    for f in _fields(type(config)):
+        value = getattr(config, f.name)
+        if value != f.default:
+            flags += [_flag(f.name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return flags
+
+
+def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    known = {_variable(service, f.name): f for f in _fields(cls)}
+    prefix = _variable(service, "")
+    for name in environ:
+        if name.startswith(prefix) and name not in known:
+            raise ConfigError(f"{name}: no such setting; {', '.join(sorted(known))} are known")
+    return {f.name: _read(name, f, environ[name]) for name, f in known.items() if name in environ}
+
+
+def _from_flags(cls: type, service: str, argv: Sequence[str]) -> dict[str, Any]:
+    parser = _Parser(prog=f"python -m {service}", description=cls.__doc__, allow_abbrev=False)
+    for f in _fields(cls):
+        default = "" if f.default in (MISSING, "", ()) else f" (default {f.default})"
+        parser.add_argument(_flag(f.name), dest=f.name, default=None, help=f.metadata["help"] + default)
+    given = {name: text for name, text in vars(parser.parse_args(argv)).items() if text is not None}
+    return {f.name: _read(_flag(f.name), f, given[f.name]) for f in _fields(cls) if f.name in given}
+
+
+def _read(name: str, f: Field[Any], text: str) -> Any:
+    try:
+        return f.metadata["parse"](text)
+    except ValueError as exc:
+        raise ConfigError(f"{name}: {text!r}: {exc}") from exc
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _fields(cls: type) -> tuple[Field[Any], ...]:
+    return fields(cls)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _variable(service: str, name: str) -> str:
+    return f"{ENV_PREFIX}_{service.removesuffix('_worker')}_{name}".upper()

@@ -1,0 +1,72 @@
+"""What can go wrong, as one tree of exceptions.
+
+    BoughError
+    ├── InvalidRequest       the caller's fault: names the field, the value and what would do
+    │   └── InvalidTree      names the node
+    ├── NotFound             no such session or request
+    ├── PrefixMissing        the worker does not hold what the caller stands on; carries what it does hold
+    ├── StaleEpoch           the session has been placed anew since
+    ├── Exhausted            no room now; the same call may succeed later
+    ├── Unavailable          a worker or the index does not answer
+    │   └── StreamError      weights could not be read
+    ├── ConfigError          a setting, found at start
+    │   └── CheckpointError  a model folder, found at start
+    └── PairingError         two workers that do not fit together
+
+How each travels over gRPC stands in `bough.rpc`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+
+class BoughError(Exception):
+    """Base of all of them; its text is fit to show to a user."""
+
+
+class InvalidRequest(BoughError):
+    """A field of a request is not usable."""
+
+
+class InvalidTree(InvalidRequest):
+    """A tree breaks one of its rules."""
+
+
+class NotFound(BoughError):
+    """A session or request that is not here."""
+
+
+class PrefixMissing(BoughError):
+    """A worker holds less of a session, or something else, than the caller believed."""
+
+    def __init__(self, message: str, held_length: int = 0, held_hash: int = 0) -> None:
+        super().__init__(message)
+        self.held_length = held_length
+        self.held_hash = held_hash
+
+
+class StaleEpoch(BoughError):
+    """A call from before the session was placed anew."""
+
+
+class Exhausted(BoughError):
+    """Every slot is in use."""
+
+
+class Unavailable(BoughError):
+    """A process that is needed does not answer."""
+
+
+class StreamError(Unavailable):
+    """Weights could not be read from disk."""
+
+
+class ConfigError(BoughError):
+    """A setting is unknown, malformed or contradictory."""
+
+
+class CheckpointError(ConfigError):
+    """A model folder is missing, incomplete or inconsistent."""
+
+
+class PairingError(BoughError):
+    """A draft and a target that cannot work together."""

@@ -1,0 +1,142 @@
+"""What the services say to one another, as plain values. `bough.wire` turns them into protobuf and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from bough.prefix import prefix_hash
+from bough.sampling import PositionLogprobs, SamplingParams
+from bough.tree import Tree
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The part of a session that a worker is asked to stand on: what it holds already, and the tokens after that."""
+
+    session_id: str
+    context_start: int  # leading tokens believed to be held
+    prefix_hash: int  # of those
+    tokens: tuple[int, ...]  # from context_start up to, but excluding, the root
+    prompt_length: int
+
+    @classmethod
+    def of(cls, session_id: str, tokens: Sequence[int], held: int, prompt_length: int) -> Context:
+        """For a session with these committed tokens, the last of which is the root, at a worker that holds `held`."""
+        held = min(held, len(tokens) - 1)
+        return cls(session_id, held, prefix_hash(tokens[:held]), tuple(tokens[held:-1]), prompt_length)
+
+    @property
+    def base_length(self) -> int:
+        """Tokens before the root, which is the root's absolute position."""
+        return self.context_start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Nanoseconds of one call on the worker's clock."""
+
+    total_ns: int = 0
+    queue_ns: int = 0  # waiting for the sweep or draft step to begin
+    wait_ns: int = 0  # waiting for weights
+    compute_ns: int = 0
+    link_ns: int = 0  # the link was at work
+    link_bytes: int = 0
+    num_passes: int = 0  # sweeps or draft steps
+
+
+class TreeLimits(NamedTuple):
+    """How large a tree may grow."""
+
+    budget: int  # nodes, the root included
+    width: int  # nodes expanded in one draft step
+    depth: int  # levels below the root
+
+
+@dataclass(frozen=True, slots=True)
+class GrowCall:
+    """Asks the draft worker for a tree."""
+
+    context: Context
+    root_token: int
+    sampling: SamplingParams
+    limits: TreeLimits
+
+
+@dataclass(frozen=True, slots=True)
+class GrowResult:
+    """A tree, and how many tokens of the session the draft worker now holds."""
+
+    tree: Tree
+    held_length: int
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyCall:
+    """Asks the target worker for its verdict on a tree."""
+
+    context: Context
+    epoch: int
+    round: int
+    tree: Tree
+    sampling: SamplingParams
+
+
+class Verdict(NamedTuple):
+    """What one tree came to."""
+
+    accepted_nodes: tuple[int, ...]  # from below the root downwards
+    bonus_token: int
+    logprobs: tuple[PositionLogprobs, ...] = ()  # accepted nodes, then the bonus token
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """A verdict, and how many tokens of the session the target now holds."""
+
+    verdict: Verdict
+    held_length: int
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimings:
+    """Nanoseconds of one round, by what they were spent on."""
+
+    total_ns: int = 0
+    draft_ns: int = 0
+    network_ns: int = 0  # calls took this much longer than the workers' own totals
+    target_ns: int = 0
+    queue_ns: int = 0  # of target_ns
+    wait_ns: int = 0  # of target_ns
+    compute_ns: int = 0  # of target_ns
+    link_ns: int = 0
+    link_bytes: int = 0
+
+    def __add__(self, other: RoundTimings) -> RoundTimings:
+        return RoundTimings(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker serves, and within which limits."""
+
+    kind: str  # "draft" or "target"
+    worker_id: str
+    model_name: str
+    model_description: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    max_context: int  # tokens of a session, the root included
+    max_nodes: int
+    max_sessions: int
+    num_sessions: int = 0
+    link_bytes_per_pass: int = 0
+    notes: tuple[str, ...] = ()
+    protocol_version: int = PROTOCOL_VERSION
+    bough_version: str = ""

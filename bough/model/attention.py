@@ -1,0 +1,154 @@
+"""Tree attention, in the place where transformers lets an attention function be registered.
+
+Every row attends to the keys on its own path, in the order of their positions and in blocks fixed by position. So a row's
+result depends on its query and its path alone, bit for bit: not on the tree around it, nor on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from bough.model.batch import Chunk, Piece
+
+NAME = "bough"
+BLOCK = 64  # keys that share one step of the running softmax
+
+# Sums may be vectorised; whatever order the compiler chose is the order for every row and every call.
+_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+
+
+@numba.njit(parallel=True, fastmath=_FASTMATH, cache=True, error_model="numpy")  # type: ignore[misc]
+def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, out):  # type: ignore[no-untyped-def]
+    """Running softmax over blocks of keys (arXiv 2205.14135), one row and one KV head at a time.
+
+    queries, out (num_rows, num_heads, head_dim); keys, values (num_keys, num_kv_heads, head_dim), all float32;
+    tail (num_rows, width), lengths (num_rows,) int32; window 0 and softcap 0 are off.
+    """
+    num_rows, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    group = num_heads // num_kv_heads
+    for task in numba.prange(num_rows * num_kv_heads):
+        row, kv_head = task % num_rows, task // num_rows
+        length = lengths[row]
+        first = max(0, length - window) if window > 0 else 0
+        weights = np.empty((group, BLOCK), np.float32)
+        where = np.empty(BLOCK, np.int64)
+        total = np.zeros(group, np.float32)
+        highest = np.full(group, -np.inf, np.float32)
+        result = np.zeros((group, head_dim), np.float32)
+        for begin in range(first // BLOCK * BLOCK, length, BLOCK):
+            for j in range(BLOCK):
+                position = begin + j
+                if position < first or position >= length:
+                    for g in range(group):
+                        weights[g, j] = -np.inf
+                    continue
+                where[j] = position if position < base else tail[row, position - base]
+                for g in range(group):
+                    dot = np.float32(0)
+                    for d in range(head_dim):
+                        dot += queries[row, kv_head * group + g, d] * keys[where[j], kv_head, d]
+                    dot *= scale
+                    weights[g, j] = softcap * np.tanh(dot / softcap) if softcap > 0 else dot
+            for g in range(group):
+                peak = highest[g]
+                for j in range(BLOCK):
+                    peak = max(peak, weights[g, j])
+                decay = np.exp(highest[g] - peak)
+                highest[g] = peak
+                block_total = np.float32(0)
+                for j in range(BLOCK):
+                    weights[g, j] = np.exp(weights[g, j] - peak)
+                    block_total += weights[g, j]
+                total[g] = total[g] * decay + block_total
+                for d in range(head_dim):
+                    result[g, d] *= decay
+            for j in range(max(first - begin, 0), min(BLOCK, length - begin)):
+                for g in range(group):
+                    for d in range(head_dim):
+                        result[g, d] += weights[g, j] * values[where[j], kv_head, d]
+        for g in range(group):
+            for d in range(head_dim):
+                out[row, kv_head * group + g, d] = result[g, d] / total[g]
+
+
+def attend_on_cpu(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: Piece, scale: float, window: int, softcap: float
+) -> torch.Tensor:
+    """Attention of a piece's rows, float32 on the CPU; shapes as in `_attend`."""
+    out = torch.empty_like(queries)
+    _attend(
+        queries.numpy(),
+        keys.numpy(),
+        values.numpy(),
+        piece.base,
+        piece.tail,
+        piece.lengths,
+        np.float32(scale),
+        window,
+        np.float32(softcap),
+        out.numpy(),
+    )
+    return out
+
+
+def attend_by_mask(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: Piece, scale: float, window: int, softcap: float
+) -> torch.Tensor:
+    """The same on any device, by gathering each row's path: right, but neither lean nor bitwise reproducible."""
+    longest = int(piece.lengths.max())
+    positions = np.arange(longest)
+    tail_index = np.clip(positions - piece.base, 0, max(piece.tail.shape[1] - 1, 0))
+    tail = piece.tail[:, tail_index] if piece.tail.shape[1] else np.zeros((len(piece.lengths), longest), np.int32)
+    where = np.where(positions < piece.base, positions, tail)
+    visible = (positions < piece.lengths[:, None]) & (
+        positions >= (piece.lengths[:, None] - window if window else 0)
+    )
+    where_on_device = torch.from_numpy(np.where(visible, where, 0)).to(queries.device)
+    group = queries.shape[1] // keys.shape[1]
+    path_keys = keys[where_on_device].repeat_interleave(group, 2)  # (num_rows, longest, num_heads, head_dim)
+    path_values = values[where_on_device].repeat_interleave(group, 2)
+    scores = torch.einsum("rhd,rphd->rhp", queries, path_keys) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    hidden = torch.from_numpy(~visible).to(queries.device)[:, None, :]
+    return torch.einsum("rhp,rphd->rhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), path_values)
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    chunk: Chunk,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: (1, heads, rows, head_dim) each in, (1, rows, heads, head_dim) out.
+
+    Writes the rows' keys and values into their slots, then attends over the slots. `chunk` travels through the model's
+    keyword arguments; the mask is ours to derive, so none is given.
+    """
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    attend = attend_on_cpu if query.device.type == "cpu" else attend_by_mask
+    queries = query[0].transpose(0, 1).float().contiguous()
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    out = torch.zeros_like(queries)  # padding rows have no path and stay 0
+    for piece in chunk.pieces:
+        piece.slot.write(layer, piece.rows, keys[piece.span], values[piece.span])
+        held_keys = piece.slot.keys[layer, : piece.num_keys].float()
+        held_values = piece.slot.values[layer, : piece.num_keys].float()
+        out[piece.span] = attend(
+            queries[piece.span], held_keys, held_values, piece, scaling, sliding_window or 0, softcap or 0.0
+        )
+    return out.to(query.dtype)[None], None
+
+
+AttentionInterface.register(NAME, tree_attention)

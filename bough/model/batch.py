@@ -1,0 +1,117 @@
+"""A packed batch: tokens of several sessions' contexts and trees as rows of one model pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bough.model.kv import KVSlot
+from bough.tree import Tree
+
+IntArray = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Rows of one session. The key at position p on a row's path stands in slot row p where p < base, else in its tail."""
+
+    slot: KVSlot
+    tokens: IntArray  # (num_tokens,)
+    positions: IntArray  # (num_tokens,) absolute
+    rows: IntArray  # (num_tokens,) slot rows that take the keys and values
+    base: int
+    tail: IntArray  # (num_tokens, width): [i, j] is the slot row of the key at position base + j on the path to token i
+    wants_logits: bool
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def context(cls, slot: KVSlot, start: int, tokens: Sequence[int]) -> Segment:
+        """Tokens in a row from position `start`, to be held and not asked for logits."""
+        positions = np.arange(start, start + len(tokens), dtype=np.int32)
+        no_tail = np.zeros((len(tokens), 0), dtype=np.int32)
+        return cls(slot, np.asarray(tokens, np.int32), positions, positions, start + len(tokens), no_tail, False)
+
+    @classmethod
+    def tree(cls, slot: KVSlot, base: int, tree: Tree) -> Segment:
+        """A whole tree whose root is at position `base`; node i takes slot row base + i."""
+        positions = base + tree.depths()
+        rows = base + np.arange(len(tree), dtype=np.int32)
+        return cls(slot, tree.tokens, positions, rows, base, base + tree.path_table(), True)
+
+    def part(self, begin: int, end: int) -> Segment:
+        """Rows [begin, end) of it."""
+        cut = slice(begin, end)
+        return Segment(
+            self.slot,
+            self.tokens[cut],
+            self.positions[cut],
+            self.rows[cut],
+            self.base,
+            self.tail[cut],
+            self.wants_logits,
+        )
+
+
+class Piece:
+    """A segment's rows within a chunk, in the form in which attention wants them, made once for all layers."""
+
+    def __init__(self, begin: int, segment: Segment, device: torch.device) -> None:
+        self.slot = segment.slot
+        self.span = slice(begin, begin + len(segment))  # rows of the chunk
+        self.rows = torch.from_numpy(segment.rows.astype(np.int64)).to(device)
+        self.num_keys = int(max(segment.rows.max(), segment.positions.max())) + 1  # slot rows that may be read
+        self.base = segment.base
+        self.tail = np.ascontiguousarray(segment.tail)
+        self.lengths = segment.positions + np.int32(1)  # keys on each row's path
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows that go through a layer together."""
+
+    begin: int  # first row of the batch
+    end: int
+    pieces: tuple[Piece, ...]
+
+
+class Batch:
+    """Segments one after another, padded to whole chunks of `rows` rows.
+
+    Matrix products of different row counts round differently, so a batch that is to be reproducible goes through each
+    layer in chunks of one fixed row count (DESIGN.md, rule 2); `rows=None` is one chunk of whatever size comes.
+    """
+
+    def __init__(self, segments: Sequence[Segment], rows: int | None, device: torch.device) -> None:
+        self.segments = tuple(segment for segment in segments if len(segment))
+        self.num_tokens = sum(map(len, self.segments))
+        self.rows = rows or self.num_tokens
+        self.num_rows = -(-self.num_tokens // self.rows) * self.rows
+        self.input_ids = self._padded([segment.tokens for segment in self.segments]).to(device)
+        self.position_ids = self._padded([segment.positions for segment in self.segments]).to(device)
+        self.logit_rows = torch.from_numpy(self._logit_rows()).to(device)
+        self.chunks = tuple(self._chunk(begin, device) for begin in range(0, self.num_rows, self.rows))
+
+    def _padded(self, arrays: Sequence[IntArray]) -> torch.Tensor:
+        padded = np.zeros((1, self.num_rows), dtype=np.int64)
+        padded[0, : self.num_tokens] = np.concatenate(arrays)
+        return torch.from_numpy(padded)
+
+    def _logit_rows(self) -> NDArray[np.int64]:
+        wanted = np.concatenate([np.full(len(segment), segment.wants_logits) for segment in self.segments])
+        return np.flatnonzero(wanted)
+
+    def _chunk(self, begin: int, device: torch.device) -> Chunk:
+        end = begin + self.rows
+        pieces, offset = [], 0
+        for segment in self.segments:
+            first, last = max(begin, offset), min(end, offset + len(segment))
+            if first < last:
+                pieces.append(Piece(first - begin, segment.part(first - offset, last - offset), device))
+            offset += len(segment)
+        return Chunk(begin, end, tuple(pieces))

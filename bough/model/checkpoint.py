@@ -1,0 +1,137 @@
+"""Where each tensor of a checkpoint stands: a model folder, its safetensors headers, and nothing read beyond them.
+
+Knows no torch and no model classes. Whether the shapes fit the architecture is checked in `bough.model.loading`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bough.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A tensor's bytes: `num_bytes` at `offset` of `file`."""
+
+    name: str
+    file: Path
+    offset: int
+    num_bytes: int
+    dtype: str  # as safetensors spells it: "BF16", "F32", ...
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model folder whose headers have been read and found consistent."""
+
+    folder: Path
+    tensors: dict[str, TensorPlace]
+
+    @classmethod
+    def open(cls, model: str | Path) -> Checkpoint:
+        """Reads the headers of a local folder, or of a hub id that is in the local cache.
+
+        Raises:
+            CheckpointError: naming the folder or file that is missing, truncated or malformed.
+        """
+        folder = resolve(model)
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"model: {folder} has no config.json; a Hugging Face model folder would do")
+        tensors: dict[str, TensorPlace] = {}
+        for file in _shards(folder):
+            tensors.update(read_header(file))
+        _require_indexed_tensors(folder, tensors)
+        return cls(folder, tensors)
+
+    def fingerprint(self) -> str:
+        """Hash over the configuration and the places and shapes of all tensors; no weights are read."""
+        digest = hashlib.blake2b((self.folder / "config.json").read_bytes(), digest_size=12)
+        for name, place in sorted(self.tensors.items()):
+            digest.update(f"{name} {place.offset} {place.num_bytes} {place.dtype} {place.shape}\n".encode())
+        return digest.hexdigest()
+
+
+def resolve(model: str | Path) -> Path:
+    """The folder of a model: itself where it is one, otherwise the cached snapshot of a hub id."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        raise CheckpointError(f"model: folder {model} is not there")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as exc:
+        raise CheckpointError(
+            f"model: {model} is neither a folder nor a model in the local Hugging Face cache; "
+            "a path, or a model fetched with `hf download`, would do"
+        ) from exc
+
+
+def read_header(file: Path) -> dict[str, TensorPlace]:
+    """The tensors of one safetensors file, checked against the size of the file."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise CheckpointError(f"{file}: {size} bytes are too few for a safetensors file; it is truncated")
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(f"{file}: header of {header_bytes} bytes in a file of {size}; it is truncated")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(header_bytes))
+        except ValueError as exc:
+            raise CheckpointError(f"{file}: header is not JSON: {exc}") from exc
+    data_start = 8 + header_bytes
+    header.pop("__metadata__", None)
+    return {name: _place(file, size, data_start, name, entry) for name, entry in header.items()}
+
+
+def _place(file: Path, size: int, data_start: int, name: str, entry: dict[str, Any]) -> TensorPlace:
+    try:
+        begin, end = entry["data_offsets"]
+        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+    except (KeyError, TypeError, ValueError) as exc:
+        raise CheckpointError(f"{file}: header entry of {name} is malformed: {entry!r}") from exc
+    if not 0 <= begin <= end or data_start + end > size:
+        raise CheckpointError(
+            f"{file}: tensor {name} ends at byte {data_start + end} of a file of {size}; the file is truncated"
+        )
+    return TensorPlace(name, file, data_start + begin, end - begin, dtype, shape)
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / INDEX_NAME
+    names = sorted(set(_weight_map(index).values())) if index.is_file() else [SINGLE_NAME]
+    for name in names:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: this file of the checkpoint is missing")
+    return [folder / name for name in names]
+
+
+def _require_indexed_tensors(folder: Path, tensors: dict[str, TensorPlace]) -> None:
+    index = folder / INDEX_NAME
+    if index.is_file():
+        for name, file in _weight_map(index).items():
+            if name not in tensors:
+                raise CheckpointError(f"{folder / file}: tensor {name}, which {INDEX_NAME} places there, is missing")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise CheckpointError(f"{index}: not an index of safetensors files: {exc!r}") from exc

@@ -1,0 +1,88 @@
+"""Which token follows: the target's logits, a position's random numbers, and nothing else.
+
+The token at a position is the largest of (log-probability + Gumbel noise), the noise being a function of the seed, the
+position and the token id (the Gumbel-max trick). So it does not matter by which tree, batch or process the logits were
+reached; and a draft that knows the seed sees the same noise and can guess the sample itself, not just its distribution
+(arXiv 2408.07978, "coupling without communication"). numpy on one row: a row's result cannot depend on how many there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.errors import Unavailable
+from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
+
+Row = NDArray[np.float64]  # (vocab_size,)
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> Row:
+    """Noise for the token at an absolute position: Philox (Salmon et al., 2011) keyed by seed, counted by position."""
+    raw = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
+    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1), both ends excluded
+    return -np.log(-np.log(uniform))
+
+
+def adjusted(logits: Row, params: SamplingParams, history: Sequence[int], prompt_length: int) -> Row:
+    """Logits after penalties and bias, as decoding would see them after `history` (prompt and output so far)."""
+    if not params.has_penalties and not params.logit_bias:
+        return logits
+    logits = logits.copy()
+    if params.has_penalties:
+        seen = np.fromiter(set(history), dtype=np.int64)
+        penalised = logits[seen]
+        logits[seen] = np.where(
+            penalised > 0, penalised / params.repetition_penalty, penalised * params.repetition_penalty
+        )
+        for token, count in Counter(history[prompt_length:]).items():
+            logits[token] -= params.presence_penalty + count * params.frequency_penalty
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    return logits
+
+
+def filtered(logits: Row, params: SamplingParams) -> Row:
+    """Logits divided by the temperature, with -inf where top-k, top-p and min-p (in this order) exclude a token."""
+    logits = logits / params.temperature
+    if 0 < params.top_k < len(logits):
+        threshold = np.partition(logits, -params.top_k)[-params.top_k]
+        logits = np.where(logits < threshold, -np.inf, logits)
+    if params.top_p < 1.0:
+        order = np.argsort(-logits, kind="stable")
+        probs = _softmax(logits[order])
+        mass_before = np.cumsum(probs) - probs
+        logits[order[mass_before >= params.top_p]] = -np.inf
+    if params.min_p > 0.0:
+        logits = np.where(logits < logits.max() + np.log(params.min_p), -np.inf, logits)
+    return logits
+
+
+def draw(logits: Row, params: SamplingParams, position: int) -> int:
+    """The token for an absolute position, from logits after `adjusted`.
+
+    Raises:
+        Unavailable: where the logits hold no number to choose by.
+    """
+    if not np.isfinite(logits.max()):
+        raise Unavailable(f"the target's logits for position {position} are not numbers; its weights may be damaged")
+    if params.is_greedy:
+        return int(logits.argmax())
+    kept = filtered(logits, params)
+    return int((kept + gumbel_noise(params.seed, position, len(logits))).argmax())
+
+
+def position_logprobs(logits: Row, token: int, num_top: int) -> PositionLogprobs:
+    """Log-probabilities of the emitted token and the best ones, from the target's raw logits."""
+    normaliser = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+    best = np.argsort(-logits, kind="stable")[:num_top]
+    top = tuple(TokenLogprob(int(i), float(logits[i] - normaliser)) for i in best)
+    return PositionLogprobs(TokenLogprob(token, float(logits[token] - normaliser)), top)
+
+
+def _softmax(logits: Row) -> Row:
+    exps = np.exp(logits - logits.max())
+    return exps / exps.sum()

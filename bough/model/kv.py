@@ -1,0 +1,77 @@
+"""The keys and values of one session, for every layer, in one piece of memory.
+
+A slot knows rows, not meanings: rows [0, length) hold committed tokens at the positions of the same numbers, and what a
+tree puts above them counts for nothing until it is compacted down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bough.errors import PrefixMissing
+from bough.prefix import prefix_hash
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one slot of a model takes."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of keys and values of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVSlot:
+    """Room for `num_rows` tokens of one session, and the tokens whose keys and values are valid."""
+
+    def __init__(self, shape: KVShape, num_rows: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        size = (shape.num_layers, num_rows, shape.num_kv_heads, shape.head_dim)
+        # Rows are written before they are read, and memory never touched is never taken from the system.
+        self.keys = torch.empty(size, dtype=shape.dtype, device=device)
+        self.values = torch.empty(size, dtype=shape.dtype, device=device)
+        self.tokens: list[int] = []  # committed tokens: row i holds token i
+
+    @property
+    def length(self) -> int:
+        """Number of committed tokens held."""
+        return len(self.tokens)
+
+    def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts keys and values, each (num_new, num_kv_heads, head_dim), into the given rows of a layer."""
+        self.keys[layer].index_copy_(0, rows, keys)
+        self.values[layer].index_copy_(0, rows, values)
+
+    def stand_on(self, context_start: int, expected_hash: int) -> None:
+        """Rolls back to the first `context_start` tokens, where they are the ones that the caller means.
+
+        Raises:
+            PrefixMissing: with the length and hash of what is held; nothing is changed.
+        """
+        if context_start > self.length or prefix_hash(self.tokens[:context_start]) != expected_hash:
+            held = f"{self.length} tokens" if context_start > self.length else "other tokens"
+            raise PrefixMissing(
+                f"context.context_start: {context_start} tokens were taken to be held, but {held} are; "
+                "send the session's tokens again from what is held",
+                self.length,
+                prefix_hash(self.tokens),
+            )
+        del self.tokens[context_start:]
+
+    def compact(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Commits tokens whose keys and values stand in `rows`, by moving them down to follow the committed ones."""
+        start, end = self.length, self.length + len(rows)
+        if list(rows) != list(range(start, end)):
+            source = torch.tensor(rows, device=self.keys.device)
+            self.keys[:, start:end] = self.keys.index_select(1, source)
+            self.values[:, start:end] = self.values.index_select(1, source)
+        self.tokens.extend(tokens)

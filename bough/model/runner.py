@@ -1,0 +1,34 @@
+"""A model whose weights are all in memory, run on packed batches."""
+
+from __future__ import annotations
+
+import torch
+
+from bough.model.batch import Batch
+from bough.model.loading import Skeleton, bind_resident
+
+
+class ResidentModel:
+    """What a draft worker runs: every layer loaded for good, batches of any row count."""
+
+    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+        self.skeleton = skeleton
+        self.device = device
+        bind_resident(skeleton.resident_slots, skeleton.dtype, device)
+        for slots in skeleton.layer_slots:
+            bind_resident(slots, skeleton.dtype, device)
+        skeleton.model.to(device)
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`."""
+        (chunk,) = batch.chunks
+        output = self.skeleton.model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=batch.logit_rows,
+            chunk=chunk,
+        )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits

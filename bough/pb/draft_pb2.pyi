@@ -1,0 +1,33 @@
+from bough.pb import common_pb2 as _common_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GrowRequest(_message.Message):
+    __slots__ = ("context", "root_token", "sampling", "budget", "width", "depth")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ROOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.Context
+    root_token: int
+    sampling: _common_pb2.SamplingParams
+    budget: int
+    width: int
+    depth: int
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., root_token: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ...) -> None: ...
+
+class GrowReply(_message.Message):
+    __slots__ = ("tree", "held_length", "timings")
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    HELD_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    tree: _common_pb2.Tree
+    held_length: int
+    timings: _common_pb2.Timings
+    def __init__(self, tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., held_length: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,138 @@
+"""What every process does around its work: logging, signals, exit codes, and the life of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+
+from bough import __version__, wire
+from bough.config import ServiceConfig, WorkerConfig
+from bough.errors import BoughError, ConfigError, Unavailable
+from bough.messages import WorkerInfo
+from bough.pairing import refuse_misfits
+from bough.pb import common_pb2
+from bough.registry import Registry, WorkerRecord, registered
+from bough.rpc import serving
+from bough.tokenizer import TokenizerFiles
+
+logger = logging.getLogger(__name__)
+
+EXIT_CONFIG = 2
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    """Runs a process to its end. An error that the user can mend is one line on standard error and exit status 2."""
+    try:
+        asyncio.run(main())
+    except BoughError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        raise SystemExit(EXIT_CONFIG) from exc
+
+
+def configure_logging(level: str) -> None:
+    """Logs to standard error; raises ConfigError for a level that is none."""
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"--log-level: {level!r}; DEBUG, INFO, WARNING or ERROR would do")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel("WARNING")
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT."""
+    event = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, event.set)
+    return event
+
+
+def new_worker_id(kind: str) -> str:
+    """A name that no other process has."""
+    return f"{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def advertised(config: ServiceConfig, port: int) -> str:
+    """Address at which others reach a process."""
+    return f"{config.advertise or config.host}:{port}"
+
+
+class Worker(Protocol):
+    """What a loaded draft or target is to its process."""
+
+    tokenizer: TokenizerFiles
+
+    def info(self) -> WorkerInfo:
+        """Model and limits."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads."""
+        ...
+
+
+AnyWorker = TypeVar("AnyWorker", bound=Worker)
+
+
+class WorkerService(Generic[AnyWorker]):
+    """The calls that both workers answer alike. While the model loads, every call is UNAVAILABLE and says so."""
+
+    def __init__(self) -> None:
+        self.loaded: AnyWorker | None = None
+
+    @property
+    def worker(self) -> AnyWorker:
+        if self.loaded is None:
+            raise Unavailable("this worker is still loading its model; try again when its health is SERVING")
+        return self.loaded
+
+    async def GetServerInfo(
+        self, request: common_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common_pb2.WorkerInfo:
+        """Model, tokenizer and limits."""
+        return wire.info_to_wire(self.worker.info())
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[common_pb2.TokenizerChunk]:
+        """The tokenizer, in pieces."""
+        for chunk in wire.tokenizer_to_wire(self.worker.tokenizer):
+            yield chunk
+
+
+async def serve_worker(
+    config: WorkerConfig,
+    kind: str,
+    worker_id: str,
+    service: str,
+    servicer: WorkerService[AnyWorker],
+    add: Callable[[Any, grpc.aio.Server], None],
+    load: Callable[[], AnyWorker],
+) -> None:
+    """The life of a worker: listen, load off the event loop, refuse misfits, announce, serve until told to stop.
+
+    Raises:
+        ConfigError, CheckpointError, PairingError, Unavailable: it could not start.
+    """
+    stop = stop_event()
+    registry = Registry(config.index_url, config.namespace)
+    await registry.ping()
+    async with serving(config.host, config.port, service, lambda server: add(servicer, server)) as served:
+        worker = await asyncio.to_thread(load)
+        try:
+            await refuse_misfits(registry, kind, worker.tokenizer)
+            servicer.loaded = worker
+            record = WorkerRecord(kind, worker_id, advertised(config, served.port))
+            async with registered(registry, record):
+                await served.set_ready(True)
+                logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
+                await stop.wait()
+        finally:
+            worker.close()
+            await registry.close()

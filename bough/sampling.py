@@ -1,0 +1,106 @@
+"""How a request wants its tokens drawn and where it wants to stop. Pure values; the drawing is in `bough.model.draw`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bough.errors import InvalidRequest
+
+MAX_LOGPROBS = 64
+MAX_SEED = 2**64 - 1
+
+
+def _require(condition: bool, name: str, value: object, would_do: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{name}: {value!r}; {would_do}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Everything that shapes the distribution of a token. The defaults change nothing."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0  # over prompt and output (arXiv 1909.05858)
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # alternatives to report; None reports nothing
+    stop_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logits depend on the tokens before it through more than the model."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises InvalidRequest naming the first field that is out of its range."""
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "a finite number not below 0 would do",
+        )
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more would do")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1] would do")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1] would do")
+        _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, "an unsigned 64-bit number would do")
+        _require(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a finite number above 0 would do",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, name, value, "a number in [-2, 2] would do")
+        for token, bias in self.logit_bias.items():
+            _require(0 <= token < vocab_size, "logit_bias", token, f"a token id below {vocab_size} would do")
+            _require(math.isfinite(bias), f"logit_bias[{token}]", bias, "a finite number would do")
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            self.logprobs,
+            f"0 to {MAX_LOGPROBS} would do",
+        )
+        for token in self.stop_token_ids:
+            _require(0 <= token < vocab_size, "stop_token_ids", token, f"a token id below {vocab_size} would do")
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """Where the output ends. Stop token ids, the model's own included, are in SamplingParams: a draft needs them too."""
+
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+    def validate(self) -> None:
+        """Raises InvalidRequest naming the first field that is out of its range."""
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more would do")
+        for index, text in enumerate(self.stop):
+            _require(text != "", f"stop[{index}]", text, "a text that is not empty would do")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and the natural log-probability that the target gives it, before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The emitted token and the most probable ones, best first."""
+
+    token: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()

@@ -1,0 +1,159 @@
+"""A tree of guessed tokens, as flat arrays.
+
+Knows nothing of models, workers or wires. Masks, depths and paths are derived here and stored nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.errors import InvalidTree
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """Node 0 is the root, the last committed token; parents come before children, siblings best first."""
+
+    tokens: IntArray  # (num_nodes,)
+    parents: IntArray  # (num_nodes,) index of the parent; -1 at the root
+    log_probs: FloatArray  # (num_nodes,) draft's conditional log-probability; 0 at the root
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> Tree:
+        """From lists, in the layout of the fields."""
+        return cls(
+            np.asarray(tokens, dtype=np.int32),
+            np.asarray(parents, dtype=np.int32),
+            np.asarray(log_probs, dtype=np.float32),
+        )
+
+    @classmethod
+    def root(cls, token: int) -> Tree:
+        """A tree without guesses: verifying it is plain decoding."""
+        return cls.of([token], [-1], [0.0])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tree):
+            return NotImplemented
+        return all(
+            np.array_equal(mine, theirs)
+            for mine, theirs in (
+                (self.tokens, other.tokens),
+                (self.parents, other.parents),
+                (self.log_probs, other.log_probs),
+            )
+        )
+
+    def depths(self) -> IntArray:
+        """(num_nodes,) levels below the root."""
+        depths = np.zeros(len(self), dtype=np.int32)
+        for node in range(1, len(self)):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root down to `node`, both included."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = int(self.parents[node])
+        return nodes[::-1]
+
+    def path_table(self) -> IntArray:
+        """(num_nodes, max_depth + 1): row i lists the path to node i from the root; unused places hold 0."""
+        depths = self.depths()
+        table = np.zeros((len(self), int(depths.max()) + 1), dtype=np.int32)
+        for node in range(1, len(self)):
+            depth = depths[node]
+            table[node, :depth] = table[self.parents[node], :depth]
+            table[node, depth] = node
+        return table
+
+    def ancestor_mask(self) -> BoolArray:
+        """(num_nodes, num_nodes): [i, j] is true where j is i or an ancestor of i."""
+        mask = np.eye(len(self), dtype=np.bool_)
+        for node in range(1, len(self)):
+            mask[node] |= mask[self.parents[node]]
+        return mask
+
+    def children(self) -> list[dict[int, int]]:
+        """For each node its children: token to node."""
+        children: list[dict[int, int]] = [{} for _ in range(len(self))]
+        for node in range(1, len(self)):
+            children[self.parents[node]][int(self.tokens[node])] = node
+        return children
+
+    def scores(self) -> FloatArray:
+        """(num_nodes,) log-probability of the whole path from the root."""
+        scores = self.log_probs.copy()
+        for node in range(1, len(self)):
+            scores[node] += scores[self.parents[node]]
+        return scores
+
+    def trimmed(self, budget: int) -> Tree:
+        """The `budget` best-scoring nodes in their old order.
+
+        A node never scores above its parent (log-probabilities are not positive) and ties go to the earlier node, so
+        the result stays connected.
+        """
+        if budget < 1:
+            raise InvalidTree(f"budget: {budget} is no tree size; 1 or more would do")
+        if len(self) <= budget:
+            return self
+        best = np.argsort(-self.scores(), kind="stable")[:budget]
+        kept = np.sort(best)
+        new_index = np.full(len(self), -1, dtype=np.int32)
+        new_index[kept] = np.arange(budget, dtype=np.int32)
+        parents = np.where(self.parents[kept] < 0, -1, new_index[self.parents[kept]]).astype(np.int32)
+        return Tree(self.tokens[kept], parents, self.log_probs[kept])
+
+    def validate(self, vocab_size: int, max_nodes: int) -> None:
+        """Checks every rule; called once at each process boundary.
+
+        Raises:
+            InvalidTree: naming the first node at fault.
+        """
+        size = len(self)
+        if size == 0 or len(self.parents) != size or len(self.log_probs) != size:
+            raise InvalidTree(
+                f"tree: {size} tokens, {len(self.parents)} parents and {len(self.log_probs)} log_probs; "
+                "a tree has a root, and one of each for every node"
+            )
+        if size > max_nodes:
+            raise InvalidTree(f"tree.tokens: {size} nodes; at most {max_nodes} are verified at once")
+        for node in range(size):
+            self._validate_node(node, vocab_size)
+        self._validate_siblings()
+
+    def _validate_node(self, node: int, vocab_size: int) -> None:
+        token, parent, log_prob = int(self.tokens[node]), int(self.parents[node]), float(self.log_probs[node])
+        if not 0 <= token < vocab_size:
+            raise InvalidTree(f"tree.tokens[{node}]: {token} is outside the vocabulary of {vocab_size}")
+        if node == 0 and parent != -1:
+            raise InvalidTree(f"tree.parents[0]: {parent}; the root has no parent (-1)")
+        if node > 0 and not 0 <= parent < node:
+            raise InvalidTree(f"tree.parents[{node}]: {parent}; a parent comes before its child, so 0 to {node - 1}")
+        if not log_prob <= 1e-6:  # also catches NaN
+            raise InvalidTree(f"tree.log_probs[{node}]: {log_prob}; a log-probability is a number not above 0")
+
+    def _validate_siblings(self) -> None:
+        first_with: dict[tuple[int, int], int] = {}
+        for node in range(1, len(self)):
+            key = (int(self.parents[node]), int(self.tokens[node]))
+            if key in first_with:
+                raise InvalidTree(
+                    f"tree.tokens[{node}]: {key[1]} is already the token of its sibling {first_with[key]}; "
+                    "siblings have distinct tokens"
+                )
+            first_with[key] = node

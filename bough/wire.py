@@ -1,0 +1,249 @@
+"""Values to messages and back: the one place that knows both. Every pair is tested as a round trip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+
+import numpy as np
+
+from bough import messages as m
+from bough.errors import InvalidRequest, InvalidTree
+from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2
+from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
+from bough.tokenizer import TokenizerFiles
+from bough.tree import Tree
+
+TOKENIZER_CHUNK_BYTES = 1024 * 1024
+
+
+def tree_to_wire(tree: Tree) -> common_pb2.Tree:
+    """The root's parent and log-probability are implied."""
+    return common_pb2.Tree(
+        tokens=tree.tokens.tolist(), parents=tree.parents[1:].tolist(), log_probs=tree.log_probs[1:].tolist()
+    )
+
+
+def tree_from_wire(message: common_pb2.Tree) -> Tree:
+    """Raises InvalidTree where the fields have different lengths; the rest is for `Tree.validate`."""
+    size = len(message.tokens)
+    if size == 0 or len(message.parents) != size - 1 or len(message.log_probs) != size - 1:
+        raise InvalidTree(
+            f"tree: {size} tokens, {len(message.parents)} parents and {len(message.log_probs)} log_probs; "
+            "a tree has a root, and a parent and a log_prob for every other node"
+        )
+    parents = np.concatenate(([-1], np.minimum(message.parents, 2**31 - 1))).astype(np.int32)
+    return Tree(
+        np.asarray(message.tokens, np.int32), parents, np.concatenate(([0.0], message.log_probs)).astype(np.float32)
+    )
+
+
+def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Field by field."""
+    return common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        logprobs=params.logprobs,
+        stop_token_ids=sorted(params.stop_token_ids),
+    )
+
+
+def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Field by field; ranges are for `SamplingParams.validate`."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        stop_token_ids=frozenset(message.stop_token_ids),
+    )
+
+
+def context_to_wire(context: m.Context) -> common_pb2.Context:
+    """Field by field."""
+    return common_pb2.Context(
+        session_id=context.session_id,
+        context_start=context.context_start,
+        prefix_hash=context.prefix_hash,
+        tokens=context.tokens,
+        prompt_length=context.prompt_length,
+    )
+
+
+def context_from_wire(message: common_pb2.Context, vocab_size: int) -> m.Context:
+    """Raises InvalidRequest for a session without a name or a token outside the vocabulary."""
+    if not message.session_id:
+        raise InvalidRequest("context.session_id: '' names no session; any other text would do")
+    require_tokens("context.tokens", message.tokens, vocab_size)
+    return m.Context(
+        message.session_id, message.context_start, message.prefix_hash, tuple(message.tokens), message.prompt_length
+    )
+
+
+def require_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    """Raises InvalidRequest naming the first token that is outside the vocabulary."""
+    for index, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(f"{name}[{index}]: {token} is outside the vocabulary of {vocab_size}")
+
+
+def grow_call_to_wire(call: m.GrowCall) -> draft_pb2.GrowRequest:
+    """Field by field."""
+    return draft_pb2.GrowRequest(
+        context=context_to_wire(call.context),
+        root_token=call.root_token,
+        sampling=sampling_to_wire(call.sampling),
+        budget=call.limits.budget,
+        width=call.limits.width,
+        depth=call.limits.depth,
+    )
+
+
+def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nodes: int) -> m.GrowCall:
+    """Checks everything; raises InvalidRequest."""
+    require_tokens("root_token", [message.root_token], vocab_size)
+    for name, most in (("budget", max_nodes), ("width", max_nodes), ("depth", max_nodes)):
+        if not 1 <= getattr(message, name) <= most:
+            raise InvalidRequest(f"{name}: {getattr(message, name)}; 1 to {most} would do")
+    sampling = sampling_from_wire(message.sampling)
+    sampling.validate(vocab_size)
+    return m.GrowCall(
+        context_from_wire(message.context, vocab_size),
+        message.root_token,
+        sampling,
+        m.TreeLimits(message.budget, message.width, message.depth),
+    )
+
+
+def grow_result_to_wire(result: m.GrowResult) -> draft_pb2.GrowReply:
+    """Field by field."""
+    return draft_pb2.GrowReply(
+        tree=tree_to_wire(result.tree), held_length=result.held_length, timings=timings_to_wire(result.timings)
+    )
+
+
+def grow_result_from_wire(message: draft_pb2.GrowReply) -> m.GrowResult:
+    """Raises InvalidTree for what is no tree at all."""
+    return m.GrowResult(tree_from_wire(message.tree), message.held_length, timings_from_wire(message.timings))
+
+
+def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
+    """Field by field."""
+    return target_pb2.VerifyRequest(
+        context=context_to_wire(call.context),
+        epoch=call.epoch,
+        round=call.round,
+        tree=tree_to_wire(call.tree),
+        sampling=sampling_to_wire(call.sampling),
+    )
+
+
+def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, max_nodes: int) -> m.VerifyCall:
+    """Checks everything; raises InvalidRequest."""
+    tree = tree_from_wire(message.tree)
+    tree.validate(vocab_size, max_nodes)
+    sampling = sampling_from_wire(message.sampling)
+    sampling.validate(vocab_size)
+    return m.VerifyCall(context_from_wire(message.context, vocab_size), message.epoch, message.round, tree, sampling)
+
+
+def verify_result_to_wire(result: m.VerifyResult) -> target_pb2.VerifyReply:
+    """Field by field."""
+    return target_pb2.VerifyReply(
+        accepted_nodes=result.verdict.accepted_nodes,
+        bonus_token=result.verdict.bonus_token,
+        logprobs=map(logprobs_to_wire, result.verdict.logprobs),
+        held_length=result.held_length,
+        timings=timings_to_wire(result.timings),
+    )
+
+
+def verify_result_from_wire(message: target_pb2.VerifyReply) -> m.VerifyResult:
+    """Field by field."""
+    verdict = m.Verdict(
+        tuple(message.accepted_nodes), message.bonus_token, tuple(map(logprobs_from_wire, message.logprobs))
+    )
+    return m.VerifyResult(verdict, message.held_length, timings_from_wire(message.timings))
+
+
+def logprobs_to_wire(value: PositionLogprobs) -> common_pb2.PositionLogprobs:
+    """Field by field."""
+    return common_pb2.PositionLogprobs(
+        token=common_pb2.TokenLogprob(token_id=value.token.token_id, logprob=value.token.logprob),
+        top=[common_pb2.TokenLogprob(token_id=top.token_id, logprob=top.logprob) for top in value.top],
+    )
+
+
+def logprobs_from_wire(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
+    """Field by field."""
+    return PositionLogprobs(
+        TokenLogprob(message.token.token_id, message.token.logprob),
+        tuple(TokenLogprob(top.token_id, top.logprob) for top in message.top),
+    )
+
+
+def timings_to_wire(timings: m.Timings) -> common_pb2.Timings:
+    """Field by field: the names are the same."""
+    return common_pb2.Timings(**asdict(timings))
+
+
+def timings_from_wire(message: common_pb2.Timings) -> m.Timings:
+    """Field by field: the names are the same."""
+    return m.Timings(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
+
+
+def round_timings_to_wire(timings: m.RoundTimings) -> generation_pb2.RoundTimings:
+    """Field by field: the names are the same."""
+    return generation_pb2.RoundTimings(**asdict(timings))
+
+
+def round_timings_from_wire(message: generation_pb2.RoundTimings) -> m.RoundTimings:
+    """Field by field: the names are the same."""
+    return m.RoundTimings(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
+
+
+def info_to_wire(info: m.WorkerInfo) -> common_pb2.WorkerInfo:
+    """Field by field: the names are the same."""
+    return common_pb2.WorkerInfo(**asdict(info))
+
+
+def info_from_wire(message: common_pb2.WorkerInfo) -> m.WorkerInfo:
+    """Field by field: the names are the same."""
+    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return m.WorkerInfo(**(values | {"notes": tuple(message.notes)}))
+
+
+def tokenizer_to_wire(files: TokenizerFiles) -> Iterator[common_pb2.TokenizerChunk]:
+    """In pieces; the first carries the small fields too."""
+    data = files.tokenizer_json
+    for begin in range(0, max(len(data), 1), TOKENIZER_CHUNK_BYTES):
+        chunk = common_pb2.TokenizerChunk(tokenizer_json=data[begin : begin + TOKENIZER_CHUNK_BYTES])
+        if begin == 0:
+            chunk.chat_template, chunk.bos_token, chunk.eos_token = files.chat_template, files.bos_token, files.eos_token
+            chunk.eos_token_ids.extend(files.eos_token_ids)
+        yield chunk
+
+
+def tokenizer_from_wire(chunks: list[common_pb2.TokenizerChunk]) -> TokenizerFiles:
+    """From all the pieces, in order."""
+    first = chunks[0]
+    return TokenizerFiles(
+        b"".join(chunk.tokenizer_json for chunk in chunks),
+        first.chat_template,
+        tuple(first.eos_token_ids),
+        first.bos_token,
+        first.eos_token,
+    )

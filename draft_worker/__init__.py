@@ -1,0 +1,1 @@
+"""The draft worker: grows trees of guesses with a small model."""

@@ -1,0 +1,1 @@
+"""The orchestrator: sessions, planning, rounds, the front door. Imports no torch."""

@@ -1,0 +1,1 @@
+"""The target worker: streams the target's weights, keeps KV slots, verifies trees."""

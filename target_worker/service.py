@@ -1,0 +1,31 @@
+"""Target over gRPC: decode, call, encode."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from bough import wire
+from bough.pb import common_pb2, target_pb2
+from bough.process import WorkerService
+from target_worker.worker import TargetWorker
+
+
+class TargetService(WorkerService[TargetWorker]):
+    """bough.v1.Target."""
+
+    async def Verify(
+        self, request: target_pb2.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.VerifyReply:
+        """Verifies a tree."""
+        call = wire.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
+        return wire.verify_result_to_wire(await asyncio.wrap_future(self.worker.verify(call)))
+
+    async def Release(
+        self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common_pb2.ReleaseReply:
+        """Forgets a session."""
+        await asyncio.wrap_future(self.worker.release(request.session_id))
+        return common_pb2.ReleaseReply()

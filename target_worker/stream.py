@@ -1,0 +1,223 @@
+"""The link: layers read from disk by threads into a ring of aligned slabs, ahead of the sweep and across its end.
+
+The ring goes round the layers for ever: after the last comes the first again, so that the next sweep's first layers
+arrive while trees are being grown. Knows nothing of models; a layer is a list of extents.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from bough.errors import StreamError
+from target_worker.weights import ALIGNMENT, Extent, LayerWeights
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 2 * 1024 * 1024  # one read
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What the link has done since the start."""
+
+    num_bytes: int  # read
+    busy_ns: int  # with at least one read under way
+    wait_ns: int  # sweeps waited for a layer
+
+
+class _Piece(NamedTuple):
+    extent: Extent
+    begin: int  # within the extent
+    num_bytes: int
+
+
+class Ring:
+    """Delivers layers in order, round and round. Threads read; one consumer takes layers with `layer()`.
+
+    Sequence number s stands for layer s % num_layers, in slab s % num_slabs.
+    """
+
+    def __init__(self, layers: Sequence[LayerWeights], num_slabs: int, num_threads: int) -> None:
+        self.layers = tuple(layers)
+        self.num_slabs = num_slabs
+        slab_bytes = max(layer.num_bytes for layer in layers)
+        self._memory = mmap.mmap(-1, slab_bytes * num_slabs)  # anonymous, hence page-aligned
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._slabs = whole.view(num_slabs, slab_bytes)
+        self._views = [memoryview(self._memory)[i * slab_bytes : (i + 1) * slab_bytes] for i in range(num_slabs)]
+        self._pieces = [_cut(layer.extents) for layer in layers]
+        self._files = _open_all({extent.file for layer in layers for extent in layer.extents})
+        self._state = threading.Condition()
+        self._closed = False
+        self._generation = 0  # reads begun before a restart are not counted after it
+        self._reset()
+        self._reads_in_flight = 0
+        self._busy_since_ns = 0
+        self._num_bytes = self._busy_ns = self._wait_ns = 0
+        self._threads = [threading.Thread(target=self._read, name=f"link-{i}", daemon=True) for i in range(num_threads)]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all files are read past the page cache."""
+        return all(file.is_direct for file in self._files.values())
+
+    def __enter__(self) -> Ring:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for file in self._files.values():
+            os.close(file.descriptor)
+
+    def _reset(self) -> None:
+        self._consumed = 0  # sequence number of the layer that the sweep wants next
+        self._issued = (0, 0)  # sequence number and piece that are read next
+        self._missing: dict[int, int] = {}  # pieces still to come, of the layers that are being read
+        self._error: StreamError | None = None
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[torch.Tensor]:
+        """The next layer's slab, (slab_bytes,) uint8, valid until the block ends; `index` must be the layer that is next.
+
+        Raises:
+            StreamError: where it could not be read; call `restart` before the next sweep.
+        """
+        sequence = self._consumed
+        assert sequence % len(self.layers) == index, "layers are taken in order"
+        began = time.perf_counter_ns()
+        with self._state:
+            self._state.wait_for(lambda: self._error is not None or self._has_arrived(sequence))
+            if self._error is not None:
+                raise self._error
+            self._wait_ns += time.perf_counter_ns() - began
+        yield self._slabs[sequence % self.num_slabs]
+        with self._state:
+            self._consumed += 1
+            self._missing.pop(sequence, None)
+            self._state.notify_all()
+
+    def restart(self) -> None:
+        """Begins again with layer 0, after an error or a sweep that was given up."""
+        with self._state:
+            self._generation += 1
+            self._state.wait_for(lambda: self._reads_in_flight == 0)  # nobody may still write into a slab
+            self._reset()
+            self._state.notify_all()
+
+    def figures(self) -> LinkFigures:
+        """Counters since the start."""
+        with self._state:
+            running = time.perf_counter_ns() - self._busy_since_ns if self._reads_in_flight else 0
+            return LinkFigures(self._num_bytes, self._busy_ns + running, self._wait_ns)
+
+    def _has_arrived(self, sequence: int) -> bool:
+        return self._missing.get(sequence) == 0
+
+    def _read(self) -> None:
+        while (work := self._take()) is not None:
+            generation, sequence, piece = work
+            error = self._fill(sequence, piece)
+            self._finish(generation, sequence, piece, error)
+
+    def _take(self) -> tuple[int, int, _Piece] | None:
+        """The next piece to read, once its slab is free; None when the ring is closed."""
+        with self._state:
+            self._state.wait_for(self._may_read)
+            if self._closed:
+                return None
+            sequence, number = self._issued
+            pieces = self._pieces[sequence % len(self.layers)]
+            if number == 0:
+                self._missing[sequence] = len(pieces)
+            self._issued = (sequence, number + 1) if number + 1 < len(pieces) else (sequence + 1, 0)
+            if self._reads_in_flight == 0:
+                self._busy_since_ns = time.perf_counter_ns()
+            self._reads_in_flight += 1
+            return self._generation, sequence, pieces[number]
+
+    def _may_read(self) -> bool:
+        return self._closed or (self._error is None and self._issued[0] < self._consumed + self.num_slabs)
+
+    def _finish(self, generation: int, sequence: int, piece: _Piece, error: StreamError | None) -> None:
+        with self._state:
+            self._reads_in_flight -= 1
+            if self._reads_in_flight == 0:
+                self._busy_ns += time.perf_counter_ns() - self._busy_since_ns
+            self._num_bytes += piece.num_bytes
+            if generation == self._generation:
+                self._missing[sequence] -= 1
+                self._error = self._error or error
+            if error is not None or self._reads_in_flight == 0 or self._has_arrived(sequence):
+                self._state.notify_all()
+
+    def _fill(self, sequence: int, piece: _Piece) -> StreamError | None:
+        """Reads one piece; an error is returned, to be raised where the layer is wanted."""
+        extent, done = piece.extent, 0
+        start = extent.slab_offset + piece.begin
+        target = self._views[sequence % self.num_slabs][start : start + piece.num_bytes]
+        needed = min(piece.num_bytes, extent.needed_bytes - piece.begin)
+        offset = extent.offset + piece.begin
+        try:
+            while done < needed:
+                count = os.preadv(self._files[extent.file].descriptor, [target[done:]], offset + done)
+                if count == 0:
+                    raise OSError("the file ends here")
+                done += count
+        except OSError as exc:
+            index = sequence % len(self.layers)
+            tensor = self.layers[index].tensor_at(extent.file, offset + done)
+            return StreamError(f"{extent.file}: layer {index}, tensor {tensor}, byte {offset + done}: {exc}")
+        return None
+
+
+class _File(NamedTuple):
+    descriptor: int
+    is_direct: bool
+
+
+def _open_all(files: set[Path]) -> dict[Path, _File]:
+    return {file: _open(file) for file in files}
+
+
+def _open(file: Path) -> _File:
+    """Opens past the page cache where the file system lets us, proved by one read."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, ALIGNMENT) as probe:
+                os.preadv(descriptor, [probe], 0)
+            return _File(descriptor, True)
+        except OSError:
+            os.close(descriptor)
+    except OSError:
+        pass
+    logger.warning("%s: the file system refuses O_DIRECT; reading through the page cache", file)
+    return _File(os.open(file, os.O_RDONLY), False)
+
+
+def _cut(extents: Sequence[Extent]) -> list[_Piece]:
+    return [
+        _Piece(extent, begin, min(PIECE_BYTES, extent.num_bytes - begin))
+        for extent in extents
+        for begin in range(0, extent.num_bytes, PIECE_BYTES)
+    ]

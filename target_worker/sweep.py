@@ -1,0 +1,96 @@
+"""One pass of packed trees through the streamed layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from bough.model.batch import Batch, Chunk
+from bough.model.loading import Skeleton, bind_resident, fixed_rows
+from target_worker.stream import Ring
+
+
+class SweepFigures(NamedTuple):
+    """Where a sweep's time went."""
+
+    total_ns: int
+    wait_ns: int  # for layers that had not arrived
+    link_ns: int  # the link was at work, since the last sweep ended
+    link_bytes: int
+
+
+class StreamedModel:
+    """A target whose decoder layers borrow their parameters from the ring, one after another.
+
+    transformers' own forward runs; only what each layer's `forward` does is replaced: wait for the slab, bind the
+    parameters, run the layer on fixed-size chunks of rows. So what is particular to an architecture stays its own.
+    """
+
+    def __init__(self, skeleton: Skeleton, ring: Ring, rows: int, device: torch.device) -> None:
+        self.skeleton = skeleton
+        self.ring = ring
+        self.rows = rows
+        self.device = device
+        self._figures = ring.figures()
+        bind_resident(skeleton.resident_slots, skeleton.dtype, device)
+        for index, layer in enumerate(skeleton.layers):
+            layer.forward = self._streamed(index, layer.forward)
+        decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
+        for module in (decoder.norm, head):
+            module.forward = fixed_rows(module.forward, rows)
+
+    @torch.inference_mode()
+    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+        """(num_logit_rows, vocab_size) logits of the rows that want them, and where the time went.
+
+        Raises:
+            StreamError: a layer could not be read; the ring has begun again and the next sweep may succeed.
+        """
+        began = time.perf_counter_ns()
+        try:
+            output = self.skeleton.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                batch=batch,
+            )
+        except BaseException:
+            self.ring.restart()
+            raise
+        before, self._figures = self._figures, self.ring.figures()
+        figures = SweepFigures(
+            time.perf_counter_ns() - began,
+            self._figures.wait_ns - before.wait_ns,
+            self._figures.busy_ns - before.busy_ns,
+            self._figures.num_bytes - before.num_bytes,
+        )
+        return output.logits[0], figures
+
+    def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
+            with self.ring.layer(index) as slab:
+                self.ring.layers[index].bind(slab, self.skeleton.dtype)
+                parts = [
+                    forward(hidden_states[:, chunk.begin : chunk.end], chunk=chunk, **_narrow(kwargs, chunk, batch))
+                    for chunk in batch.chunks
+                ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+        return run
+
+
+def _narrow(kwargs: dict[str, Any], chunk: Chunk, batch: Batch) -> dict[str, Any]:
+    """A layer's keyword arguments for the rows of one chunk: whatever is shaped (1, num_rows, ...) is cut."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cut, value))
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == batch.num_rows:
+            return value[:, chunk.begin : chunk.end]
+        return value
+
+    return {name: cut(value) for name, value in kwargs.items()}
