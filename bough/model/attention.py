@@ -22,7 +22,68 @@ BLOCK = 64  # keys that share one step of the running softmax
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 
-@numba.njit(parallel=True, fastmath=_FASTMATH, cache=True, error_model="numpy")  # type: ignore[misc]
+_compiled = numba.njit(fastmath=_FASTMATH, cache=True, error_model="numpy")
+_parallel = numba.njit(fastmath=_FASTMATH, cache=True, error_model="numpy", parallel=True)
+
+
+# Arrays are passed whole and indexed inside: a slice would hide from the compiler that its last axis is contiguous.
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _score_block(queries, keys, row, kv_head, base, tail, begin, first, length, scale, scores):  # type: ignore[no-untyped-def]
+    """Scores of one row's heads, (group, BLOCK), with the keys of one block; -inf where a key is not to be seen."""
+    group, head_dim = scores.shape[0], queries.shape[2]
+    for j in range(BLOCK):
+        position = begin + j
+        if first <= position < length:
+            key_row = position if position < base else tail[row, position - base]
+            for g in range(group):
+                dot = np.float32(0)
+                for d in range(head_dim):
+                    dot += queries[row, kv_head * group + g, d] * keys[key_row, kv_head, d]
+                scores[g, j] = dot * scale
+        else:
+            for g in range(group):
+                scores[g, j] = -np.inf
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _fold_block(values, scores, row, kv_head, base, tail, begin, first, length, highest, total, result):  # type: ignore[no-untyped-def]
+    """Folds a block into the running softmax of one row's heads: `highest` and `total` (group,), `result` their sums."""
+    group, head_dim = result.shape
+    for g in range(group):
+        peak = highest[g]
+        for j in range(BLOCK):
+            peak = max(peak, scores[g, j])
+        decay = np.exp(highest[g] - peak)
+        highest[g] = peak
+        block_total = np.float32(0)
+        for j in range(BLOCK):
+            weight = np.exp(scores[g, j] - peak)
+            scores[g, j] = weight
+            block_total += weight
+        total[g] = total[g] * decay + block_total
+        for d in range(head_dim):
+            result[g, d] *= decay
+    for j in range(max(first - begin, 0), min(BLOCK, length - begin)):
+        position = begin + j
+        value_row = position if position < base else tail[row, position - base]
+        for g in range(group):
+            weight = scores[g, j]
+            for d in range(head_dim):
+                result[g, d] += weight * values[value_row, kv_head, d]
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _cap(scores, softcap):  # type: ignore[no-untyped-def]
+    """Soft-capping (Gemma 2), leaving -inf as it is."""
+    for g in range(scores.shape[0]):
+        for j in range(BLOCK):
+            if scores[g, j] > -np.inf:
+                scores[g, j] = softcap * np.tanh(scores[g, j] / softcap)
+
+
+@_parallel  # type: ignore[untyped-decorator]
 def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, out):  # type: ignore[no-untyped-def]
     """Running softmax over blocks of keys (arXiv 2205.14135), one row and one KV head at a time.
 
@@ -36,42 +97,15 @@ def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, 
         row, kv_head = task % num_rows, task // num_rows
         length = lengths[row]
         first = max(0, length - window) if window > 0 else 0
-        weights = np.empty((group, BLOCK), np.float32)
-        where = np.empty(BLOCK, np.int64)
-        total = np.zeros(group, np.float32)
+        scores = np.empty((group, BLOCK), np.float32)
         highest = np.full(group, -np.inf, np.float32)
+        total = np.zeros(group, np.float32)
         result = np.zeros((group, head_dim), np.float32)
         for begin in range(first // BLOCK * BLOCK, length, BLOCK):
-            for j in range(BLOCK):
-                position = begin + j
-                if position < first or position >= length:
-                    for g in range(group):
-                        weights[g, j] = -np.inf
-                    continue
-                where[j] = position if position < base else tail[row, position - base]
-                for g in range(group):
-                    dot = np.float32(0)
-                    for d in range(head_dim):
-                        dot += queries[row, kv_head * group + g, d] * keys[where[j], kv_head, d]
-                    dot *= scale
-                    weights[g, j] = softcap * np.tanh(dot / softcap) if softcap > 0 else dot
-            for g in range(group):
-                peak = highest[g]
-                for j in range(BLOCK):
-                    peak = max(peak, weights[g, j])
-                decay = np.exp(highest[g] - peak)
-                highest[g] = peak
-                block_total = np.float32(0)
-                for j in range(BLOCK):
-                    weights[g, j] = np.exp(weights[g, j] - peak)
-                    block_total += weights[g, j]
-                total[g] = total[g] * decay + block_total
-                for d in range(head_dim):
-                    result[g, d] *= decay
-            for j in range(max(first - begin, 0), min(BLOCK, length - begin)):
-                for g in range(group):
-                    for d in range(head_dim):
-                        result[g, d] += weights[g, j] * values[where[j], kv_head, d]
+            _score_block(queries, keys, row, kv_head, base, tail, begin, first, length, scale, scores)
+            if softcap > 0:
+                _cap(scores, softcap)
+            _fold_block(values, scores, row, kv_head, base, tail, begin, first, length, highest, total, result)
         for g in range(group):
             for d in range(head_dim):
                 out[row, kv_head * group + g, d] = result[g, d] / total[g]
