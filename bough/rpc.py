@@ -90,9 +90,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) ->
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns what a servicer raises into a status, so that servicers are free of it."""
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
-    ) -> Any:
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """Wraps the handlers that bough's services use: one request, one reply or a stream of them."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
@@ -183,5 +181,3 @@ async def is_serving(channel: grpc.aio.Channel, service: str, timeout_seconds: f
     except grpc.aio.AioRpcError:
         return False
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-

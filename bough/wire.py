@@ -232,7 +232,11 @@ def tokenizer_to_wire(files: TokenizerFiles) -> Iterator[common_pb2.TokenizerChu
     for begin in range(0, max(len(data), 1), TOKENIZER_CHUNK_BYTES):
         chunk = common_pb2.TokenizerChunk(tokenizer_json=data[begin : begin + TOKENIZER_CHUNK_BYTES])
         if begin == 0:
-            chunk.chat_template, chunk.bos_token, chunk.eos_token = files.chat_template, files.bos_token, files.eos_token
+            chunk.chat_template, chunk.bos_token, chunk.eos_token = (
+                files.chat_template,
+                files.bos_token,
+                files.eos_token,
+            )
             chunk.eos_token_ids.extend(files.eos_token_ids)
         yield chunk
 

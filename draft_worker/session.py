@@ -156,9 +156,7 @@ class _Expansion:
     ) -> np.ndarray:
         params: SamplingParams = self.call.sampling
         depths = growth.depths[nodes]
-        noise = {
-            depth: gumbel_noise(params.seed, self.base + 1 + depth, vocab_size) for depth in set(depths.tolist())
-        }
+        noise = {depth: gumbel_noise(params.seed, self.base + 1 + depth, vocab_size) for depth in set(depths.tolist())}
         return np.stack(
             [
                 params.temperature * (filtered(scores[i], params) + noise[depth][tokens[i]])

@@ -6,12 +6,11 @@ import json
 
 import torch
 
+from bough.demonstration import EXPANSION_NAME
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
 from bough.model.loading import DTYPES, build_skeleton, load_config
 from bough.model.runner import ResidentModel
-
-EXPANSION_NAME = "bough_expansion.json"  # beside a block-expanded checkpoint: which of its layers do something
 
 
 def load_draft(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: str, device: torch.device) -> ResidentModel:

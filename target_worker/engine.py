@@ -139,7 +139,9 @@ class Engine:
     def _admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         context = call.context
         if context.base_length + 1 > self._max_context:
-            raise InvalidRequest(f"context: {context.base_length + 1} tokens; at most {self._max_context} fit a session")
+            raise InvalidRequest(
+                f"context: {context.base_length + 1} tokens; at most {self._max_context} fit a session"
+            )
         running = self._jobs.get(context.session_id)
         if running is not None and self._joined(running, call, future):
             return

@@ -112,7 +112,13 @@ def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, 
 
 
 def attend_on_cpu(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: Piece, scale: float, window: int, softcap: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    piece: Piece,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> torch.Tensor:
     """Attention of a piece's rows, float32 on the CPU; shapes as in `_attend`."""
     out = torch.empty_like(queries)
@@ -132,7 +138,13 @@ def attend_on_cpu(
 
 
 def attend_by_mask(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: Piece, scale: float, window: int, softcap: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    piece: Piece,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> torch.Tensor:
     """The same on any device, by gathering each row's path: right, but neither lean nor bitwise reproducible."""
     longest = int(piece.lengths.max())
@@ -140,9 +152,7 @@ def attend_by_mask(
     tail_index = np.clip(positions - piece.base, 0, max(piece.tail.shape[1] - 1, 0))
     tail = piece.tail[:, tail_index] if piece.tail.shape[1] else np.zeros((len(piece.lengths), longest), np.int32)
     where = np.where(positions < piece.base, positions, tail)
-    visible = (positions < piece.lengths[:, None]) & (
-        positions >= (piece.lengths[:, None] - window if window else 0)
-    )
+    visible = (positions < piece.lengths[:, None]) & (positions >= (piece.lengths[:, None] - window if window else 0))
     where_on_device = torch.from_numpy(np.where(visible, where, 0)).to(queries.device)
     group = queries.shape[1] // keys.shape[1]
     path_keys = keys[where_on_device].repeat_interleave(group, 2)  # (num_rows, longest, num_heads, head_dim)

@@ -63,7 +63,7 @@ class Skeleton:
     def describe(self) -> str:
         """Architecture, size and data type in words."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.config.architectures[0]}, {len(self.layers)} layers of {self.config.hidden_size}, {dtype}"
+        return f"{type(self.model).__name__}, {len(self.layers)} layers of {self.config.hidden_size}, {dtype}"
 
 
 def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
@@ -78,9 +78,7 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
         raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {exc}") from exc
 
 
-def build_skeleton(
-    checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tuple[int, ...] | None = None
-) -> Skeleton:
+def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tuple[int, ...] | None = None) -> Skeleton:
     """Builds the model on the meta device; `keep_layers` names the layers of the checkpoint to use, all by default.
 
     Raises:
@@ -108,7 +106,9 @@ def build_skeleton(
 def _cut_layers(config: PretrainedConfig, kept: tuple[int, ...]) -> None:
     wrong = [index for index in kept if not 0 <= index < config.num_hidden_layers]
     if wrong or not kept:
-        raise CheckpointError(f"layers: {wrong or kept} to keep of a model that has 0 to {config.num_hidden_layers - 1}")
+        raise CheckpointError(
+            f"layers: {wrong or kept} to keep of a model that has 0 to {config.num_hidden_layers - 1}"
+        )
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[index] for index in kept]
     config.num_hidden_layers = len(kept)

@@ -1,0 +1,138 @@
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+
+from bough import __version__
+from bough.config import DEFAULT_PORT, DTYPE_NAMES
+from bough.errors import BoughError
+from bough.generation import GenerateOptions, Speculation
+
+Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command; an error that the user can mend is one line on standard error and exit status 2."""
+    arguments = _parser().parse_args(argv)
+    try:
+        raise SystemExit(asyncio.run(_command(arguments.command)(arguments)))
+    except BoughError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        raise SystemExit(2) from exc
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _command(name: str) -> Command:
+    """Imported when wanted: `generate` should not wait for what `demo` needs."""
+    if name == "demo":
+        from bough.commands.demo import demo as command
+    elif name == "up":
+        from bough.commands.up import up as command
+    elif name == "doctor":
+        from bough.commands.doctor import doctor as command
+    elif name == "chat":
+        from bough.commands.talk import chat as command
+    else:
+        from bough.commands.talk import generate as command
+    return command
+
+
+def options_from(arguments: argparse.Namespace) -> GenerateOptions:
+    """The request that the flags of `_add_sampling` describe."""
+    return GenerateOptions(
+        session_id=arguments.session,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        logit_bias=dict(arguments.logit_bias),
+        max_tokens=arguments.max_tokens,
+        stop=tuple(arguments.stop),
+        stop_token_ids=tuple(arguments.stop_token_id),
+        ignore_eos=arguments.ignore_eos,
+        logprobs=arguments.logprobs,
+        speculation=Speculation(arguments.no_speculation, arguments.budget, arguments.width, arguments.depth),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bough", description=__import__("bough").__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands.add_parser("demo", help="everything from nothing: build the model, start, compare"))
+    _add_up(commands.add_parser("up", help="start the index, the workers and the orchestrator, and keep them running"))
+    generate = commands.add_parser("generate", help="answer one prompt")
+    generate.add_argument("prompt", help="what to answer; - reads standard input")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    generate.add_argument("--json", action="store_true", help="print one JSON line instead of the text")
+    _add_sampling(generate)
+    _add_address(generate)
+    chat = commands.add_parser("chat", help="talk; KV is kept from turn to turn")
+    _add_sampling(chat)
+    _add_address(chat)
+    _add_address(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
+    return parser
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", default="Explain how a rainbow forms, step by step.", help="what to answer")
+    parser.add_argument("--max-tokens", type=int, default=64, help="length of the answer (default 64)")
+    parser.add_argument("--budget", type=int, help="nodes of a tree")
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", help="model folder or cached hub id; the demonstration model by default")
+    parser.add_argument("--draft", help="the same for the draft; a substitute from the target's own weights by default")
+    parser.add_argument("--drop-layers", help="layers that a substitute leaves out, such as 12-15")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="data type of the target (default bfloat16)")
+    parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
+    parser.add_argument("--index-url", default="", help="a running Redis or Valkey; one is started by default")
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    default = os.environ.get("BOUGH_ADDRESS", f"127.0.0.1:{DEFAULT_PORT}")
+    parser.add_argument("--address", default=default, help=f"of the orchestrator (BOUGH_ADDRESS; default {default})")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    defaults = GenerateOptions()
+    add = parser.add_argument
+    add("--system", default="", help="system message")
+    add("--session", default="", help="keep KV under this name for the next turn")
+    add("--temperature", type=float, default=defaults.temperature, help="0 is greedy (default 1)")
+    add("--top-k", type=int, default=defaults.top_k, help="0 is off")
+    add("--top-p", type=float, default=defaults.top_p, help="1 is off")
+    add("--min-p", type=float, default=defaults.min_p, help="0 is off")
+    add("--seed", type=int, help="equal seeds give equal tokens; random by default")
+    add("--repetition-penalty", type=float, default=defaults.repetition_penalty, help="1 is off")
+    add("--presence-penalty", type=float, default=defaults.presence_penalty, help="0 is off")
+    add("--frequency-penalty", type=float, default=defaults.frequency_penalty, help="0 is off")
+    add("--logit-bias", type=_bias, action="append", default=[], metavar="TOKEN=BIAS", help="may be repeated")
+    add("--max-tokens", type=int, default=defaults.max_tokens, help="default 256")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
+    add("--stop-token-id", type=int, action="append", default=[], metavar="TOKEN", help="may be repeated")
+    add("--ignore-eos", action="store_true", help="go on past the model's own end")
+    add("--logprobs", type=int, help="report log-probabilities with so many alternatives")
+    add("--no-speculation", action="store_true", help="plain decoding: the same tokens, one a sweep")
+    add("--budget", type=int, help="nodes of a tree")
+    add("--width", type=int, help="nodes that a draft step expands")
+    add("--depth", type=int, help="levels of a tree")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; a token id and a number, such as 42=-1.5, would do") from None

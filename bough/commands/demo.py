@@ -1,0 +1,134 @@
+"""`bough demo`: the whole pipeline on the demonstration model, with speculation and without, and what it came to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from time import perf_counter
+
+from bough.client import Client
+from bough.commands.talk import Answer
+from bough.commands.up import clear_report, ensure_demonstration, report, settings_from
+from bough.demonstration import SUBSTITUTE_DROPS
+from bough.generation import ChatPrompt, Event, GenerateOptions, Message, Speculation, Tokens
+from bough.launch import launched
+
+GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
+UP_DEFAULTS = argparse.Namespace(
+    target=None, draft=None, drop_layers=None, dtype=None, draft_dtype=None, port=0, index_url=""
+)
+
+
+async def demo(arguments: argparse.Namespace) -> int:
+    """Builds, starts, generates twice, compares; exit status 1 where the two outputs differ."""
+    ensure_demonstration()
+    async with launched(settings_from(UP_DEFAULTS), report) as cluster, Client(cluster.address) as client:
+        clear_report()
+        speculating = Speculation(budget=arguments.budget)
+        print(f"prompt: {arguments.prompt}\n\nwith speculation ({_legend()}):\n")
+        fast = await _run(client, arguments, speculating)
+        print("\nwithout speculation:\n")
+        plain = await _run(client, arguments, Speculation(disabled=True))
+    is_same = fast.answer.token_ids == plain.answer.token_ids
+    _print_table(fast, plain, is_same=is_same)
+    print(json.dumps(_summary(fast, plain, is_same=is_same)))
+    return 0 if is_same else 1
+
+
+class Run:
+    """One request and the clock beside it."""
+
+    def __init__(self) -> None:
+        self.answer = Answer()
+        self.began = perf_counter()
+        self.first_token_seconds = 0.0
+        self.decode_seconds = 0.0  # after the first round, which also reads the prompt
+
+    def add(self, event: Event) -> None:
+        """Takes an event in."""
+        self.answer.add(event)
+        elapsed = perf_counter() - self.began
+        if isinstance(event, Tokens):
+            self.first_token_seconds = self.first_token_seconds or elapsed
+            self.decode_seconds = elapsed - self.first_token_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the rounds after the first."""
+        num_tokens = len(self.answer.token_ids) - len(self.answer.rounds[0].token_ids)
+        return num_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Of all rounds."""
+        return len(self.answer.token_ids) / len(self.answer.rounds)
+
+    def mean_seconds(self, name: str) -> float:
+        """A part of RoundTimings, over the rounds after the first."""
+        rounds = self.answer.rounds[1:] or self.answer.rounds
+        return sum(getattr(tokens.timings, name) for tokens in rounds) / len(rounds) / 1e9
+
+
+async def _run(client: Client, arguments: argparse.Namespace, speculation: Speculation) -> Run:
+    options = GenerateOptions(
+        temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True, speculation=speculation
+    )
+    run = Run()
+    async for event in client.generate(ChatPrompt((Message("user", arguments.prompt),)), options):
+        run.add(event)
+        if isinstance(event, Tokens):
+            print(_coloured(event), end="", flush=True)
+    print()
+    return run
+
+
+def _coloured(tokens: Tokens) -> str:
+    if not sys.stdout.isatty():
+        return tokens.text
+    pairs = zip(tokens.texts, tokens.drafted, strict=True)
+    return "".join(f"{GREEN if drafted else YELLOW}{text}{PLAIN}" for text, drafted in pairs)
+
+
+def _legend() -> str:
+    return f"{GREEN}drafted{PLAIN}, {YELLOW}bonus{PLAIN}" if sys.stdout.isatty() else "greedy"
+
+
+def _print_table(fast: Run, plain: Run, *, is_same: bool) -> None:
+    print(f"\n{'':34}{'speculation':>12}{'plain':>10}")
+    for title, value in (
+        ("tokens per second", lambda run: run.tokens_per_second),
+        ("tokens per round", lambda run: run.tokens_per_round),
+        ("seconds to the first token", lambda run: run.first_token_seconds),
+        ("seconds per round", lambda run: run.mean_seconds("total_ns")),
+        ("  draft", lambda run: run.mean_seconds("draft_ns")),
+        ("  network", lambda run: run.mean_seconds("network_ns")),
+        ("  target: waiting for weights", lambda run: run.mean_seconds("wait_ns")),
+        ("  target: compute", lambda run: run.mean_seconds("compute_ns")),
+    ):
+        print(f"{title:34}{value(fast):12.3f}{value(plain):10.3f}")
+    print(f"{'speed-up':34}{fast.tokens_per_second / plain.tokens_per_second:12.2f}")
+    print(f"{'same tokens':34}{'yes' if is_same else 'NO':>12}")
+    print(
+        "\ntarget: SmolLM2-135M-Instruct, block-expanded to 300 layers (the text of the small model, the cost of a 2.1 GB "
+        f"one), read from disk in every sweep.\ndraft: a substitute, the same model without layers {SUBSTITUTE_DROPS}.\n"
+    )
+
+
+def _summary(fast: Run, plain: Run, *, is_same: bool) -> dict[str, float | bool | str]:
+    return {
+        "speedup": round(fast.tokens_per_second / plain.tokens_per_second, 3),
+        "tokens_per_round": round(fast.tokens_per_round, 3),
+        "same_tokens": is_same,
+        "sweep_seconds": round(fast.mean_seconds("target_ns"), 4),
+        "draft_seconds": round(fast.mean_seconds("draft_ns"), 4),
+        "wait_seconds": round(fast.mean_seconds("wait_ns"), 4),
+        "compute_seconds": round(fast.mean_seconds("compute_ns"), 4),
+        "network_seconds": round(fast.mean_seconds("network_ns"), 4),
+        "tokens_per_second": round(fast.tokens_per_second, 3),
+        "plain_tokens_per_second": round(plain.tokens_per_second, 3),
+        "plain_sweep_seconds": round(plain.mean_seconds("target_ns"), 4),
+        "num_tokens": len(fast.answer.token_ids),
+        "target": "SmolLM2-135M-Instruct block-expanded x10",
+        "draft": f"substitute without layers {SUBSTITUTE_DROPS}",
+    }

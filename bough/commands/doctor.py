@@ -1,0 +1,68 @@
+"""`bough doctor`: what is running, where, with which models, and what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from bough import __version__
+from bough.client import Client
+from bough.errors import BoughError
+from bough.generation import Loads, ServerInfo, WorkerStatus
+
+
+async def doctor(arguments: argparse.Namespace) -> int:
+    """Prints a report; exit status 1 where something is wrong."""
+    async with Client(arguments.address) as client:
+        try:
+            server, loads = await client.server_info(), await client.loads()
+        except BoughError as exc:
+            print(f"orchestrator  {arguments.address}: {exc}")
+            print("problem: is it running? `bough up` starts everything; --address or BOUGH_ADDRESS says where it is")
+            return 1
+    print(f"python        {sys.version.split()[0]}, bough {__version__}")
+    print(f"orchestrator  {arguments.address}, bough {server.bough_version}; {_describe_loads(loads)}")
+    print(f"index         {server.index_url}")
+    for worker in server.workers:
+        _print_worker(worker)
+    problems = find_problems(server)
+    for problem in problems:
+        print(f"problem: {problem}")
+    if not problems:
+        print("all is well")
+    return 1 if problems else 0
+
+
+def find_problems(server: ServerInfo) -> list[str]:
+    """What is wrong, one sentence each."""
+    problems = [server.index_problem] if server.index_problem else []
+    problems += [f"{worker.info.worker_id} is not used: {worker.problem}" for worker in server.workers if worker.problem]
+    usable = {worker.info.kind for worker in server.workers if not worker.problem}
+    if "target" not in usable:
+        problems.append("no target worker: nothing can be generated")
+    if "draft" not in usable:
+        problems.append("no draft worker: generation is plain decoding, one token a sweep")
+    if server.bough_version != __version__:
+        problems.append(f"the orchestrator is bough {server.bough_version}, this command {__version__}")
+    return problems
+
+
+def _describe_loads(loads: Loads) -> str:
+    return (
+        f"{loads.num_requests_running} running, {loads.num_requests_waiting} waiting, "
+        f"{loads.num_requests_total} ended, {loads.num_tokens_total} tokens"
+    )
+
+
+def _print_worker(worker: WorkerStatus) -> None:
+    info = worker.info
+    print(f"{info.kind:13} {worker.address}, {info.worker_id}, bough {info.bough_version}")
+    print(f"              {info.model_name} ({info.model_description}), fingerprint {info.model_fingerprint}")
+    print(
+        f"              context {info.max_context}, trees up to {info.max_nodes} nodes, "
+        f"{info.num_sessions} of {info.max_sessions} sessions held"
+    )
+    if info.link_bytes_per_pass:
+        print(f"              {info.link_bytes_per_pass / 1e9:.2f} GB over the link in every sweep")
+    for note in info.notes:
+        print(f"              {note}")

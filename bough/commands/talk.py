@@ -1,0 +1,124 @@
+"""`bough generate` and `bough chat`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import uuid
+from dataclasses import asdict, replace
+from typing import Any
+
+from bough.cli import options_from
+from bough.client import Client
+from bough.generation import (
+    ChatPrompt,
+    Finished,
+    GenerateOptions,
+    Message,
+    Prompt,
+    Started,
+    TextPrompt,
+    Tokens,
+)
+
+
+async def generate(arguments: argparse.Namespace) -> int:
+    """Answers one prompt, as text while it comes or as one JSON line."""
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt: Prompt = TextPrompt(text) if arguments.raw else ChatPrompt((*_system(arguments), Message("user", text)))
+    async with Client(arguments.address) as client:
+        answer = await Answer.read(client, prompt, options_from(arguments), is_shown=not arguments.json)
+    if arguments.json:
+        print(json.dumps(answer.as_json()))
+    return 0
+
+
+async def chat(arguments: argparse.Namespace) -> int:
+    """Reads lines and answers them, until the end of the input. Nothing of the history is computed twice."""
+    options = replace(options_from(arguments), session_id=arguments.session or uuid.uuid4().hex)
+    messages = list(_system(arguments))
+    async with Client(arguments.address) as client:
+        info = await client.model_info()
+        print(f"{info.model_name}; end with Ctrl-D", file=sys.stderr)
+        while (line := await asyncio.to_thread(_read_line)) is not None:
+            if not line.strip():
+                continue
+            messages.append(Message("user", line))
+            answer = await Answer.read(client, ChatPrompt(tuple(messages)), options, is_shown=True)
+            messages.append(Message("assistant", answer.text))
+    return 0
+
+
+class Answer:
+    """The events of one request, gathered."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.rounds: list[Tokens] = []
+        self.started: Started | None = None
+        self.finished: Finished | None = None
+
+    @classmethod
+    async def read(cls, client: Client, prompt: Prompt, options: GenerateOptions, *, is_shown: bool) -> Answer:
+        """Reads a stream to its end, printing it where asked to."""
+        answer = cls()
+        async for event in client.generate(prompt, options):
+            text = answer.add(event)
+            if is_shown:
+                print(text, end="", flush=True)
+        if is_shown:
+            print()
+            for warning in answer.finished.warnings if answer.finished else ():
+                print(f"warning: {warning}", file=sys.stderr)
+        return answer
+
+    def add(self, event: Started | Tokens | Finished) -> str:
+        """Takes an event in; returns its text."""
+        match event:
+            case Started():
+                self.started = event
+                return ""
+            case Tokens():
+                self.rounds.append(event)
+            case Finished():
+                self.finished = event
+        self.text += event.text
+        return event.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens generated."""
+        return [token for tokens in self.rounds for token in tokens.token_ids]
+
+    def as_json(self) -> dict[str, Any]:
+        """What `bough generate --json` prints."""
+        assert self.started is not None, "a stream that ended well has begun"
+        assert self.finished is not None, "and has its last event"
+        finished = self.finished
+        logprobs = [asdict(position) for tokens in self.rounds for position in tokens.logprobs]
+        return {
+            "request_id": self.started.request_id,
+            "model": self.started.model_name,
+            "seed": self.started.seed,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": finished.finish_reason,
+            "stop_reason": finished.stop_reason,
+            "usage": asdict(finished.usage),
+            "metrics": {"speculation": asdict(finished.speculation), "timings": asdict(finished.timings)},
+            "warnings": list(finished.warnings),
+            **({"logprobs": logprobs} if logprobs else {}),
+        }
+
+
+def _system(arguments: argparse.Namespace) -> tuple[Message, ...]:
+    return (Message("system", arguments.system),) if arguments.system else ()
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None

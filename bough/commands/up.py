@@ -1,0 +1,97 @@
+"""`bough up`: the four processes, for as long as it runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.demonstration import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
+from bough.errors import ConfigError
+from bough.launch import Child, Cluster, Settings, launched
+
+WATCH_SECONDS = 0.5
+RESTART_SECONDS = 1.0
+
+
+async def up(arguments: argparse.Namespace) -> int:
+    """Starts everything and keeps it running until Ctrl-C; a worker that ends is started again."""
+    if arguments.target is None:
+        ensure_demonstration()
+    settings = settings_from(arguments)
+    async with launched(settings, report) as cluster:
+        clear_report()
+        print(f"ready: {cluster.address} (index {cluster.index_url}; logs in {cluster.folder})")
+        print(f'try: bough generate --address {cluster.address} "Why is the sky blue?"', flush=True)
+        await _watch(cluster)
+    return 0
+
+
+def settings_from(arguments: argparse.Namespace) -> Settings:
+    """What the flags of `bough up` ask for, over what the environment says."""
+    is_demonstration = arguments.target is None
+    target = str(demonstration_folder()) if is_demonstration else arguments.target
+    draft_flags = ["--model", arguments.draft or target, *_given("--dtype", arguments.draft_dtype)]
+    drops = arguments.drop_layers or (SUBSTITUTE_DROPS if is_demonstration and not arguments.draft else None)
+    if drops is None and not arguments.draft:
+        raise ConfigError(
+            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, or --drop-layers "
+            "for a substitute made of the target's own layers"
+        )
+    return Settings(
+        target=parse(
+            TargetConfig, "target_worker", ["--model", target, *_given("--dtype", arguments.dtype)], os.environ
+        ),
+        draft=parse(DraftConfig, "draft_worker", [*draft_flags, *_given("--drop-layers", drops)], os.environ),
+        orchestrator=replace(parse(OrchestratorConfig, "orchestrator", [], os.environ), port=arguments.port),
+        index_url=arguments.index_url,
+    )
+
+
+def _given(flag: str, value: str | None) -> list[str]:
+    return [] if value is None else [flag, value]
+
+
+def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
+    """Writes the demonstration model unless it is there, in a process of its own that gives its memory back.
+
+    Raises:
+        ConfigError: it could not be written.
+    """
+    folder = demonstration_folder(copies)
+    if is_written(folder, copies):
+        return
+    print(f"writing the demonstration model to {folder}", file=sys.stderr)
+    command = [sys.executable, "-m", "bough.model.demonstration", str(folder), str(copies)]
+    if subprocess.run(command, check=False).returncode != 0:
+        raise ConfigError(f"{folder}: the demonstration model could not be written")
+
+
+def report(text: str) -> None:
+    """Progress on standard error: one line that changes on a terminal, nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def clear_report() -> None:
+    """Removes the line of `report`."""
+    report("")
+
+
+async def _watch(cluster: Cluster) -> None:
+    while True:
+        await asyncio.sleep(WATCH_SECONDS)
+        for child in list(cluster.children.values()):
+            if child.has_ended():
+                await _restart(cluster, child)
+
+
+async def _restart(cluster: Cluster, child: Child) -> None:
+    print(f"{child.name} ended with status {child.process.returncode}; its last lines:\n{child.tail()}", file=sys.stderr)
+    await asyncio.sleep(RESTART_SECONDS)
+    print(f"starting {child.name} again", file=sys.stderr, flush=True)
+    cluster.start(child.name, child.command)

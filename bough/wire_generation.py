@@ -1,0 +1,202 @@
+"""The front door's values to messages and back, as `bough.wire` does for what workers say."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+
+from bough import generation as g
+from bough.errors import InvalidRequest
+from bough.pb import generation_pb2 as pb
+from bough.wire import (
+    info_from_wire,
+    info_to_wire,
+    logprobs_from_wire,
+    logprobs_to_wire,
+    round_timings_from_wire,
+    round_timings_to_wire,
+)
+
+# Optional fields: unset means the default of GenerateOptions. The names are the same on both sides.
+_OPTIONAL = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "logprobs",
+)
+
+
+def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.GenerateRequest:
+    """A request; fields at their default are left unset."""
+    message = pb.GenerateRequest(
+        request_id=options.request_id,
+        session_id=options.session_id,
+        logit_bias=dict(options.logit_bias),
+        stop=options.stop,
+        stop_token_ids=options.stop_token_ids,
+        ignore_eos=options.ignore_eos,
+        speculation=pb.Speculation(**asdict(options.speculation)),
+    )
+    defaults = g.GenerateOptions()
+    for name in _OPTIONAL:
+        value = getattr(options, name)
+        if value != getattr(defaults, name):
+            setattr(message, name, value)
+    match prompt:
+        case g.TextPrompt(text):
+            message.text = text
+        case g.ChatPrompt(messages):
+            message.chat.SetInParent()
+            message.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in messages)
+        case g.TokenPrompt(token_ids):
+            message.token_ids.SetInParent()
+            message.token_ids.ids.extend(token_ids)
+    return message
+
+
+def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.GenerateOptions]:
+    """Raises InvalidRequest where there is no prompt; ranges are checked by whoever knows the model."""
+    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    spec = message.speculation
+    speculation = g.Speculation(
+        spec.disabled,
+        *(getattr(spec, name) if spec.HasField(name) else None for name in ("budget", "width", "depth")),  # type: ignore[arg-type]
+    )
+    options = g.GenerateOptions(
+        request_id=message.request_id,
+        session_id=message.session_id,
+        logit_bias=dict(message.logit_bias),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        speculation=speculation,
+        **given,
+    )
+    return _prompt_from_wire(message), options
+
+
+def _prompt_from_wire(message: pb.GenerateRequest) -> g.Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return g.TextPrompt(message.text)
+        case "chat":
+            return g.ChatPrompt(tuple(g.Message(m.role, m.content) for m in message.chat.messages))
+        case "token_ids":
+            return g.TokenPrompt(tuple(message.token_ids.ids))
+        case _:
+            raise InvalidRequest("prompt: missing; one of text, chat and token_ids would do")
+
+
+def event_to_wire(event: g.Event) -> pb.GenerateEvent:
+    """Any event."""
+    match event:
+        case g.Started():
+            return pb.GenerateEvent(started=pb.Started(**asdict(event)))
+        case g.Tokens():
+            return pb.GenerateEvent(
+                tokens=pb.Tokens(
+                    token_ids=event.token_ids,
+                    drafted=event.drafted,
+                    texts=event.texts,
+                    logprobs=map(logprobs_to_wire, event.logprobs),
+                    num_nodes=event.num_nodes,
+                    tree_depth=event.tree_depth,
+                    timings=round_timings_to_wire(event.timings),
+                )
+            )
+        case g.Finished():
+            return pb.GenerateEvent(
+                finished=pb.Finished(
+                    finish_reason=event.finish_reason,
+                    stop_reason=event.stop_reason,
+                    text=event.text,
+                    usage=pb.Usage(**asdict(event.usage)),
+                    speculation=pb.SpeculationMetrics(**asdict(event.speculation)),
+                    timings=round_timings_to_wire(event.timings),
+                    warnings=event.warnings,
+                )
+            )
+
+
+def event_from_wire(message: pb.GenerateEvent) -> g.Event:
+    """Any event."""
+    if message.HasField("started"):
+        started = message.started
+        return g.Started(started.request_id, started.prompt_tokens, started.seed, started.model_name)
+    if message.HasField("tokens"):
+        tokens = message.tokens
+        return g.Tokens(
+            tuple(tokens.token_ids),
+            tuple(tokens.drafted),
+            tuple(tokens.texts),
+            tuple(map(logprobs_from_wire, tokens.logprobs)),
+            tokens.num_nodes,
+            tokens.tree_depth,
+            round_timings_from_wire(tokens.timings),
+        )
+    finished = message.finished
+    spec, usage = finished.speculation, finished.usage
+    return g.Finished(
+        finished.finish_reason,
+        finished.stop_reason,
+        finished.text,
+        g.Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+        g.SpeculationMetrics(
+            spec.num_rounds,
+            spec.num_draft_tokens,
+            spec.num_accepted_tokens,
+            spec.tokens_per_round,
+            tuple(spec.acceptance_histogram),
+            spec.num_degraded_rounds,
+        ),
+        round_timings_from_wire(finished.timings),
+        tuple(finished.warnings),
+    )
+
+
+def model_info_to_wire(info: g.ModelInfo) -> pb.ModelInfo:
+    """Field by field: the names are the same."""
+    return pb.ModelInfo(**asdict(info))
+
+
+def model_info_from_wire(message: pb.ModelInfo) -> g.ModelInfo:
+    """Field by field: the names are the same."""
+    values = {f.name: getattr(message, f.name) for f in fields(g.ModelInfo)}
+    return g.ModelInfo(**(values | {"eos_token_ids": tuple(message.eos_token_ids)}))
+
+
+def server_info_to_wire(info: g.ServerInfo) -> pb.ServerInfo:
+    """Field by field."""
+    return pb.ServerInfo(
+        protocol_version=info.protocol_version,
+        bough_version=info.bough_version,
+        workers=[
+            pb.WorkerStatus(address=worker.address, info=info_to_wire(worker.info), problem=worker.problem)
+            for worker in info.workers
+        ],
+        index_problem=info.index_problem,
+        index_url=info.index_url,
+    )
+
+
+def server_info_from_wire(message: pb.ServerInfo) -> g.ServerInfo:
+    """Field by field."""
+    workers = tuple(g.WorkerStatus(w.address, info_from_wire(w.info), w.problem) for w in message.workers)
+    return g.ServerInfo(
+        workers, message.index_problem, message.index_url, message.protocol_version, message.bough_version
+    )
+
+
+def loads_to_wire(loads: g.Loads) -> pb.Loads:
+    """Field by field: the names are the same."""
+    return pb.Loads(**asdict(loads))
+
+
+def loads_from_wire(message: pb.Loads) -> g.Loads:
+    """Field by field: the names are the same."""
+    return g.Loads(*(getattr(message, f.name) for f in fields(g.Loads)))

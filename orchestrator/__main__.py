@@ -1,0 +1,59 @@
+"""`python -m orchestrator`: one orchestrator, until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from contextlib import suppress
+
+from bough import __version__
+from bough.config import OrchestratorConfig, parse
+from bough.pb import generation_pb2, generation_pb2_grpc
+from bough.process import advertised, configure_logging, new_worker_id, run, stop_event
+from bough.registry import Registry, WorkerRecord, registered
+from bough.rpc import Served, service_name, serving
+from orchestrator.directory import POLL_SECONDS, Directory
+from orchestrator.requests import Requests
+from orchestrator.service import GenerationService
+
+logger = logging.getLogger(__name__)
+
+
+async def main() -> None:
+    """Reads the settings and serves: SERVING while there is a target to ask."""
+    config = parse(OrchestratorConfig, "orchestrator", sys.argv[1:], os.environ)
+    configure_logging(config.log_level)
+    stop = stop_event()
+    registry = Registry(config.index_url, config.namespace)
+    await registry.ping()
+    directory = Directory(registry)
+    service = GenerationService(Requests(config, directory))
+    name = service_name(generation_pb2.DESCRIPTOR, "Generation")
+    async with (
+        serving(
+            config.host,
+            config.port,
+            name,
+            lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+        ) as served,
+        directory.running(),
+    ):
+        worker_id = new_worker_id("orchestrator")
+        record = WorkerRecord("orchestrator", worker_id, advertised(config, served.port))
+        async with registered(registry, record):
+            logger.info("bough %s: %s at %s", __version__, worker_id, record.address)
+            await _until(stop, served, directory)
+    await registry.close()
+
+
+async def _until(stop: asyncio.Event, served: Served, directory: Directory) -> None:
+    while not stop.is_set():
+        await served.set_ready(directory.has_target)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    run(main)

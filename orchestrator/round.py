@@ -1,0 +1,137 @@
+"""The main loop: plan, grow, verify, commit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from bough.config import OrchestratorConfig
+from bough.errors import BoughError, Exhausted, InvalidTree
+from bough.generation import Tokens
+from bough.messages import RoundTimings, TreeLimits, VerifyResult
+from bough.registry import SessionRecord
+from bough.tree import Tree
+from orchestrator.directory import Directory, Known
+from orchestrator.planner import Planner, RoundOutcome
+from orchestrator.recorder import Recorder
+from orchestrator.session import Session
+from orchestrator.workers import TargetClient, Timed
+
+logger = logging.getLogger(__name__)
+
+NOTHING = Timed(0, 0)
+SLOT_RETRY_SECONDS = 0.25
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Runs sessions to their end with whatever workers there are."""
+
+    config: OrchestratorConfig
+    directory: Directory
+    planner: Planner
+    recorder: Recorder
+    num_waiting: int = 0  # sessions that wait for a KV slot
+
+    async def run(self, session: Session, target: Known[TargetClient]) -> AsyncIterator[Tokens]:
+        """Rounds of a session until it is finished. A draft's fault costs a round its tree, and nothing else.
+
+        Raises:
+            Unavailable: the target does not answer.
+            Exhausted: no KV slot became free in time.
+        """
+        while not session.is_finished:
+            began_ns = time.perf_counter_ns()
+            limits = self.planner.plan(session.session_id, session.num_left, session.speculation)
+            tree, drafting, draft_id = await self._grow(session, limits)
+            result, verifying = await self._verify(session, target, tree)
+            timings = _timings(began_ns, drafting, result, verifying)
+            tokens = session.commit(tree, result, timings)
+            self.planner.observe(session.session_id, _outcome(limits, tokens, result))
+            self.recorder.record(_record(session, target.record.worker_id, draft_id))
+            yield tokens
+
+    async def _grow(self, session: Session, limits: TreeLimits) -> tuple[Tree, Timed, str]:
+        """A tree, or its root alone where none is wanted or none can be had."""
+        root = Tree.root(session.tokens[-1])
+        if limits.budget == 1:
+            return root, NOTHING, ""
+        draft = self.directory.draft()
+        if draft is None:
+            session.num_degraded_rounds += 1
+            session.warn("no draft worker could be used: some rounds had no tree")
+            return root, NOTHING, ""
+        limits = limits._replace(budget=min(limits.budget, draft.info.max_nodes))
+        draft.num_running += 1
+        try:
+            result, timed = await draft.client.grow(session, limits, self.config.draft_timeout)
+            _require_fit(result.tree, session.tokens[-1], draft.info.vocab_size, limits.budget)
+        except BoughError as exc:
+            logger.warning("%s: %s", draft.record.worker_id, exc)
+            draft.report(is_fault=True)
+            session.draft_held = 0
+            session.num_degraded_rounds += 1
+            session.warn(f"a draft worker failed ({exc}): some rounds had no tree")
+            return root, NOTHING, ""
+        finally:
+            draft.num_running -= 1
+        draft.report(is_fault=False)
+        session.draft_held = result.held_length
+        return result.tree, timed, draft.record.worker_id
+
+    async def _verify(self, session: Session, target: Known[TargetClient], tree: Tree) -> tuple[VerifyResult, Timed]:
+        """The verdict; waits for a KV slot as long as the configuration allows."""
+        deadline = time.monotonic() + self.config.queue_timeout
+        while True:
+            try:
+                return await target.client.verify(session, tree, self.config.target_timeout)
+            except Exhausted:
+                if time.monotonic() > deadline:
+                    raise
+            self.num_waiting += 1
+            try:
+                await asyncio.sleep(SLOT_RETRY_SECONDS)
+            finally:
+                self.num_waiting -= 1
+
+
+def _require_fit(tree: Tree, root_token: int, vocab_size: int, budget: int) -> None:
+    """A draft worker is not trusted: what it sends is checked like any other input."""
+    tree.validate(vocab_size, budget)
+    if int(tree.tokens[0]) != root_token:
+        raise InvalidTree(f"tree.tokens[0]: {tree.tokens[0]} is not the root {root_token} that was asked for")
+
+
+def _timings(began_ns: int, drafting: Timed, result: VerifyResult, verifying: Timed) -> RoundTimings:
+    target = result.timings
+    return RoundTimings(
+        total_ns=time.perf_counter_ns() - began_ns,
+        draft_ns=drafting.total_ns - drafting.network_ns,
+        network_ns=drafting.network_ns + verifying.network_ns,
+        target_ns=target.total_ns,
+        queue_ns=target.queue_ns,
+        wait_ns=target.wait_ns,
+        compute_ns=target.compute_ns,
+        link_ns=target.link_ns,
+        link_bytes=target.link_bytes,
+    )
+
+
+def _outcome(limits: TreeLimits, tokens: Tokens, result: VerifyResult) -> RoundOutcome:
+    accepted = len(result.verdict.accepted_nodes)
+    return RoundOutcome(limits, tokens.num_nodes, tokens.tree_depth, accepted, tokens.timings)
+
+
+def _record(session: Session, target_id: str, draft_id: str) -> SessionRecord:
+    return SessionRecord(
+        session.session_id,
+        target_id,
+        draft_id,
+        session.epoch,
+        session.target_held,
+        session.draft_held,
+        tuple(session.tokens),
+    )

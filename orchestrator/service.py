@@ -1,0 +1,45 @@
+"""Generation over gRPC: decode, call, encode."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from bough import wire_generation as wire
+from bough.pb import common_pb2
+from bough.pb import generation_pb2 as pb
+from orchestrator.requests import Requests
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerationService:
+    """bough.v1.Generation."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+        """Streams the events of one request."""
+        prompt, options = wire.request_from_wire(request)
+        async for event in self._requests.generate(prompt, options):
+            yield wire.event_to_wire(event)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
+        """Ends a request."""
+        self._requests.abort(request.request_id)
+        return pb.AbortReply()
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
+        """The model that is served."""
+        return wire.model_info_to_wire(self._requests.model_info())
+
+    async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
+        """This orchestrator and its workers."""
+        return wire.server_info_to_wire(self._requests.server_info())
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.Loads:
+        """What is running now."""
+        return wire.loads_to_wire(self._requests.loads())

@@ -1,0 +1,123 @@
+"""One request on its way: its tokens, its text, its end, and what it has come to so far."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from bough.generation import Finished, Speculation, SpeculationMetrics, Tokens, Usage
+from bough.messages import RoundTimings, VerifyResult
+from bough.sampling import SamplingParams, StopConditions
+from bough.tree import Tree
+from orchestrator.text import TextStream
+
+
+@dataclass(slots=True)
+class Session:
+    """State of a request between rounds. Its token ids and sampling parameters are all that it needs to be rebuilt."""
+
+    request_id: str
+    session_id: str
+    keep: bool  # KV and index entry outlive the request
+    tokens: list[int]  # prompt and output; the last one is the next root
+    prompt_length: int
+    sampling: SamplingParams
+    stops: StopConditions
+    speculation: Speculation
+    text: TextStream
+    max_context: int
+    epoch: int
+    round: int = 0
+    target_held: int = 0  # tokens that the target is believed to hold
+    draft_held: int = 0
+    cached_tokens: int | None = None  # prompt tokens that the target held before the first round
+    finish_reason: str = ""
+    stop_reason: str = ""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    timings: RoundTimings = RoundTimings()
+    num_draft_tokens: int = 0
+    num_degraded_rounds: int = 0
+    accepted_counts: Counter[int] = field(default_factory=Counter)  # accepted tokens of a round -> rounds
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def num_left(self) -> int:
+        """Most tokens that may still come."""
+        return min(self.stops.max_tokens - self.num_generated, self.max_context - len(self.tokens))
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason != ""
+
+    def warn(self, text: str) -> None:
+        """Notes something that changed the speed and not the output; once each."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    def commit(self, tree: Tree, result: VerifyResult, timings: RoundTimings) -> Tokens:
+        """Takes over a verdict: as much of it as comes before the end of the output."""
+        accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
+        self._count(len(tree) - 1, len(accepted), timings)
+        committed: list[int] = []
+        texts: list[str] = []
+        for token in [*accepted, result.verdict.bonus_token]:
+            committed.append(token)
+            texts.append(self._append(token))
+            if self.is_finished:
+                break
+        self.target_held = min(result.held_length, len(self.tokens) - 1)
+        self.round += 1
+        return Tokens(
+            tuple(committed),
+            tuple(index < len(accepted) for index in range(len(committed))),
+            tuple(texts),
+            result.verdict.logprobs[: len(committed)],
+            len(tree),
+            int(tree.depths().max()),
+            timings,
+        )
+
+    def _count(self, num_drafted: int, num_accepted: int, timings: RoundTimings) -> None:
+        self.timings += timings
+        self.num_draft_tokens += num_drafted
+        self.accepted_counts[num_accepted] += 1
+
+    def _append(self, token: int) -> str:
+        """Commits one token; returns its text, and notes the end where this is it."""
+        self.tokens.append(token)
+        if token in self.sampling.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", str(token)
+            return ""
+        piece = self.text.push(token)
+        if piece.stop is not None:
+            self.finish_reason, self.stop_reason = "stop", piece.stop
+        elif self.num_left <= 0:
+            self.finish_reason = "length"
+        return piece.text
+
+    def finished(self) -> Finished:
+        """The last event."""
+        num_rounds = sum(self.accepted_counts.values())
+        num_accepted = sum(count * rounds for count, rounds in self.accepted_counts.items())
+        histogram = tuple(self.accepted_counts[k] for k in range(max(self.accepted_counts, default=-1) + 1))
+        return Finished(
+            self.finish_reason,
+            self.stop_reason,
+            self.text.finish(),
+            Usage(self.prompt_length, self.num_generated, self.cached_tokens or 0),
+            SpeculationMetrics(
+                num_rounds,
+                self.num_draft_tokens,
+                num_accepted,
+                self.num_generated / num_rounds if num_rounds else 0.0,
+                histogram,
+                self.num_degraded_rounds,
+            ),
+            self.timings,
+            tuple(self.warnings),
+        )

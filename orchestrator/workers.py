@@ -1,0 +1,131 @@
+"""The orchestrator's ends of the calls to draft and target workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import grpc
+
+from bough import wire
+from bough.errors import PrefixMissing
+from bough.messages import Context, GrowCall, GrowResult, TreeLimits, VerifyCall, VerifyResult, WorkerInfo
+from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
+from bough.prefix import prefix_hash
+from bough.rpc import open_channel, to_error
+from bough.tree import Tree
+from orchestrator.session import Session
+
+INFO_TIMEOUT_SECONDS = 5.0
+RELEASE_TIMEOUT_SECONDS = 5.0
+
+Reply = TypeVar("Reply")
+Result = TypeVar("Result", GrowResult, VerifyResult)
+
+
+class Timed(NamedTuple):
+    """A result and what the call took beyond the worker's own time."""
+
+    network_ns: int
+    total_ns: int
+
+
+class WorkerClient:
+    """What both kinds of worker are to the orchestrator: an address, a channel, and what it said of itself."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = open_channel(address)
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        await self._channel.close()
+
+    async def _errors(self, call: Awaitable[Reply]) -> Reply:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as exc:
+            raise to_error(exc, self.address) from exc
+
+
+class DraftClient(WorkerClient):
+    """bough.v1.Draft at an address."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._stub = draft_pb2_grpc.DraftStub(self._channel)
+
+    async def info(self) -> WorkerInfo:
+        """What the worker serves."""
+        request = common_pb2.GetServerInfoRequest()
+        return wire.info_from_wire(await self._errors(self._stub.GetServerInfo(request, timeout=INFO_TIMEOUT_SECONDS)))
+
+    async def grow(self, session: Session, limits: TreeLimits, timeout_seconds: float) -> tuple[GrowResult, Timed]:
+        """A tree for the session's next round, and how long the call took."""
+
+        async def call(context: Context) -> GrowResult:
+            request = wire.grow_call_to_wire(GrowCall(context, session.tokens[-1], session.sampling, limits))
+            return wire.grow_result_from_wire(await self._errors(self._stub.Grow(request, timeout=timeout_seconds)))
+
+        return await _with_context(session, session.draft_held, call)
+
+    async def release(self, session_id: str) -> None:
+        """Lets the worker forget a session."""
+        request = common_pb2.ReleaseRequest(session_id=session_id)
+        await self._errors(self._stub.Release(request, timeout=RELEASE_TIMEOUT_SECONDS))
+
+
+class TargetClient(WorkerClient):
+    """bough.v1.Target at an address."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._stub = target_pb2_grpc.TargetStub(self._channel)
+
+    async def info(self) -> WorkerInfo:
+        """What the worker serves."""
+        request = common_pb2.GetServerInfoRequest()
+        return wire.info_from_wire(await self._errors(self._stub.GetServerInfo(request, timeout=INFO_TIMEOUT_SECONDS)))
+
+    async def verify(self, session: Session, tree: Tree, timeout_seconds: float) -> tuple[VerifyResult, Timed]:
+        """The verdict on a tree, and how long the call took."""
+
+        async def call(context: Context) -> VerifyResult:
+            request = wire.verify_call_to_wire(
+                VerifyCall(context, session.epoch, session.round, tree, session.sampling)
+            )
+            reply = await self._errors(self._stub.Verify(request, timeout=timeout_seconds))
+            if session.cached_tokens is None:
+                session.cached_tokens = min(context.context_start, session.prompt_length)
+            return wire.verify_result_from_wire(reply)
+
+        return await _with_context(session, session.target_held, call)
+
+    async def release(self, session_id: str) -> None:
+        """Lets the worker forget a session."""
+        request = common_pb2.ReleaseRequest(session_id=session_id)
+        await self._errors(self._stub.Release(request, timeout=RELEASE_TIMEOUT_SECONDS))
+
+
+async def _with_context(
+    session: Session, held: int, call: Callable[[Context], Awaitable[Result]]
+) -> tuple[Result, Timed]:
+    """Sends what the worker is believed to lack; where the belief was wrong, once more from what it really holds."""
+    began_ns = time.perf_counter_ns()
+    try:
+        result = await call(_context(session, held))
+    except PrefixMissing as exc:
+        result = await call(_context(session, _common(session.tokens, exc)))
+    total_ns = time.perf_counter_ns() - began_ns
+    return result, Timed(max(0, total_ns - result.timings.total_ns), total_ns)
+
+
+def _context(session: Session, held: int) -> Context:
+    return Context.of(session.session_id, session.tokens, held, session.prompt_length)
+
+
+def _common(tokens: Sequence[int], exc: PrefixMissing) -> int:
+    """Tokens of the session that a worker holds after all: all that it has, or none."""
+    is_ours = exc.held_length < len(tokens) and prefix_hash(tokens[: exc.held_length]) == exc.held_hash
+    return exc.held_length if is_ours else 0
