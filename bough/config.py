@@ -1,7 +1,7 @@
 """Settings: one frozen dataclass per process, read once at start from flags and environment.
 
-A field `kv_memory` of the target's settings is the flag `--kv-memory` and the variable `BOUGH_TARGET_KV_MEMORY`; the flag
-wins. What is unknown or cannot be read is refused by its name.
+A field `kv_memory` of the target's settings is the flag `--kv-memory` and the variable `BOUGH_TARGET_KV_MEMORY`; the
+flag wins. What is unknown or cannot be read is refused by its name.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class OrchestratorConfig(ServiceConfig):
     port: int = setting(DEFAULT_PORT, _port, "port to listen on; 0 takes a free one")
     budget: int = setting(64, _count, "nodes of a tree, the root included")
     width: int = setting(16, _count, "nodes that a draft step expands")
-    depth: int = setting(12, _count, "levels of a tree below its root")
+    depth: int = setting(7, _count, "levels of a tree below its root")
     draft_timeout: float = setting(30.0, _seconds, "seconds after which a round goes on without a tree")
     target_timeout: float = setting(600.0, _seconds, "seconds after which a target that does not answer is given up")
     queue_timeout: float = setting(600.0, _seconds, "seconds that a request waits for a KV slot")

@@ -87,9 +87,7 @@ class Cluster:
     def start_all(self) -> None:
         """The index first: everything else announces itself there."""
         if not self.index_url:
-            port = _free_port()
-            self.index_url = f"redis://127.0.0.1:{port}"
-            self.start("index", _index_command(port, self.folder))
+            self.start_index()
         settings = self.settings
         for name, config in (
             ("target_worker", settings.target),
@@ -98,6 +96,12 @@ class Cluster:
         ):
             if config is not None:
                 self.start(name, self._service_command(name, config))
+
+    def start_index(self) -> None:
+        """A Valkey server of our own; `index_url` is where."""
+        port = _free_port()
+        self.index_url = f"redis://127.0.0.1:{port}"
+        self.start("index", _index_command(port, self.folder))
 
     def stop_all(self) -> None:
         """Asks all to end, the latest first, and makes sure of it."""

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import redis.asyncio
 from redis.exceptions import RedisError
+from redis.typing import EncodableT, FieldT
 
 from bough.errors import ConfigError, Unavailable
 
@@ -91,7 +92,9 @@ class Registry:
         leases, records = self._worker_keys()
         with self._errors():
             async with self._redis.pipeline() as pipeline:
-                await pipeline.zrem(leases, worker_id).hdel(records, worker_id).execute()
+                pipeline.zrem(leases, worker_id)
+                pipeline.hdel(records, worker_id)
+                await pipeline.execute()
 
     async def workers(self) -> list[WorkerRecord]:
         """All workers whose lease has not run out; an entry that cannot be read is passed over."""
@@ -106,7 +109,9 @@ class Registry:
     async def record_session(self, record: SessionRecord, first_new: int) -> None:
         """Writes a session's entry and its tokens from `first_new` on. Writing the same again changes nothing."""
         entry, transcript = self._session_keys(record.session_id)
-        fields = {name: value for name, value in asdict(record).items() if name not in ("session_id", "tokens")}
+        fields: dict[FieldT, EncodableT] = {
+            name: value for name, value in asdict(record).items() if name not in ("session_id", "tokens")
+        }
         with self._errors():
             async with self._redis.pipeline() as pipeline:
                 pipeline.hset(entry, mapping=fields)
@@ -121,7 +126,9 @@ class Registry:
         entry, transcript = self._session_keys(session_id)
         with self._errors():
             async with self._redis.pipeline() as pipeline:
-                raw, data = await pipeline.hgetall(entry).get(transcript).execute()
+                pipeline.hgetall(entry)
+                pipeline.get(transcript)
+                raw, data = await pipeline.execute()
         try:
             fields = {key.decode(): value.decode() for key, value in raw.items()}
             tokens = np.frombuffer(data or b"", dtype="<i4")[: int(fields["num_tokens"])]

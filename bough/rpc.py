@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
-STATUS_OF = {
+STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
     errors.InvalidTree: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
@@ -64,7 +64,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 def to_error(exc: grpc.aio.AioRpcError, address: str) -> BoughError:
     """The error that a peer reported, or what its silence means."""
-    metadata = {key: value for key, value in exc.trailing_metadata() or ()}
+    metadata = dict(tuple(exc.trailing_metadata() or ()))  # pairs: it iterates over them, unlike a mapping
     details = exc.details() or exc.code().name
     kind = ERROR_NAMES.get(str(metadata.get(ERROR_KEY)))
     if kind is PrefixMissing:

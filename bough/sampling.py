@@ -1,4 +1,7 @@
-"""How a request wants its tokens drawn and where it wants to stop. Pure values; the drawing is in `bough.model.draw`."""
+"""How a request wants its tokens drawn and where it wants to stop.
+
+Pure values; the drawing is in `bough.model.draw`.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """Where the output ends. Stop token ids, the model's own included, are in SamplingParams: a draft needs them too."""
+    """Where the output ends.
+
+    Stop token ids, the model's own included, are in SamplingParams: a draft needs them too.
+    """
 
     max_tokens: int = 256
     stop: tuple[str, ...] = ()

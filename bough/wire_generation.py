@@ -61,11 +61,11 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
 
 def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.GenerateOptions]:
     """Raises InvalidRequest where there is no prompt; ranges are checked by whoever knows the model."""
-    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     spec = message.speculation
     speculation = g.Speculation(
         spec.disabled,
-        *(getattr(spec, name) if spec.HasField(name) else None for name in ("budget", "width", "depth")),  # type: ignore[arg-type]
+        *(getattr(spec, name) if spec.HasField(name) else None for name in ("budget", "width", "depth")),
     )
     options = g.GenerateOptions(
         request_id=message.request_id,

@@ -77,9 +77,10 @@ def grow_best_first(
 ) -> Tree:
     """Expands the best nodes first (SpecExec, arXiv 2406.02532, section 4.2 and algorithm 2).
 
-    Each draft step expands the `width` best open nodes by the log-probability of their paths; the `budget` best nodes are
-    the tree. Ends when no open node is among them, or after `depth` steps. `expand` gets the growth and the nodes, in
-    order of discovery: a parent is always expanded before its children. Nodes with a token in `closed` get no children.
+    Each draft step expands the `width` best open nodes by the log-probability of their paths; the `budget` best nodes
+    are the tree. Ends when no open node is among them, or after `depth` steps. `expand` gets the growth and the nodes,
+    in order of discovery: a parent is always expanded before its children. Nodes with a token in `closed` get no
+    children.
     """
     growth = Growth(root_token, max_nodes=1 + limits.depth * limits.budget)
     for _ in range(limits.depth):

@@ -38,11 +38,10 @@ class DraftWorker:
         self._max_context = min(config.max_context, skeleton.max_positions)
         self._num_rows = self._max_context + MAX_EXPANSIONS
         self._shape = skeleton.kv_shape()
-        self._max_sessions = config.kv_memory // (self._num_rows * self._shape.row_bytes)
+        session_bytes = self._num_rows * self._shape.row_bytes
+        self._max_sessions = config.kv_memory // session_bytes
         if self._max_sessions < 1:
-            raise ConfigError(
-                f"--kv-memory: {config.kv_memory} bytes hold no session; one takes {self._num_rows * self._shape.row_bytes}"
-            )
+            raise ConfigError(f"--kv-memory: {config.kv_memory} bytes hold no session; one takes {session_bytes}")
         self._sessions: OrderedDict[str, DraftSession] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft")
 

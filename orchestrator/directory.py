@@ -84,7 +84,7 @@ class Directory:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-            for known in (*self._targets.values(), *self._drafts.values()):
+            for known in self._everyone():
                 await known.client.close()
 
     def target(self, preferred_id: str = "") -> Known[TargetClient]:
@@ -110,11 +110,13 @@ class Directory:
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """All workers known."""
-        known = [*self._targets.values(), *self._drafts.values()]
         return tuple(
             WorkerStatus(k.record.address, k.info, k.problem or ("" if k.is_usable else "did not answer; left alone"))
-            for k in known
+            for k in self._everyone()
         )
+
+    def _everyone(self) -> list[Known[TargetClient] | Known[DraftClient]]:
+        return [*self._targets.values(), *self._drafts.values()]
 
     def _why_no_target(self) -> str:
         if self.index_problem:

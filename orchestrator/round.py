@@ -46,6 +46,7 @@ class Rounds:
         while not session.is_finished:
             began_ns = time.perf_counter_ns()
             limits = self.planner.plan(session.session_id, session.num_left, session.speculation)
+            limits = limits._replace(budget=min(limits.budget, target.info.max_nodes))
             tree, drafting, draft_id = await self._grow(session, limits)
             result, verifying = await self._verify(session, target, tree)
             timings = _timings(began_ns, drafting, result, verifying)

@@ -35,7 +35,7 @@ class Session:
     finish_reason: str = ""
     stop_reason: str = ""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
-    timings: RoundTimings = RoundTimings()
+    timings: RoundTimings = field(default_factory=RoundTimings)
     num_draft_tokens: int = 0
     num_degraded_rounds: int = 0
     accepted_counts: Counter[int] = field(default_factory=Counter)  # accepted tokens of a round -> rounds

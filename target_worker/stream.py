@@ -97,7 +97,9 @@ class Ring:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
-        """The next layer's slab, (slab_bytes,) uint8, valid until the block ends; `index` must be the layer that is next.
+        """The next layer's slab, (slab_bytes,) uint8, valid until the block ends.
+
+        `index` must be the layer that is next.
 
         Raises:
             StreamError: where it could not be read; call `restart` before the next sweep.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from time import perf_counter
 
 from bough.client import Client
@@ -67,7 +68,8 @@ class Run:
     def mean_seconds(self, name: str) -> float:
         """A part of RoundTimings, over the rounds after the first."""
         rounds = self.answer.rounds[1:] or self.answer.rounds
-        return sum(getattr(tokens.timings, name) for tokens in rounds) / len(rounds) / 1e9
+        total_ns: int = sum(getattr(tokens.timings, name) for tokens in rounds)
+        return total_ns / len(rounds) / 1e9
 
 
 async def _run(client: Client, arguments: argparse.Namespace, speculation: Speculation) -> Run:
@@ -95,8 +97,7 @@ def _legend() -> str:
 
 
 def _print_table(fast: Run, plain: Run, *, is_same: bool) -> None:
-    print(f"\n{'':34}{'speculation':>12}{'plain':>10}")
-    for title, value in (
+    figures: tuple[tuple[str, Callable[[Run], float]], ...] = (
         ("tokens per second", lambda run: run.tokens_per_second),
         ("tokens per round", lambda run: run.tokens_per_round),
         ("seconds to the first token", lambda run: run.first_token_seconds),
@@ -105,13 +106,16 @@ def _print_table(fast: Run, plain: Run, *, is_same: bool) -> None:
         ("  network", lambda run: run.mean_seconds("network_ns")),
         ("  target: waiting for weights", lambda run: run.mean_seconds("wait_ns")),
         ("  target: compute", lambda run: run.mean_seconds("compute_ns")),
-    ):
+    )
+    print(f"\n{'':34}{'speculation':>12}{'plain':>10}")
+    for title, value in figures:
         print(f"{title:34}{value(fast):12.3f}{value(plain):10.3f}")
     print(f"{'speed-up':34}{fast.tokens_per_second / plain.tokens_per_second:12.2f}")
     print(f"{'same tokens':34}{'yes' if is_same else 'NO':>12}")
     print(
-        "\ntarget: SmolLM2-135M-Instruct, block-expanded to 300 layers (the text of the small model, the cost of a 2.1 GB "
-        f"one), read from disk in every sweep.\ndraft: a substitute, the same model without layers {SUBSTITUTE_DROPS}.\n"
+        "\ntarget: SmolLM2-135M-Instruct, block-expanded to 300 layers (the text of the small model, the cost of a "
+        "2.1 GB one), read from disk in every sweep.\n"
+        f"draft: a substitute, the same model without layers {SUBSTITUTE_DROPS}.\n"
     )
 
 

@@ -36,7 +36,9 @@ async def doctor(arguments: argparse.Namespace) -> int:
 def find_problems(server: ServerInfo) -> list[str]:
     """What is wrong, one sentence each."""
     problems = [server.index_problem] if server.index_problem else []
-    problems += [f"{worker.info.worker_id} is not used: {worker.problem}" for worker in server.workers if worker.problem]
+    problems += [
+        f"{worker.info.worker_id} is not used: {worker.problem}" for worker in server.workers if worker.problem
+    ]
     usable = {worker.info.kind for worker in server.workers if not worker.problem}
     if "target" not in usable:
         problems.append("no target worker: nothing can be generated")

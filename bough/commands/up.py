@@ -91,7 +91,9 @@ async def _watch(cluster: Cluster) -> None:
 
 
 async def _restart(cluster: Cluster, child: Child) -> None:
-    print(f"{child.name} ended with status {child.process.returncode}; its last lines:\n{child.tail()}", file=sys.stderr)
+    print(
+        f"{child.name} ended with status {child.process.returncode}; its last lines:\n{child.tail()}", file=sys.stderr
+    )
     await asyncio.sleep(RESTART_SECONDS)
     print(f"starting {child.name} again", file=sys.stderr, flush=True)
     cluster.start(child.name, child.command)

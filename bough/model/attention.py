@@ -1,7 +1,8 @@
 """Tree attention, in the place where transformers lets an attention function be registered.
 
-Every row attends to the keys on its own path, in the order of their positions and in blocks fixed by position. So a row's
-result depends on its query and its path alone, bit for bit: not on the tree around it, nor on what else is in the batch.
+Every row attends to the keys on its own path, in the order of their positions and in blocks fixed by position. So a
+row's result depends on its query and its path alone, bit for bit: not on the tree around it, nor on what else is in the
+batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _parallel = numba.njit(fastmath=_FASTMATH, cache=True, error_model="numpy", para
 # Arrays are passed whole and indexed inside: a slice would hide from the compiler that its last axis is contiguous.
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@_compiled
 def _score_block(queries, keys, row, kv_head, base, tail, begin, first, length, scale, scores):  # type: ignore[no-untyped-def]
     """Scores of one row's heads, (group, BLOCK), with the keys of one block; -inf where a key is not to be seen."""
     group, head_dim = scores.shape[0], queries.shape[2]
@@ -47,9 +48,12 @@ def _score_block(queries, keys, row, kv_head, base, tail, begin, first, length, 
                 scores[g, j] = -np.inf
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@_compiled
 def _fold_block(values, scores, row, kv_head, base, tail, begin, first, length, highest, total, result):  # type: ignore[no-untyped-def]
-    """Folds a block into the running softmax of one row's heads: `highest` and `total` (group,), `result` their sums."""
+    """Folds a block into the running softmax of one row's heads.
+
+    `highest` and `total` (group,), `result` their sums.
+    """
     group, head_dim = result.shape
     for g in range(group):
         peak = highest[g]
@@ -74,7 +78,7 @@ def _fold_block(values, scores, row, kv_head, base, tail, begin, first, length, 
                 result[g, d] += weight * values[value_row, kv_head, d]
 
 
-@_compiled  # type: ignore[untyped-decorator]
+@_compiled
 def _cap(scores, softcap):  # type: ignore[no-untyped-def]
     """Soft-capping (Gemma 2), leaving -inf as it is."""
     for g in range(scores.shape[0]):
@@ -83,7 +87,7 @@ def _cap(scores, softcap):  # type: ignore[no-untyped-def]
                 scores[g, j] = softcap * np.tanh(scores[g, j] / softcap)
 
 
-@_parallel  # type: ignore[untyped-decorator]
+@_parallel
 def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, out):  # type: ignore[no-untyped-def]
     """Running softmax over blocks of keys (arXiv 2205.14135), one row and one KV head at a time.
 
@@ -168,7 +172,7 @@ def tree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001
     scaling: float,
     chunk: Chunk,
     sliding_window: int | None = None,

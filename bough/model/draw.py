@@ -3,7 +3,8 @@
 The token at a position is the largest of (log-probability + Gumbel noise), the noise being a function of the seed, the
 position and the token id (the Gumbel-max trick). So it does not matter by which tree, batch or process the logits were
 reached; and a draft that knows the seed sees the same noise and can guess the sample itself, not just its distribution
-(arXiv 2408.07978, "coupling without communication"). numpy on one row: a row's result cannot depend on how many there are.
+(arXiv 2408.07978, "coupling without communication"). numpy on one row: a row's result cannot depend on how many there
+are.
 """
 
 from __future__ import annotations
@@ -84,5 +85,6 @@ def position_logprobs(logits: Row, token: int, num_top: int) -> PositionLogprobs
 
 
 def _softmax(logits: Row) -> Row:
-    exps = np.exp(logits - logits.max())
-    return exps / exps.sum()
+    exps: Row = np.exp(logits - logits.max())
+    exps /= exps.sum()
+    return exps

@@ -73,9 +73,10 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
         CheckpointError: where transformers cannot read it.
     """
     try:
-        return AutoConfig.from_pretrained(checkpoint.folder)
+        config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.folder)
     except (OSError, ValueError, KeyError) as exc:
         raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {exc}") from exc
+    return config
 
 
 def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tuple[int, ...] | None = None) -> Skeleton:

@@ -17,7 +17,7 @@ class ResidentModel:
         bind_resident(skeleton.resident_slots, skeleton.dtype, device)
         for slots in skeleton.layer_slots:
             bind_resident(slots, skeleton.dtype, device)
-        skeleton.model.to(device)
+        skeleton.model.to(device)  # type: ignore[arg-type]  # transformers' wrapper loses the self of `to`
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""Models that the tests make themselves, and a pipeline of real processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
+
+from bough.commands.up import ensure_demonstration
+from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.demonstration import demonstration_folder
+from bough.launch import Cluster, Settings, launched
+
+TINY = LlamaConfig(
+    vocab_size=262,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=260,
+    eos_token_id=261,
+    initializer_range=0.3,  # large enough that a random model's choices are not all ties
+)
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+
+def save_tokenizer(folder: Path, swapped: bool = False) -> None:
+    """A tokenizer of bytes with four merges' worth of unused ids and two special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if swapped:
+        alphabet[5], alphabet[6] = alphabet[6], alphabet[5]
+    vocab = {token: index for index, token in enumerate([*alphabet, "<u0>", "<u1>", "<u2>", "<u3>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def save_model(folder: Path, config: PretrainedConfig, seed: int = 0) -> Path:
+    """A random model of any architecture, with the tokenizer above."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.save_pretrained(folder, max_shard_size="200KB")
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of four layers in several shards."""
+    return save_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Path:
+    """SmolLM2-135M-Instruct as it is, from the user's cache."""
+    ensure_demonstration(0)
+    return demonstration_folder(0)
+
+
+def settings(target: Path, draft: Path | None, *flags: str, drops: str = "", orchestrator: tuple[str, ...] = ()) -> Settings:
+    """A pipeline on free ports; `flags` are for the target."""
+    threads = ["--threads", str(os.cpu_count() or 1)]
+    draft_flags = ["--model", str(draft), "--drop-layers", drops, "--dtype", "float32", *threads]
+    return Settings(
+        target=parse(TargetConfig, "t", ["--model", str(target), "--dtype", "float32", *threads, *flags], {}),
+        draft=parse(DraftConfig, "d", draft_flags, {}) if draft else None,
+        orchestrator=parse(OrchestratorConfig, "o", ["--port", "0", *orchestrator], {}),
+    )
+
+
+@asynccontextmanager
+async def pipeline(config: Settings) -> AsyncIterator[Cluster]:
+    """Real processes, ended with the test."""
+    async with launched(config, lambda _: None) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+async def tiny_cluster(tiny: Path) -> AsyncIterator[Cluster]:
+    """The tiny model served, with itself less one layer as the draft. For tests that leave it standing."""
+    async with pipeline(settings(tiny, tiny, "--max-nodes", "32", drops="2")) as cluster:
+        yield cluster

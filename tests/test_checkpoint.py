@@ -1,0 +1,113 @@
+"""Damaged checkpoints are found at start, by the name of what is wrong; and hub ids resolve through the cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from bough.errors import CheckpointError
+from bough.model.checkpoint import INDEX_NAME, Checkpoint, resolve
+from bough.model.loading import build_skeleton
+from target_worker.weights import ALIGNMENT, plan_layer
+
+
+@pytest.fixture
+def copy(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "copy"))
+
+
+def shards(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
+    assert len(found) > 1, "the tiny model is to have several shards"
+    return found
+
+
+def test_a_missing_shard(copy: Path) -> None:
+    missing = shards(copy)[1]
+    missing.unlink()
+    with pytest.raises(CheckpointError, match=f"{missing.name}.*missing"):
+        Checkpoint.open(copy)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -100])
+def test_a_truncated_shard(copy: Path, keep: int) -> None:
+    victim = shards(copy)[0]
+    victim.write_bytes(victim.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=f"{victim.name}.*truncated"):
+        Checkpoint.open(copy)
+
+
+def test_a_header_that_is_no_header(copy: Path) -> None:
+    victim = shards(copy)[0]
+    victim.write_bytes((16).to_bytes(8, "little") + b"x" * 100)
+    with pytest.raises(CheckpointError, match="header is not JSON"):
+        Checkpoint.open(copy)
+
+
+def test_a_tensor_that_the_index_promises(copy: Path) -> None:
+    index = json.loads((copy / INDEX_NAME).read_text())
+    index["weight_map"]["model.layers.9.extra"] = shards(copy)[0].name
+    (copy / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.9\.extra"):
+        Checkpoint.open(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 5}, r"model\.layers\.4\..*missing"),
+        ({"intermediate_size": 128}, r"shape \[96, 64\], but config.json asks for \[128, 64\]"),
+        ({"model_type": "no-such-model"}, "no-such-model"),
+    ],
+)
+def test_a_configuration_that_does_not_fit(copy: Path, change: dict[str, object], message: str) -> None:
+    config = json.loads((copy / "config.json").read_text()) | change
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        build_skeleton(Checkpoint.open(copy), torch.float32)
+
+
+def test_folders_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is not there"):
+        Checkpoint.open(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match="neither a folder nor a model in the local"):
+        Checkpoint.open("some-org/some-model")
+
+
+def test_a_hub_id_resolves_through_the_cache(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout that huggingface_hub writes, made by hand."""
+    from huggingface_hub import constants
+
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "models--org--tiny"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(revision)
+    (repo / "snapshots").mkdir()
+    (repo / "snapshots" / revision).symlink_to(tiny, target_is_directory=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert resolve("org/tiny") == repo / "snapshots" / revision
+    assert Checkpoint.open("org/tiny").fingerprint() == Checkpoint.open(tiny).fingerprint()
+
+
+def test_layers_are_aligned_extents_that_hold_their_tensors(tiny: Path) -> None:
+    skeleton = build_skeleton(Checkpoint.open(tiny), torch.float32)
+    for slots in skeleton.layer_slots:
+        layer = plan_layer(slots)
+        for extent in layer.extents:
+            assert extent.offset % ALIGNMENT == extent.num_bytes % ALIGNMENT == extent.slab_offset % ALIGNMENT == 0
+            assert extent.num_bytes - ALIGNMENT < extent.needed_bytes <= extent.num_bytes
+        for slot, begin in layer.parameters:
+            place = slot.place
+            (home,) = [
+                e
+                for e in layer.extents
+                if e.file == place.file and e.offset <= place.offset < e.offset + e.needed_bytes
+            ]
+            assert begin == home.slab_offset + place.offset - home.offset
+            assert place.offset + place.num_bytes <= home.offset + home.needed_bytes

@@ -1,0 +1,53 @@
+"""Settings: from flags and environment, refused by name where they are unknown or malformed."""
+
+from __future__ import annotations
+
+import pytest
+
+from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, parse_bytes, parse_layers, to_flags
+from bough.errors import ConfigError
+
+
+def test_flags_win_over_the_environment_and_both_over_defaults() -> None:
+    environ = {"BOUGH_TARGET_MODEL": "a", "BOUGH_TARGET_ROWS": "32", "BOUGH_DRAFT_BRANCH": "3", "HOME": "/"}
+    config = parse(TargetConfig, "target_worker", ["--model", "b"], environ)
+    assert (config.model, config.rows, config.dtype) == ("b", 32, "bfloat16")
+
+
+def test_flags_make_an_equal_value() -> None:
+    config = parse(DraftConfig, "draft_worker", ["--model", "m", "--drop-layers", "1-3,9", "--kv-memory", "1GiB"], {})
+    assert config.drop_layers == (1, 2, 3, 9)
+    assert config.kv_memory == 2**30
+    assert parse(DraftConfig, "draft_worker", to_flags(config), {}) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "message"),
+    [
+        ([], {}, "--model: missing; the flag or BOUGH_TARGET_MODEL"),
+        (["--model", "m", "--row", "3"], {}, "--row"),
+        (["--model", "m", "--rows", "many"], {}, "--rows: 'many': int of 1 or more"),
+        (["--model", "m", "--rows", "0"], {}, "--rows: '0'"),
+        (["--model", "m", "--port", "70000"], {}, "--port: '70000': int of 0 to 65535"),
+        (["--model", "m", "--dtype", "int3"], {}, "--dtype: 'int3': bfloat16"),
+        (["--model", "m", "--kv-memory", "lots"], {}, "--kv-memory: 'lots': a size such as"),
+        (["--model", "m", "--lease-seconds", "nan"], {}, "--lease-seconds: 'nan'"),
+        (["--model", "m"], {"BOUGH_TARGET_PROT": "1"}, "BOUGH_TARGET_PROT: no such setting"),
+        (["--model", "m"], {"BOUGH_TARGET_PORT": "x"}, "BOUGH_TARGET_PORT: 'x'"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(argv: list[str], environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(TargetConfig, "target_worker", argv, environ)
+
+
+def test_bytes_and_layers() -> None:
+    assert parse_bytes("1.5GB") == 1_500_000_000
+    assert parse_bytes("512 MiB") == 512 * 2**20
+    assert parse_layers("") == ()
+    with pytest.raises(ValueError, match="12-15"):
+        parse_layers("a-b")
+
+
+def test_the_orchestrator_has_a_known_port() -> None:
+    assert parse(OrchestratorConfig, "orchestrator", [], {}).port == 7411

@@ -1,0 +1,123 @@
+"""The drawing of tokens: penalties, filters and noise, each against a plain definition or by statistics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bough.errors import InvalidRequest, Unavailable
+from bough.model.draw import adjusted, draw, filtered, gumbel_noise, position_logprobs
+from bough.sampling import SamplingParams, StopConditions
+
+LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    exps = np.exp(logits - logits.max())
+    return exps / exps.sum()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=1.3, top_k=3),
+        SamplingParams(temperature=1.0, top_p=0.8),
+        SamplingParams(temperature=1.0, min_p=0.2),
+    ],
+)
+def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
+    """Chi-square over 20,000 positions; the seed is fixed, and the bound is passed by chance once in 10^9."""
+    counts = np.zeros(len(LOGITS))
+    for position in range(20_000):
+        counts[draw(LOGITS, params, position)] += 1
+    probs = softmax(filtered(LOGITS, params))
+    assert counts[probs == 0].sum() == 0
+    expected = probs[probs > 0] * counts.sum()
+    assert ((counts[probs > 0] - expected) ** 2 / expected).sum() < 60
+
+
+def test_filters_keep_what_their_definitions_say() -> None:
+    probs = softmax(LOGITS)
+    kept = {
+        "top_k": np.isfinite(filtered(LOGITS, SamplingParams(top_k=2))),
+        "top_p": np.isfinite(filtered(LOGITS, SamplingParams(top_p=0.8))),
+        "min_p": np.isfinite(filtered(LOGITS, SamplingParams(min_p=0.2))),
+    }
+    assert kept["top_k"].tolist() == [True, True, False, False, False, False]
+    smallest = next(n for n in range(1, 7) if probs[:n].sum() >= 0.8)
+    assert kept["top_p"].tolist() == [True] * smallest + [False] * (6 - smallest)
+    assert kept["min_p"].tolist() == (probs >= 0.2 * probs.max()).tolist()
+
+
+def test_greedy_takes_the_best_and_noise_depends_on_seed_and_position_alone() -> None:
+    assert draw(LOGITS, SamplingParams(temperature=0.0), 5) == 0
+    assert np.array_equal(gumbel_noise(3, 7, 10), gumbel_noise(3, 7, 20)[:10])
+    assert not np.array_equal(gumbel_noise(3, 7, 10), gumbel_noise(3, 8, 10))
+    assert not np.array_equal(gumbel_noise(3, 7, 10), gumbel_noise(4, 7, 10))
+
+
+def test_the_noise_of_a_position_is_what_it_always_was() -> None:
+    """The first values for one key: a change here changes every user's sampled output."""
+    assert gumbel_noise(42, 1, 3) == pytest.approx([-0.455803, -0.357506, 1.384255], abs=1e-6)
+
+
+def test_penalties_and_bias() -> None:
+    params = SamplingParams(
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 4.0}
+    )
+    result = adjusted(LOGITS, params, history=[0, 4, 1, 1], prompt_length=2)
+    assert result.tolist() == [1.0, 0.5 - 0.5 - 0.5, 0.5, 4.0, -2.0, -3.0]
+    assert LOGITS[0] == 2.0, "the model's logits are not edited in place"
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    entry = position_logprobs(LOGITS, token=2, num_top=2)
+    expected = np.log(softmax(LOGITS))
+    assert entry.token.logprob == pytest.approx(expected[2])
+    assert [(top.token_id, pytest.approx(top.logprob)) for top in entry.top] == [(0, expected[0]), (1, expected[1])]
+
+
+@given(st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=20), st.floats(0.01, 5), st.integers(0, 99))
+def test_every_draw_is_a_token(logits: list[float], temperature: float, position: int) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.9, min_p=0.01, top_k=5)
+    assert 0 <= draw(np.array(logits), params, position) < len(logits)
+
+
+def test_logits_that_are_no_numbers_are_an_error_and_not_a_token() -> None:
+    with pytest.raises(Unavailable, match="not numbers"):
+        draw(np.array([np.nan, 1.0]), SamplingParams(), 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"temperature": -0.1}, "temperature: -0.1"),
+        ({"temperature": float("nan")}, "temperature: nan"),
+        ({"temperature": float("inf")}, "temperature: inf"),
+        ({"top_p": 0.0}, "top_p: 0.0"),
+        ({"top_p": 1.1}, "top_p: 1.1"),
+        ({"top_p": float("nan")}, "top_p: nan"),
+        ({"min_p": -1.0}, "min_p: -1.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0"),
+        ({"presence_penalty": 3.0}, "presence_penalty: 3.0"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty: nan"),
+        ({"logit_bias": {6: 1.0}}, "logit_bias: 6"),
+        ({"logit_bias": {1: float("nan")}}, r"logit_bias\[1\]: nan"),
+        ({"logprobs": 65}, "logprobs: 65"),
+        ({"stop_token_ids": frozenset({6})}, "stop_token_ids: 6"),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(changes: dict[str, object], name: str) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        SamplingParams(**changes).validate(vocab_size=6)  # type: ignore[arg-type]
+
+
+def test_stop_conditions_out_of_range_are_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens: 0"):
+        StopConditions(max_tokens=0).validate()
+    with pytest.raises(InvalidRequest, match=r"stop\[1\]: ''"):
+        StopConditions(stop=("a", "")).validate()

@@ -1,0 +1,255 @@
+"""The engine and its slots with a fake model: packing, idempotency, epochs, leases, faults."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bough.errors import Exhausted, InvalidRequest, NotFound, PrefixMissing, StaleEpoch, StreamError, Unavailable
+from bough.messages import Context, VerifyCall
+from bough.model.batch import Batch
+from bough.model.kv import KVShape, KVSlot
+from bough.sampling import SamplingParams
+from bough.tree import Tree
+from target_worker.engine import Engine
+from target_worker.slots import SlotPool
+from target_worker.sweep import SweepFigures
+from target_worker.verify import verify_by_target
+
+VOCAB = 50
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class FakeModel:
+    """Says that token t is followed by t + 1; holds each sweep until it is let go."""
+
+    rows = 8
+    device = CPU
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+        self.batches.append(batch)
+        assert self.gate.wait(10)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        tokens = batch.input_ids[0, batch.logit_rows]
+        return torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float(), SweepFigures(100, 40, 80, 1000)
+
+
+class Clock:
+    """Seconds that a test turns."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new_slot() -> KVSlot:
+    return KVSlot(KVShape(1, 1, 1, torch.float32), 64, CPU)
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    return FakeModel()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def engine(model: FakeModel, clock: Clock) -> Iterator[Engine]:
+    engine = Engine(model, SlotPool(2, new_slot, 60.0, clock), max_sweep_tokens=16, max_context=48)
+    engine.start()
+    yield engine
+    model.gate.set()
+    engine.stop()
+
+
+def verify_call(
+    session: str, tokens: list[int], held: int = 0, round_: int = 0, epoch: int = 1, tree: Tree | None = None
+) -> VerifyCall:
+    context = Context.of(session, tokens, held, len(tokens))
+    return VerifyCall(context, epoch, round_, tree or Tree.root(tokens[-1]), GREEDY)
+
+
+def test_the_walk_takes_the_targets_tokens_and_no_others() -> None:
+    tree = Tree.of([1, 9, 2, 3, 7, 4], [-1, 0, 0, 2, 2, 3], [0, -1, -1, -1, -1, -1])
+    verdict = verify_by_target(tree, lambda path: int(tree.tokens[path[-1]]) + 1)
+    assert (verdict.accepted_nodes, verdict.bonus_token) == ((2, 3, 5), 5)
+    assert verify_by_target(tree, lambda path: 40).accepted_nodes == ()
+
+
+def test_rounds_follow_one_another(engine: Engine) -> None:
+    first = engine.verify(verify_call("a", [5, 6, 7])).result(5)
+    assert (first.verdict.bonus_token, first.held_length) == (8, 3)
+    tree = Tree.of([8, 20, 9, 10], [-1, 0, 0, 2], [0, -1, -1, -1])
+    second = engine.verify(verify_call("a", [5, 6, 7, 8], held=3, round_=1, tree=tree)).result(5)
+    assert (second.verdict.accepted_nodes, second.verdict.bonus_token, second.held_length) == ((2, 3), 11, 6)
+    assert (second.timings.wait_ns, second.timings.compute_ns, second.timings.link_bytes) == (40, 60, 1000)
+
+
+def test_a_long_context_goes_through_several_sweeps_and_others_ride_along(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    long, short = engine.verify(verify_call("long", list(range(40)))), engine.verify(verify_call("short", [3, 4]))
+    model.gate.set()
+    assert long.result(5).verdict.bonus_token == 40
+    assert short.result(5).verdict.bonus_token == 5
+    assert max(batch.num_tokens for batch in model.batches) <= 16
+    assert long.result().timings.num_passes == 3
+
+
+def test_waiting_calls_share_a_sweep(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    first = engine.verify(verify_call("a", [1]))
+    while not model.batches:
+        pass
+    later = [engine.verify(verify_call("b", [10, 11])), engine.verify(verify_call("a", [1, 30], held=1, round_=1))]
+    model.gate.set()
+    assert first.result(5).verdict.bonus_token == 2
+    assert [future.result(5).verdict.bonus_token for future in later] == [12, 31]
+    assert len(model.batches) == 2
+
+
+def test_a_round_that_overtakes_one_in_flight_is_refused(engine: Engine, model: FakeModel) -> None:
+    """Round 0 takes several sweeps, so that its session's next call comes in between."""
+    model.gate.clear()
+    running = engine.verify(verify_call("a", list(range(40))))
+    while not model.batches:
+        pass
+    early = engine.verify(verify_call("a", [1, 2], round_=1))
+    released = engine.release("a")
+    model.gate.set()
+    with pytest.raises(StaleEpoch, match="round 0 of epoch 1 of this session is in flight"):
+        early.result(5)
+    released.result(5)
+    with pytest.raises(StaleEpoch, match="was released"):
+        running.result(5)
+
+
+def test_a_repeated_round_gets_the_first_answer(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    twins = [engine.verify(verify_call("a", [1, 2])) for _ in range(2)]
+    model.gate.set()
+    assert twins[0].result(5) is twins[1].result(5)
+    assert engine.verify(verify_call("a", [1, 2])).result(5) is twins[0].result()
+    assert len(model.batches) == 1
+
+
+def test_a_newer_epoch_ends_an_older_one(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    old = engine.verify(verify_call("a", [1, 2], epoch=1))
+    while not model.batches:
+        pass
+    model.gate.set()
+    assert old.result(5).verdict.bonus_token == 3
+    assert engine.verify(verify_call("a", [1, 7], epoch=2)).result(5).verdict.bonus_token == 8
+    with pytest.raises(StaleEpoch, match="epoch: 1 of session a is over"):
+        engine.verify(verify_call("a", [1, 2], epoch=1)).result(5)
+
+
+def test_wrong_beliefs_are_answered_with_the_truth(engine: Engine) -> None:
+    engine.verify(verify_call("a", [1, 2, 3])).result(5)
+    with pytest.raises(PrefixMissing, match="but 3 tokens are") as caught:
+        engine.verify(verify_call("a", [1, 2, 3, 4, 5, 6], held=5, round_=1)).result(5)
+    assert caught.value.held_length == 3
+    with pytest.raises(PrefixMissing, match="but other tokens are"):
+        engine.verify(verify_call("a", [1, 9, 3], held=2, round_=1)).result(5)
+    with pytest.raises(PrefixMissing) as caught:
+        engine.verify(verify_call("unknown", [1, 2, 3], held=2)).result(5)
+    assert caught.value.held_length == 0
+    assert engine.verify(verify_call("a", [1, 2, 30], held=2, round_=1)).result(5).verdict.bonus_token == 31
+
+
+def test_a_context_that_does_not_fit_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="context: 49 tokens; at most 48"):
+        engine.verify(verify_call("a", list(range(49)))).result(5)
+
+
+def test_leases_end_with_release_or_with_time(engine: Engine, clock: Clock) -> None:
+    for session in ("a", "b"):
+        engine.verify(verify_call(session, [1])).result(5)
+    with pytest.raises(Exhausted, match="all 2 KV slots"):
+        engine.verify(verify_call("c", [1])).result(5)
+    engine.release("a").result(5)
+    with pytest.raises(NotFound, match="'a' is not held"):
+        engine.release("a").result(5)
+    engine.verify(verify_call("c", [1])).result(5)
+    clock.now = 61.0
+    engine.verify(verify_call("c", [1, 2], held=1, round_=1)).result(5)
+    engine.verify(verify_call("d", [1])).result(5)
+    assert engine.pool.get("b") is None, "the one that was idle longest gives way"
+    assert engine.pool.get("c") is not None
+
+
+def test_a_failed_sweep_fails_its_calls_and_nothing_else(engine: Engine, model: FakeModel) -> None:
+    engine.verify(verify_call("a", [1, 2])).result(5)
+    model.error = StreamError("file: layer 3: gone")
+    with pytest.raises(StreamError, match="layer 3"):
+        engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)).result(5)
+    assert engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)).result(5).verdict.bonus_token == 4
+
+
+def test_logits_that_are_no_numbers_fail_their_call_alone(engine: Engine, model: FakeModel) -> None:
+    real = model.sweep
+
+    def broken(batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+        logits, figures = real(batch)
+        logits[batch.input_ids[0, batch.logit_rows] == 13] = float("nan")
+        return logits, figures
+
+    model.sweep = broken  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="not numbers"):
+        engine.verify(verify_call("a", [13])).result(5)
+    assert engine.verify(verify_call("b", [1])).result(5).verdict.bonus_token == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("lrt"), st.integers(0, 5), st.integers(0, 3)), max_size=40))
+def test_slots_keep_their_promises_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
+    """Leases, releases and passing time in any order; the integrity check holds after each."""
+    clock = Clock()
+    pool = SlotPool(3, new_slot, 10.0, clock)
+    for kind, session, epoch in steps:
+        try:
+            if kind == "l":
+                held = pool.lease(f"s{session}", epoch)
+                held.slot.tokens.append(session)
+                assert set(held.slot.tokens) == {session}, "a slot still held another session's tokens"
+            elif kind == "r":
+                pool.release(f"s{session}")
+            else:
+                clock.now += 4.0 * session
+        except (Exhausted, NotFound, StaleEpoch):
+            pass
+        pool.check_integrity()
+
+
+@given(st.lists(st.integers(0, 63), min_size=1, max_size=12, unique=True), st.integers(0, 10))
+def test_compaction_moves_exactly_the_accepted_rows(rows: list[int], start: int) -> None:
+    slot = new_slot()
+    slot.keys[0, :, 0, 0] = torch.arange(64)
+    slot.values[0, :, 0, 0] = torch.arange(64) + 0.5
+    slot.tokens.extend(range(start))
+    slot.compact(rows, list(range(len(rows))))
+    end = start + len(rows)
+    assert slot.keys[0, start:end, 0, 0].tolist() == rows
+    assert slot.values[0, start:end, 0, 0].tolist() == [row + 0.5 for row in rows]
+    assert slot.keys[0, :start, 0, 0].tolist() == list(range(start))
+    assert slot.length == end
+    assert np.array_equal(slot.keys[0, end:, 0, 0], np.arange(end, 64))

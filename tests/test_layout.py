@@ -1,0 +1,97 @@
+"""Who may import whom (DESIGN.md, "The repository"), read from the code itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SERVICES = {"draft_worker", "target_worker", "orchestrator"}
+PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
+PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
+TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def tops(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+
+
+def test_services_import_bough_and_never_one_another() -> None:
+    for service in SERVICES:
+        for path in python_files(service):
+            assert not tops(path) & (SERVICES - {service}), path
+    for path in python_files("bough"):
+        assert not tops(path) & SERVICES, path
+
+
+def test_pure_files_import_nothing_heavier_than_each_other() -> None:
+    for name in PURE:
+        path = ROOT / "bough" / f"{name}.py"
+        ours = {module for module in imports(path) if module.split(".")[0] == "bough"}
+        modules = {m for m in ours if (ROOT / (m.replace(".", "/") + ".py")).exists()}
+        assert modules <= PURE_MAY_IMPORT, path
+        assert not tops(path) & (TORCH | {"redis", "grpc"}), path
+
+
+def test_torch_only_where_tensors_are() -> None:
+    allowed = {ROOT / "bough" / "model", ROOT / "target_worker", ROOT / "draft_worker"}
+    for path in python_files("bough", "orchestrator"):
+        if not any(folder in path.parents for folder in allowed):
+            assert not tops(path) & TORCH, path
+
+
+def test_redis_in_one_file_and_ray_nowhere_but_in_deploy() -> None:
+    for path in python_files("bough", *SERVICES):
+        assert "redis" not in tops(path) or path.name == "registry.py", path
+        assert "ray" not in tops(path), path
+
+
+def test_messages_of_the_wire_stay_at_the_wire() -> None:
+    for path in python_files("bough", *SERVICES):
+        uses_messages = any(name.startswith("bough.pb") for name in imports(path))
+        at_the_wire = path.name in {
+            "wire.py", "wire_generation.py", "client.py", "service.py", "workers.py", "pairing.py", "process.py",
+            "launch.py", "__main__.py",
+        } or path.parent.name == "pb"  # fmt: skip
+        assert at_the_wire or not uses_messages, path
+
+
+def test_proto_is_no_package() -> None:
+    """ray pulls in proto-plus, whose module is `proto`."""
+    assert not (ROOT / "proto" / "__init__.py").exists()
+
+
+def test_the_orchestrator_has_no_torch() -> None:
+    code = "import sys, orchestrator.__main__; print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
+
+
+def test_files_and_functions_stay_short() -> None:
+    """A file past 300 lines is two files; a function past 60 does two things."""
+    for path in python_files("bough", *SERVICES, "loadtest"):
+        if path.parent.name == "pb":
+            continue
+        source = path.read_text()
+        assert source.count("\n") <= 300, path
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"

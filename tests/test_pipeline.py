@@ -1,0 +1,126 @@
+"""The test of tests: the whole pipeline on SmolLM2, token for token what transformers' own generate gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import pipeline, settings
+from transformers import AutoModelForCausalLM
+
+from bough.client import Client
+from bough.generation import ChatPrompt, Finished, GenerateOptions, Message, Speculation, TokenPrompt, Tokens
+from bough.launch import Cluster
+from bough.model.tokenizer_files import load_tokenizer_files
+from bough.tokenizer import Tokenizer
+from loadtest.prompts import load_prompts
+
+NUM_PROMPTS = 12
+LENGTH = 64
+PLAIN = Speculation(disabled=True)
+SIZES = {"1": Speculation(budget=1), "16": Speculation(budget=16), "64": Speculation(budget=64)}
+SIZES["256"] = Speculation(budget=256, width=32, depth=6)
+GREEDY = GenerateOptions(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+async def cluster(smollm: Path) -> AsyncIterator[Cluster]:
+    """SmolLM2 in float32, with a substitute draft of it; room for all prompts at once."""
+    config = settings(smollm, smollm, "--rows", "32", "--max-context", "512", drops="3,14")
+    async with pipeline(config) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with Client(cluster.address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm: Path) -> list[list[int]]:
+    tokenizer = Tokenizer(load_tokenizer_files(smollm))
+    return [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[:NUM_PROMPTS]]
+
+
+@pytest.fixture(scope="module")
+def expected(smollm: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' own greedy text on the same weights, float32."""
+    model = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        output = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=LENGTH,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+async def tokens_for(client: Client, prompt: list[int], options: GenerateOptions) -> list[int]:
+    """The output tokens; checks that the stream's own counts agree with them."""
+    events = [event async for event in client.generate(TokenPrompt(tuple(prompt)), options)]
+    tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert finished.usage.completion_tokens == len(tokens)
+    assert finished.warnings == ()
+    return tokens
+
+
+async def all_tokens(client: Client, prompts: list[list[int]], options: GenerateOptions) -> list[list[int]]:
+    """All prompts at once: their trees share sweeps."""
+    return list(await asyncio.gather(*(tokens_for(client, prompt, options) for prompt in prompts)))
+
+
+@pytest.mark.parametrize("size", ["none", *SIZES])
+async def test_greedy_output_is_that_of_generate(
+    client: Client, prompts: list[list[int]], expected: list[list[int]], size: str
+) -> None:
+    options = replace(GREEDY, speculation=SIZES.get(size, PLAIN))
+    assert await all_tokens(client, prompts, options) == expected
+
+
+async def test_sampled_output_is_the_same_for_every_size(client: Client, prompts: list[list[int]]) -> None:
+    sampled = replace(GREEDY, temperature=0.8, seed=2024, max_tokens=48)
+    some = prompts[:4]
+    plain = await all_tokens(client, some, replace(sampled, speculation=PLAIN))
+    for size in SIZES.values():
+        assert await all_tokens(client, some, replace(sampled, speculation=size)) == plain
+    other_seed = await all_tokens(client, some, replace(sampled, seed=2025))
+    assert all(mine != theirs for mine, theirs in zip(other_seed, plain, strict=True))
+
+
+async def test_two_sessions_at_once_get_what_each_gets_alone(client: Client, prompts: list[list[int]]) -> None:
+    sampled = [replace(GREEDY, temperature=0.8, seed=seed, max_tokens=32) for seed in (1, 2)]
+    pairs = list(zip(prompts[4:6], sampled, strict=True))
+    alone = [await tokens_for(client, prompt, options) for prompt, options in pairs]
+    together = await asyncio.gather(*(tokens_for(client, prompt, options) for prompt, options in pairs))
+    assert list(together) == alone
+
+
+async def test_speculation_accepts_several_tokens_a_round(client: Client, prompts: list[list[int]]) -> None:
+    """A draft that is never right would pass every test of equality."""
+    events = [event async for event in client.generate(TokenPrompt(tuple(prompts[0])), GREEDY)]
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert finished.speculation.tokens_per_round > 2.5
+    rounds = [event for event in events if isinstance(event, Tokens)]
+    assert sum(sum(event.drafted) for event in rounds) == finished.speculation.num_accepted_tokens
+    assert all(event.timings.link_bytes > 0 and event.timings.compute_ns > 0 for event in rounds)
+
+
+async def test_text_outside_the_basic_plane_is_streamed_whole(client: Client) -> None:
+    prompt = ChatPrompt((Message("user", "Repeat exactly, nothing else: 你好，世界 🌍🚀 naïve"),))
+    pieces = [event.text async for event in client.generate(prompt, GREEDY) if not hasattr(event, "seed")]
+    assert "\ufffd" not in "".join(pieces)
+    assert any(ord(character) > 0x2000 for character in "".join(pieces)), "the answer has no such characters to split"

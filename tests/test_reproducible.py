@@ -1,0 +1,158 @@
+"""DESIGN.md, rule 2, on the streamed model: a row's logits are the same bits in any tree, batch and place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import save_model
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from bough.model.attention import attend_by_mask, attend_on_cpu
+from bough.model.batch import Batch, Piece, Segment
+from bough.model.checkpoint import Checkpoint
+from bough.model.kv import KVSlot
+from bough.model.loading import build_skeleton
+from bough.tree import Tree
+from target_worker.stream import Ring
+from target_worker.sweep import StreamedModel
+from target_worker.weights import plan_layer
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def streamed(folder: Path, dtype: torch.dtype, rows: int = 16) -> Iterator[StreamedModel]:
+    skeleton = build_skeleton(Checkpoint.open(folder), dtype)
+    with Ring([plan_layer(slots) for slots in skeleton.layer_slots], num_slabs=2, num_threads=2) as ring:
+        yield StreamedModel(skeleton, ring, rows, CPU)
+
+
+def new_slot(model: StreamedModel) -> KVSlot:
+    return KVSlot(model.skeleton.kv_shape(), 400, CPU)
+
+
+def random_tree(rng: np.random.Generator, size: int, root: int) -> Tree:
+    parents = [-1] + [int(rng.integers(max(0, node - 6), node)) for node in range(1, size)]
+    tokens = [root] + [node % 256 for node in range(1, size)]
+    return Tree.of(tokens, parents, [0.0] * size)
+
+
+def plain_logits(model: StreamedModel, tokens: list[int]) -> list[torch.Tensor]:
+    """Decoding one token at a time; entry i is what follows tokens[: i + 1]."""
+    slot, logits = new_slot(model), []
+    for position, token in enumerate(tokens):
+        batch = Batch([Segment.tree(slot, position, Tree.root(token))], model.rows, CPU)
+        logits.append(model.sweep(batch)[0][0].clone())
+        slot.compact([position], [token])
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_bitwise_those_of_plain_decoding(tiny: Path, dtype: torch.dtype) -> None:
+    """Random trees at positions that cross the attention's blocks, beside another session's tree and context."""
+    rng = np.random.default_rng(1)
+    with streamed(tiny, dtype) as model:
+        prompt = rng.integers(0, 256, 58).tolist()
+        for size in (2, 17, 40):
+            tree = random_tree(rng, size, root=7)
+            slot, other = new_slot(model), new_slot(model)
+            neighbours = [Segment.context(other, 0, rng.integers(0, 256, 9).tolist())]
+            neighbours.append(Segment.tree(other, 9, random_tree(rng, 11, root=3)))
+            segments = [Segment.context(slot, 0, prompt), *neighbours, Segment.tree(slot, len(prompt), tree)]
+            logits = model.sweep(Batch(segments, model.rows, CPU))[0][11:]
+            for node in rng.choice(size, size=min(size, 5), replace=False):
+                path = [int(tree.tokens[step]) for step in tree.path(int(node))]
+                assert torch.equal(logits[node], plain_logits(model, prompt + path)[-1])
+
+
+def test_a_committed_path_is_bitwise_what_decoding_would_have_left(tiny: Path) -> None:
+    """Compaction moves KV; what follows must not be able to tell."""
+    rng = np.random.default_rng(2)
+    with streamed(tiny, torch.bfloat16) as model:
+        prompt, tree, slot = [5, 6, 7], random_tree(rng, 30, root=9), new_slot(model)
+        model.sweep(Batch([Segment.context(slot, 0, prompt), Segment.tree(slot, 3, tree)], model.rows, CPU))
+        slot.compact(range(3), prompt)
+        path = tree.path(29)
+        slot.compact([3 + node for node in path], [int(tree.tokens[node]) for node in path])
+        batch = Batch([Segment.tree(slot, slot.length, Tree.root(11))], model.rows, CPU)
+        after = model.sweep(batch)[0][0]
+        assert torch.equal(after, plain_logits(model, [*slot.tokens, 11])[-1])
+
+
+COMMON = {
+    "vocab_size": 262,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 260,
+    "eos_token_id": 261,
+    "pad_token_id": 261,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**COMMON),
+    "mistral, sliding window": MistralConfig(**COMMON, sliding_window=12),
+    "qwen2": Qwen2Config(**COMMON),
+    "qwen3": Qwen3Config(**COMMON),
+    "gemma2, soft-capping, alternating windows": Gemma2Config(**COMMON, sliding_window=12, query_pre_attn_scalar=16),
+    "gemma3, local and global": Gemma3TextConfig(**COMMON, sliding_window=12, query_pre_attn_scalar=16),
+    "phi3": Phi3Config(**{**COMMON, "hidden_size": 64}),
+    "olmo2": Olmo2Config(**COMMON),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_sweep_equals_generate(family: str, tmp_path: Path) -> None:
+    """A tree that holds the greedy continuation among wrong guesses is accepted along exactly that continuation."""
+    folder = save_model(tmp_path / "model", FAMILIES[family])
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = list(range(20, 44))
+    wanted = reference.generate(
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    tokens, parents = [prompt[-1]], [-1]
+    spine = 0
+    for token in wanted[:-1]:
+        tokens += [(token + 1) % 256, token]
+        parents += [spine, spine]
+        spine = len(tokens) - 1
+    tree = Tree.of(tokens, parents, [0.0] * len(tokens))
+    with streamed(folder, torch.float32) as model:
+        slot = new_slot(model)
+        segments = [Segment.context(slot, 0, prompt[:-1]), Segment.tree(slot, len(prompt) - 1, tree)]
+        logits = model.sweep(Batch(segments, model.rows, CPU))[0]
+    assert [int(logits[node].argmax()) for node in tree.path(spine)] == wanted
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 5.0), (70, 5.0)])
+def test_the_kernel_equals_attention_by_mask(window: int, softcap: float) -> None:
+    rng = np.random.default_rng(3)
+    torch.manual_seed(3)
+    tree = random_tree(rng, 30, root=1)
+    keys, values = torch.randn(160, 2, 16), torch.randn(160, 2, 16)
+    slot = KVSlot.__new__(KVSlot)
+    piece = Piece(0, Segment.tree(slot, 100, tree), CPU)
+    queries = torch.randn(30, 6, 16)
+    mine = attend_on_cpu(queries, keys, values, piece, 0.25, window, softcap)
+    theirs = attend_by_mask(queries, keys, values, piece, 0.25, window, softcap)
+    torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)

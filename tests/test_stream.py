@@ -1,0 +1,108 @@
+"""The ring: right bytes in the right order, across sweeps, errors and restarts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bough.errors import StreamError
+from target_worker.stream import Ring
+from target_worker.weights import ALIGNMENT, Extent, LayerWeights
+
+NUM_LAYERS = 5
+LAYER_BYTES = 3 * 1024 * 1024 + 777  # several pieces, and an end that is not aligned
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> list[LayerWeights]:
+    """Layers in two files, each of two extents, with known bytes."""
+    result = []
+    for index in range(NUM_LAYERS):
+        file = tmp_path / f"{index % 2}.bin"
+        offset = file.stat().st_size if file.exists() else 0
+        with file.open("ab") as stream:
+            stream.write(content(index))
+            stream.write(b"\0" * (-stream.tell() % ALIGNMENT))
+        aligned = -(-LAYER_BYTES // ALIGNMENT) * ALIGNMENT
+        first = 1024 * 1024
+        extents = (
+            Extent(file, offset, first, first, 0),
+            Extent(file, offset + first, aligned - first, LAYER_BYTES - first, first),
+        )
+        result.append(LayerWeights(extents, (), aligned))
+    return result
+
+
+def content(index: int) -> bytes:
+    return np.random.default_rng(index).bytes(LAYER_BYTES)
+
+
+def sweep(ring: Ring) -> None:
+    for index in range(NUM_LAYERS):
+        with ring.layer(index) as slab:
+            assert slab.numpy()[:LAYER_BYTES].tobytes() == content(index)
+
+
+@pytest.mark.parametrize("num_slabs", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_layers_arrive_whole_and_in_order_round_after_round(
+    layers: list[LayerWeights], num_slabs: int, num_threads: int
+) -> None:
+    with Ring(layers, num_slabs, num_threads) as ring:
+        for _ in range(3):
+            sweep(ring)
+
+
+def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(layers: list[LayerWeights]) -> None:
+    with Ring(layers, num_slabs=3, num_threads=2) as ring:
+        sweep(ring)
+        while ring.figures().num_bytes < (NUM_LAYERS + 3) * layers[0].num_bytes:
+            pass  # the slabs that are free are filled without anyone asking
+        before = ring.figures()
+        assert before.num_bytes == (NUM_LAYERS + 3) * layers[0].num_bytes
+        sweep(ring)
+        assert ring.figures().busy_ns > before.busy_ns
+
+
+def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers: list[LayerWeights]) -> None:
+    file = layers[3].extents[0].file
+    whole = file.read_bytes()
+    with Ring(layers, num_slabs=1, num_threads=2) as ring:
+        sweep(ring)
+        os.truncate(file, layers[3].extents[1].offset)
+        for _ in range(2):
+            with pytest.raises(StreamError, match=rf"{file.name}: layer 3, tensor padding, byte .*ends here"):
+                sweep(ring)
+            ring.restart()
+        file.write_bytes(whole)
+        sweep(ring)
+
+
+def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerWeights]) -> None:
+    with Ring(layers, num_slabs=3, num_threads=3) as ring:
+        for given_up_at in range(NUM_LAYERS):
+            for index in range(given_up_at):
+                with ring.layer(index):
+                    pass
+            ring.restart()
+            sweep(ring)
+
+
+def test_where_direct_reads_are_refused_the_page_cache_serves(
+    layers: list[LayerWeights], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_open = os.open
+
+    def refuse(path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real_open(path, flags)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with Ring(layers, num_slabs=2, num_threads=2) as ring:
+        assert not ring.is_direct
+        assert "refuses O_DIRECT" in caplog.text
+        sweep(ring)

@@ -1,0 +1,169 @@
+"""Every value survives the wire, and the generated code is what the .proto files say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bough import generation as g
+from bough import messages as m
+from bough import wire
+from bough import wire_generation as wg
+from bough.errors import InvalidRequest
+from bough.pb import draft_pb2, generation_pb2
+from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
+from bough.tokenizer import TokenizerFiles
+from bough.tree import Tree
+
+ROOT = Path(__file__).parent.parent
+VOCAB = 100
+POSITIVE = st.floats(0.1, 4.0)
+
+sampling_params = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 4),
+    top_k=st.integers(0, 50),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+    seed=st.integers(0, 2**64 - 1),
+    repetition_penalty=POSITIVE,
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=3),
+    logprobs=st.none() | st.integers(0, 20),
+    stop_token_ids=st.frozensets(st.integers(0, VOCAB - 1), max_size=3),
+)
+contexts = st.builds(
+    m.Context,
+    session_id=st.text(min_size=1, max_size=8),
+    context_start=st.integers(0, 1000),
+    prefix_hash=st.integers(0, 2**64 - 1),
+    tokens=st.lists(st.integers(0, VOCAB - 1)).map(tuple),
+    prompt_length=st.integers(0, 1000),
+)
+timings = st.builds(m.Timings, *[st.integers(0, 2**40)] * 6, num_passes=st.integers(0, 99))
+logprobs = st.builds(
+    PositionLogprobs,
+    st.builds(TokenLogprob, st.integers(0, VOCAB), st.floats(-9, 0, width=32)),
+    st.lists(st.builds(TokenLogprob, st.integers(0, VOCAB), st.floats(-9, 0, width=32)), max_size=3).map(tuple),
+)
+TREE = Tree.of([3, 4, 5], [-1, 0, 1], [0, -0.5, -0.25])
+
+
+@given(contexts, sampling_params)
+def test_calls_survive_the_wire(context: m.Context, params: SamplingParams) -> None:
+    verify = m.VerifyCall(context, 2**60, 7, TREE, params)
+    assert wire.verify_call_from_wire(wire.verify_call_to_wire(verify), VOCAB, 8) == verify
+    grow = m.GrowCall(context, 5, params, m.TreeLimits(8, 4, 2))
+    assert wire.grow_call_from_wire(wire.grow_call_to_wire(grow), VOCAB, 8) == grow
+
+
+@given(timings, st.lists(logprobs, max_size=3).map(tuple))
+def test_results_survive_the_wire(times: m.Timings, positions: tuple[PositionLogprobs, ...]) -> None:
+    result = m.VerifyResult(m.Verdict((1, 2), 9, positions), 11, times)
+    assert wire.verify_result_from_wire(wire.verify_result_to_wire(result)) == result
+    grown = m.GrowResult(TREE, 3, times)
+    assert wire.grow_result_from_wire(wire.grow_result_to_wire(grown)) == grown
+
+
+options = st.builds(
+    g.GenerateOptions,
+    request_id=st.text(max_size=5),
+    session_id=st.text(max_size=5),
+    temperature=st.floats(0, 4),
+    top_k=st.integers(0, 9),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    logit_bias=st.dictionaries(st.integers(0, 9), st.floats(-9, 9), max_size=2),
+    max_tokens=st.integers(0, 999),
+    stop=st.lists(st.text(max_size=3), max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 9),
+    speculation=st.builds(g.Speculation, st.booleans(), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)),
+)
+prompts = st.one_of(
+    st.builds(g.TextPrompt, st.text()),
+    st.builds(g.ChatPrompt, st.lists(st.builds(g.Message, st.text(), st.text()), max_size=2).map(tuple)),
+    st.builds(g.TokenPrompt, st.lists(st.integers(0, 9), max_size=4).map(tuple)),
+)
+
+
+@given(prompts, options)
+def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.GenerateOptions) -> None:
+    message = generation_pb2.GenerateRequest.FromString(
+        wg.request_to_wire(prompt, request_options).SerializeToString()
+    )
+    assert wg.request_from_wire(message) == (prompt, request_options)
+
+
+@given(st.lists(logprobs, max_size=2).map(tuple))
+def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> None:
+    times = m.RoundTimings(*range(9))
+    for event in (
+        g.Started("r", 3, 2**63, "model"),
+        g.Tokens((1, 2), (True, False), ("a", ""), positions, 8, 3, times),
+        g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), g.SpeculationMetrics(1, 2, 3, 1.5, (0, 1), 4), times, ("w",)),
+    ):
+        assert wg.event_from_wire(wg.event_to_wire(event)) == event
+
+
+def test_descriptions_survive_the_wire() -> None:
+    info = m.WorkerInfo("draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 4, ("a", "b"), 3, "0.1")
+    assert wire.info_from_wire(wire.info_to_wire(info)) == info
+    server = g.ServerInfo((g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1")
+    assert wg.server_info_from_wire(wg.server_info_to_wire(server)) == server
+    model = g.ModelInfo("n", "d", "f", "t", 9, 8, (1, 2))
+    assert wg.model_info_from_wire(wg.model_info_to_wire(model)) == model
+    loads = g.Loads(1, 2, 3, 4)
+    assert wg.loads_from_wire(wg.loads_to_wire(loads)) == loads
+
+
+@given(st.binary(max_size=3_000_000))
+def test_a_tokenizer_is_sent_in_pieces_that_fit_a_message(data: bytes) -> None:
+    files = TokenizerFiles(data, "template", (1, 2), "<s>", "</s>")
+    chunks = list(wire.tokenizer_to_wire(files))
+    assert all(chunk.ByteSize() < 2_000_000 for chunk in chunks)
+    assert wire.tokenizer_from_wire(chunks) == files
+
+
+def test_sizes_and_names_out_of_range_are_refused_by_name() -> None:
+    context = m.Context("s", 0, 0, (1,), 1)
+    good = wire.grow_call_to_wire(m.GrowCall(context, 5, SamplingParams(), m.TreeLimits(8, 4, 2)))
+    for field, value, message in (
+        ("budget", 0, "budget: 0; 1 to 8"),
+        ("width", 9, "width: 9"),
+        ("root_token", VOCAB, rf"root_token\[0\]: {VOCAB}"),
+        ("root_token", -1, r"root_token\[0\]: -1"),
+    ):
+        broken = draft_pb2.GrowRequest()
+        broken.CopyFrom(good)
+        setattr(broken, field, value)
+        with pytest.raises(InvalidRequest, match=message):
+            wire.grow_call_from_wire(broken, VOCAB, 8)
+    good.context.session_id = ""
+    with pytest.raises(InvalidRequest, match=r"context\.session_id"):
+        wire.grow_call_from_wire(good, VOCAB, 8)
+
+
+def test_generated_code_is_fresh(tmp_path: Path) -> None:
+    """`make proto` after a change of a .proto file was forgotten."""
+    (tmp_path / "bough" / "pb").mkdir(parents=True)
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "proto").glob("*.proto"))
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Ibough/pb=proto", *outputs, *files]
+    subprocess.run(command, cwd=ROOT, check=True)
+    fresh = {path.name: path.read_text() for path in (tmp_path / "bough" / "pb").iterdir()}
+    committed = {p.name: p.read_text() for p in (ROOT / "bough" / "pb").glob("*_pb2*.py*")}
+    assert fresh == committed
+
+
+def test_every_field_of_the_protocol_has_a_comment() -> None:
+    for file in (ROOT / "proto").glob("*.proto"):
+        lines = [line.strip() for line in file.read_text().splitlines()]
+        for before, line in zip(lines, lines[1:], strict=False):
+            if line.endswith(";") and "=" in line and not line.startswith(("syntax", "//")):
+                assert before.startswith("//"), f"{file.name}: {line} has no comment above it"
