@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BoughError as exc:
         print(f"error: {exc}", file=sys.stderr)
         raise SystemExit(2) from exc
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, or SIGTERM as `bough.launch` takes it
         raise SystemExit(130) from None
 
 
@@ -136,3 +136,7 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}; a token id and a number, such as 42=-1.5, would do") from None
+
+
+if __name__ == "__main__":
+    main()

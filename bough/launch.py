@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import signal
 import socket
@@ -11,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -156,7 +155,10 @@ class Cluster:
 
 @asynccontextmanager
 async def launched(settings: Settings, report: Report) -> AsyncIterator[Cluster]:
-    """All processes, ready; ended with the block, with an exception, and with Ctrl-C alike."""
+    """All processes, ready; ended with the block, with an exception, and with Ctrl-C or SIGTERM alike."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
     with tempfile.TemporaryDirectory(prefix="bough-") as folder:
         cluster = Cluster(settings, Path(folder))
         try:
@@ -164,11 +166,19 @@ async def launched(settings: Settings, report: Report) -> AsyncIterator[Cluster]
             await cluster.wait_until_ready(report)
             yield cluster
         finally:
-            with contextlib.suppress(ValueError):  # not in the main thread
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
-            cluster.stop_all()
-            with contextlib.suppress(ValueError):
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+            with _interrupts_ignored():
+                cluster.stop_all()
+            loop.remove_signal_handler(signal.SIGTERM)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """A second Ctrl-C must not leave processes behind."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _index_command(port: int, folder: Path) -> list[str]:

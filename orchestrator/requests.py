@@ -72,6 +72,8 @@ class Requests:
             while (tokens := await _next_or_abort(rounds, session)) is not None:
                 self._num_tokens += len(tokens.token_ids)
                 yield tokens
+            if self.directory.index_problem:
+                session.warn(f"{self.directory.index_problem}; the session is not recorded")
             yield session.finished()
         except Unavailable:
             target.report(is_fault=True)

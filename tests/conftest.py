@@ -69,10 +69,12 @@ def smollm() -> Path:
     return demonstration_folder(0)
 
 
-def settings(target: Path, draft: Path | None, *flags: str, drops: str = "", orchestrator: tuple[str, ...] = ()) -> Settings:
+def settings(
+    target: Path, draft: Path | None, *flags: str, drops: str = "", orchestrator: tuple[str, ...] = ()
+) -> Settings:
     """A pipeline on free ports; `flags` are for the target."""
     threads = ["--threads", str(os.cpu_count() or 1)]
-    draft_flags = ["--model", str(draft), "--drop-layers", drops, "--dtype", "float32", *threads]
+    draft_flags = ["--model", str(draft), "--drop-layers", drops, *threads]
     return Settings(
         target=parse(TargetConfig, "t", ["--model", str(target), "--dtype", "float32", *threads, *flags], {}),
         draft=parse(DraftConfig, "d", draft_flags, {}) if draft else None,

@@ -66,9 +66,7 @@ def test_the_noise_of_a_position_is_what_it_always_was() -> None:
 
 
 def test_penalties_and_bias() -> None:
-    params = SamplingParams(
-        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 4.0}
-    )
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 4.0})
     result = adjusted(LOGITS, params, history=[0, 4, 1, 1], prompt_length=2)
     assert result.tolist() == [1.0, 0.5 - 0.5 - 0.5, 0.5, 4.0, -2.0, -3.0]
     assert LOGITS[0] == 2.0, "the model's logits are not edited in place"

@@ -92,7 +92,7 @@ def test_the_walk_takes_the_targets_tokens_and_no_others() -> None:
     tree = Tree.of([1, 9, 2, 3, 7, 4], [-1, 0, 0, 2, 2, 3], [0, -1, -1, -1, -1, -1])
     verdict = verify_by_target(tree, lambda path: int(tree.tokens[path[-1]]) + 1)
     assert (verdict.accepted_nodes, verdict.bonus_token) == ((2, 3, 5), 5)
-    assert verify_by_target(tree, lambda path: 40).accepted_nodes == ()
+    assert verify_by_target(tree, lambda _: 40).accepted_nodes == ()
 
 
 def test_rounds_follow_one_another(engine: Engine) -> None:

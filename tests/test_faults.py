@@ -1,0 +1,174 @@
+"""Processes that die: a draft costs speed only; a target or an index gives a status, never a hang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import pipeline, settings
+
+from bough.client import Client
+from bough.commands.doctor import find_problems
+from bough.errors import Unavailable
+from bough.generation import Finished, GenerateOptions, Speculation, Started, TextPrompt, TokenPrompt, Tokens
+from bough.launch import Cluster
+
+PROMPT = TextPrompt("the quick brown fox")
+LONG = GenerateOptions(temperature=0.8, seed=3, max_tokens=120, ignore_eos=True, speculation=Speculation(budget=8))
+
+
+@pytest.fixture
+async def cluster(tiny: Path) -> AsyncIterator[Cluster]:
+    """A pipeline that a test may break."""
+    config = settings(tiny, tiny, "--max-nodes", "32", drops="2", orchestrator=("--draft-timeout", "2"))
+    async with pipeline(config) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with Client(cluster.address) as connected:
+        yield connected
+
+
+def end(cluster: Cluster, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """Sends a signal to one process that the test started."""
+    os.kill(cluster.children[name].process.pid, number)
+
+
+async def run(client: Client, options: GenerateOptions, after: int, act: object) -> tuple[list[int], Finished]:
+    """The tokens of a request, in the middle of which something happens."""
+    tokens: list[int] = []
+    finished = None
+    async for event in client.generate(PROMPT, options):
+        if isinstance(event, Tokens):
+            tokens += event.token_ids
+            if len(tokens) >= after and callable(act):
+                act()
+                act = None
+        elif not isinstance(event, Started):
+            finished = event
+    assert finished is not None
+    return tokens, finished
+
+
+async def test_killing_the_draft_changes_nothing_in_the_stream(cluster: Cluster, client: Client) -> None:
+    undisturbed, _ = await run(client, LONG, 0, None)
+    tokens, finished = await run(client, LONG, 40, lambda: end(cluster, "draft_worker"))
+    assert tokens == undisturbed
+    assert finished.speculation.num_degraded_rounds > 0
+    assert any("draft worker" in warning for warning in finished.warnings)
+
+
+async def test_a_draft_that_hangs_costs_its_timeout_and_nothing_else(cluster: Cluster, client: Client) -> None:
+    undisturbed, _ = await run(client, LONG, 0, None)
+    tokens, finished = await run(client, LONG, 40, lambda: end(cluster, "draft_worker", signal.SIGSTOP))
+    end(cluster, "draft_worker", signal.SIGCONT)
+    assert tokens == undisturbed
+    assert finished.speculation.num_degraded_rounds > 0
+
+
+async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster, client: Client) -> None:
+    with pytest.raises(Unavailable, match="does not answer"):
+        await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "target_worker")), 20)
+    with pytest.raises(Unavailable, match="no target worker can be used"):
+        await asyncio.wait_for(run(client, LONG, 0, None), 20)
+    assert any("no target worker" in problem for problem in find_problems(await client.server_info()))
+
+
+async def test_killing_the_index_stops_no_stream_and_is_told(cluster: Cluster, client: Client) -> None:
+    """Nothing depends on the index's truth: the workers last known go on, and the problem is named."""
+    undisturbed, _ = await run(client, LONG, 0, None)
+    tokens, finished = await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "index")), 60)
+    assert (tokens, finished.finish_reason) == (undisturbed, "length")
+    for _ in range(100):
+        if problem := (await client.server_info()).index_problem:
+            break
+        await asyncio.sleep(0.1)
+    assert "does not answer" in problem
+    later, finished = await asyncio.wait_for(run(client, replace(LONG, session_id="s"), 0, None), 60)
+    assert later == undisturbed
+    assert any("index" in warning for warning in finished.warnings)
+
+
+async def test_a_draft_that_comes_back_is_used_again(cluster: Cluster, client: Client) -> None:
+    end(cluster, "draft_worker")
+    cluster.children["draft_worker"].process.wait()
+    cluster.start("draft_worker", cluster.children["draft_worker"].command)
+    for _ in range(300):
+        _, finished = await run(client, replace(LONG, max_tokens=20), 0, None)
+        if finished.speculation.num_degraded_rounds == 0:
+            return
+        await asyncio.sleep(0.2)
+    pytest.fail("the new draft worker was never used")
+
+
+async def test_a_truncated_weight_file_fails_the_request_and_not_the_process(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tiny.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    async with pipeline(settings(folder, None)) as cluster, Client(cluster.address) as client:
+        victim = max(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+        whole = victim.read_bytes()
+        os.truncate(victim, 4096)
+        with pytest.raises(Unavailable, match=f"{victim.name}.*layer"):
+            await run(client, LONG, 0, None)  # its first sweeps may still find layers that were read ahead
+        victim.write_bytes(whole)
+        for _ in range(50):
+            try:
+                _, finished = await run(client, replace(LONG, max_tokens=20), 0, None)
+                break
+            except Unavailable:
+                await asyncio.sleep(0.2)
+        assert finished.finish_reason == "length"
+
+
+def alive(marker: str) -> list[str]:
+    """Command lines of running processes that hold a text."""
+    lines = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_text().replace("\0", " ")
+            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if marker in line and state != "Z":
+            lines.append(line)
+    return lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("delay", [0.5, 6.0])
+async def test_bough_up_leaves_no_process_behind(
+    tiny: Path, tmp_path: Path, number: signal.Signals, delay: float
+) -> None:
+    """Whether it is ended while it starts or when it runs, gently or not."""
+    marker = tmp_path / "marked"
+    marker.symlink_to(tiny)
+    command = [sys.executable, "-m", "bough.cli", "up", "--target", str(marker), "--drop-layers", "2", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    await asyncio.sleep(delay)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    for _ in range(100):
+        if not alive(str(marker)) and not alive(f"{tmp_path}"):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"still running: {alive(str(marker))}")
+
+
+async def test_tokens_are_bounded_by_the_context(client: Client) -> None:
+    prompt = TokenPrompt(tuple(range(200)) + tuple(range(200)))
+    events = [event async for event in client.generate(prompt, replace(LONG, max_tokens=10_000))]
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert (last.finish_reason, last.usage.completion_tokens) == ("length", 112)
