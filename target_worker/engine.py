@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -88,14 +88,14 @@ class Engine:
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queues a call; any thread may call this. The future raises what `bough.errors` names."""
-        future: Future[VerifyResult] = Future()
+        future: Future[VerifyResult] = _uncancellable()
         arrived_ns = time.perf_counter_ns()
         self._inbox.put(lambda: self._settle_errors(future, lambda: self._admit(call, future, arrived_ns)))
         return future
 
     def release(self, session_id: str) -> Future[None]:
         """Forgets a session, after the sweep that is under way."""
-        future: Future[None] = Future()
+        future: Future[None] = _uncancellable()
 
         def run() -> None:
             self._drop(session_id, StaleEpoch(f"session_id: {session_id!r} was released"))
@@ -110,9 +110,9 @@ class Engine:
     def _run(self) -> None:
         while self._take_mail():
             parts = self._choose()
-            batch = Batch(self._segments(parts), self._model.rows, self._model.device)
             began_ns = time.perf_counter_ns()
             try:
+                batch = Batch(self._segments(parts), self._model.rows, self._model.device)
                 logits, figures = self._model.sweep(batch)
                 self._finish(parts, logits, figures, began_ns)
             except Exception as exc:  # the thread outlives whatever a sweep can do; its callers are told
@@ -242,6 +242,13 @@ def judge(call: VerifyCall, held: Sequence[int], logits: NDArray[np.float32]) ->
         return token
 
     return verify_by_target(tree, target_token)._replace(logprobs=tuple(logprobs))
+
+
+def _uncancellable() -> Future[Any]:
+    """A future whose caller may leave without the sweep thread stumbling over it."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def _add_sweep(job: Job, figures: SweepFigures, began_ns: int) -> Timings:

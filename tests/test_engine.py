@@ -197,6 +197,16 @@ def test_leases_end_with_release_or_with_time(engine: Engine, clock: Clock) -> N
     assert engine.pool.get("c") is not None
 
 
+def test_a_caller_that_leaves_does_not_disturb_the_sweep_of_others(engine: Engine, model: FakeModel) -> None:
+    """A cancelled future once made the sweep thread fail everybody's calls."""
+    model.gate.clear()
+    left, stayed = engine.verify(verify_call("a", [1, 2])), engine.verify(verify_call("b", [5]))
+    left.cancel()
+    model.gate.set()
+    assert stayed.result(5).verdict.bonus_token == 6
+    assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
+
+
 def test_a_failed_sweep_fails_its_calls_and_nothing_else(engine: Engine, model: FakeModel) -> None:
     engine.verify(verify_call("a", [1, 2])).result(5)
     model.error = StreamError("file: layer 3: gone")
