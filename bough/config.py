@@ -146,12 +146,11 @@ def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping
 
 
 def to_flags(config: object) -> list[str]:
-    """Flags from which `parse` makes an equal value."""
+    """Flags from which `parse` makes an equal value, whatever the environment says."""
     flags = []
     for f in _fields(type(config)):
         value = getattr(config, f.name)
-        if value != f.default:
-            flags += [_flag(f.name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+        flags += [_flag(f.name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return flags
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import os
 import signal
 import socket
 import subprocess
@@ -25,9 +25,7 @@ from bough.registry import Registry
 POLL_SECONDS = 0.1
 STOP_SECONDS = 10.0  # after SIGTERM, before SIGKILL
 TAIL_LINES = 12  # of a log, when its process ends too early
-PR_SET_PDEATHSIG = 1
 INDEX = "index"
-_LIBC = ctypes.CDLL(None)
 
 Report = Callable[[str], None]
 
@@ -73,11 +71,11 @@ class Cluster:
     def start(self, name: str, command: Sequence[str]) -> Child:
         """Starts a process that ends with this one, even if this one is killed."""
         log = self.folder / f"{name}.log"
+        tethered = [sys.executable, "-m", "bough.tether", str(os.getpid()), *command]
         with log.open("ab") as stream:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )  # fmt: skip
+                tethered, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+            )
         child = Child(name, tuple(command), log, process)
         self.children[name] = child
         return child
@@ -204,7 +202,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

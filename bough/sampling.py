@@ -5,7 +5,6 @@ Pure values; the drawing is in `bough.model.draw`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -48,27 +47,27 @@ class SamplingParams:
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field that is out of its range."""
         _require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
+            self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
             "temperature",
             self.temperature,
-            "a finite number not below 0 would do",
+            "0 (greedy), or a number in [0.0001, 10000], would do",
         )
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more would do")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1] would do")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1] would do")
         _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, "an unsigned 64-bit number would do")
         _require(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            0.01 <= self.repetition_penalty <= 100,
             "repetition_penalty",
             self.repetition_penalty,
-            "a finite number above 0 would do",
+            "a number in [0.01, 100] would do",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2 <= value <= 2, name, value, "a number in [-2, 2] would do")
         for token, bias in self.logit_bias.items():
             _require(0 <= token < vocab_size, "logit_bias", token, f"a token id below {vocab_size} would do")
-            _require(math.isfinite(bias), f"logit_bias[{token}]", bias, "a finite number would do")
+            _require(abs(bias) <= 1000, f"logit_bias[{token}]", bias, "a number in [-1000, 1000] would do")
         _require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "logprobs",

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numba
 import torch
 
 from bough import __version__
@@ -26,6 +27,7 @@ class DraftWorker:
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
         torch.set_num_threads(config.threads)
+        numba.set_num_threads(min(config.threads, numba.get_num_threads()))
         self._config = config
         self._worker_id = worker_id
         checkpoint = Checkpoint.open(config.model)

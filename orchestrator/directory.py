@@ -168,7 +168,9 @@ class Directory:
             self._drafts,
         )
         for table in tables:
-            for worker_id in [name for name, known in table.items() if known.last_listed < oldest]:
+            # A channel with calls in flight stays open: a worker that only lost the index still answers them.
+            gone = [name for name, known in table.items() if known.last_listed < oldest and known.num_running == 0]
+            for worker_id in gone:
                 logger.warning("%s is gone", worker_id)
                 await table.pop(worker_id).client.close()
 
@@ -176,8 +178,9 @@ class Directory:
         """A draft that speaks of other tokens than the targets is not used (it should have refused to start)."""
         target = next(iter(self._targets.values()), None)
         for draft in self._drafts.values():
-            if target is None or draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint:
-                draft.problem = ""
+            if draft.problem or target is None:
+                continue
+            if draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint:
                 continue
             difference = first_difference(draft.tokenizer.vocabulary, target.tokenizer.vocabulary)
             draft.problem = f"its tokenizer differs from {target.record.worker_id}'s: {difference}"

@@ -24,6 +24,10 @@ class Recorder:
         """After a round."""
         self._put(record.session_id, record)
 
+    def begin(self, session_id: str) -> None:
+        """Before a request: its transcript is written from the start, whatever an earlier request has left."""
+        self._written.pop(session_id, None)
+
     def drop(self, session_id: str) -> None:
         """After a request whose session is not kept."""
         self._put(session_id, None)
@@ -32,7 +36,7 @@ class Recorder:
         """Waits until the session's record has been written, or could not be."""
         task = self._tasks.get(session_id)
         if task is not None:
-            await task
+            await asyncio.wait({task})  # whoever stops waiting does not stop the writing
 
     def _put(self, session_id: str, record: SessionRecord | None) -> None:
         self._newest[session_id] = record
@@ -51,6 +55,7 @@ class Recorder:
                     await self._registry.record_session(record, written)
                     self._written[session_id] = len(record.tokens)
         except Unavailable as exc:
+            self._newest.pop(session_id, None)
             self._written.pop(session_id, None)  # it may come back empty: write all of it the next time
             logger.debug("session %s is not recorded: %s", session_id, exc)
         finally:

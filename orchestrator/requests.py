@@ -65,6 +65,7 @@ class Requests:
         """
         target, session = await self._admit(prompt, options)
         self._running[session.request_id] = session
+        self._recorder.begin(session.session_id)
         target.num_running += 1
         rounds = self._rounds.run(session, target)
         try:
@@ -124,11 +125,12 @@ class Requests:
         """Checks everything about a request that can be checked before it runs."""
         record = None
         if options.session_id:
-            if any(session.session_id == options.session_id for session in self._running.values()):
-                raise InvalidRequest(f"session_id: {options.session_id!r} has a request running; wait for its end")
             await self._recorder.settled(options.session_id)
             with suppress(Unavailable):  # without the index the whole prompt is computed again
                 record = await self.directory.registry.load_session(options.session_id)
+        # From here to the return nothing is awaited: no other request can come in between.
+        if options.session_id and any(s.session_id == options.session_id for s in self._running.values()):
+            raise InvalidRequest(f"session_id: {options.session_id!r} has a request running; wait for its end")
         target = self.directory.target(record.target_id if record else "")
         if options.request_id in self._running:
             raise InvalidRequest(f"request_id: {options.request_id!r} is already running; another would do")
@@ -138,8 +140,9 @@ class Requests:
         if record is not None:
             common = _common_length(record.tokens, tokens)
             is_same = record.target_id == target.record.worker_id
-            session.target_held = min(record.target_length, common) if is_same else 0
-            session.draft_held = min(record.draft_length, common)
+            session.target_held = max(0, min(record.target_length, common)) if is_same else 0
+            session.draft_held = max(0, min(record.draft_length, common))
+            session.epoch = max(session.epoch, record.epoch + 1)
         return target, session
 
     def _end_in_background(self, session: Session, target: Known[TargetClient]) -> None:

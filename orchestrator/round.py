@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, Exhausted, InvalidTree
+from bough.errors import BoughError, Exhausted, InvalidRequest, InvalidTree
 from bough.generation import Tokens
 from bough.messages import RoundTimings, TreeLimits, VerifyResult
 from bough.registry import SessionRecord
@@ -47,15 +47,16 @@ class Rounds:
             began_ns = time.perf_counter_ns()
             limits = self.planner.plan(session.session_id, session.num_left, session.speculation)
             limits = limits._replace(budget=min(limits.budget, target.info.max_nodes))
-            tree, drafting, draft_id = await self._grow(session, limits)
+            tree, drafting, draft_id = await self._grow(session, target, limits)
             result, verifying = await self._verify(session, target, tree)
+            target.report(is_fault=False)
             timings = _timings(began_ns, drafting, result, verifying)
             tokens = session.commit(tree, result, timings)
             self.planner.observe(session.session_id, _outcome(limits, tokens, result))
             self.recorder.record(_record(session, target.record.worker_id, draft_id))
             yield tokens
 
-    async def _grow(self, session: Session, limits: TreeLimits) -> tuple[Tree, Timed, str]:
+    async def _grow(self, session: Session, target: Known[TargetClient], limits: TreeLimits) -> tuple[Tree, Timed, str]:
         """A tree, or its root alone where none is wanted or none can be had."""
         root = Tree.root(session.tokens[-1])
         if limits.budget == 1:
@@ -65,14 +66,15 @@ class Rounds:
             session.num_degraded_rounds += 1
             session.warn("no draft worker could be used: some rounds had no tree")
             return root, NOTHING, ""
-        limits = limits._replace(budget=min(limits.budget, draft.info.max_nodes))
+        limits = TreeLimits(*(min(size, draft.info.max_nodes) for size in limits))
         draft.num_running += 1
         try:
             result, timed = await draft.client.grow(session, limits, self.config.draft_timeout)
-            _require_fit(result.tree, session.tokens[-1], draft.info.vocab_size, limits.budget)
+            _require_fit(result.tree, session.tokens[-1], target.info.vocab_size, limits.budget)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)
-            draft.report(is_fault=True)
+            # What it refuses of this request (say, a longer context than it has) is no reason to spare it others.
+            draft.report(is_fault=isinstance(exc, InvalidTree) or not isinstance(exc, InvalidRequest))
             session.draft_held = 0
             session.num_degraded_rounds += 1
             session.warn(f"a draft worker failed ({exc}): some rounds had no tree")

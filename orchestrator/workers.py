@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -9,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import grpc
 
 from bough import wire
-from bough.errors import PrefixMissing
+from bough.errors import PrefixMissing, Unavailable
 from bough.messages import Context, GrowCall, GrowResult, TreeLimits, VerifyCall, VerifyResult, WorkerInfo
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.prefix import prefix_hash
@@ -47,6 +48,11 @@ class WorkerClient:
             return await call
         except grpc.aio.AioRpcError as exc:
             raise to_error(exc, self.address) from exc
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Unavailable(f"{self.address}: the connection was closed") from exc  # not we were cancelled: the call
 
 
 class DraftClient(WorkerClient):

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future
 from contextlib import ExitStack
 
+import numba
 import torch
 
 from bough import __version__
@@ -35,6 +36,7 @@ class TargetWorker:
 
     def __init__(self, config: TargetConfig, worker_id: str) -> None:
         torch.set_num_threads(config.threads)
+        numba.set_num_threads(min(config.threads, numba.get_num_threads()))
         self._config = config
         self._worker_id = worker_id
         checkpoint = Checkpoint.open(config.model)

@@ -101,6 +101,7 @@ def test_logits_that_are_no_numbers_are_an_error_and_not_a_token() -> None:
         ({"top_p": float("nan")}, "top_p: nan"),
         ({"min_p": -1.0}, "min_p: -1.0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty: 1e-300"),
         ({"presence_penalty": 3.0}, "presence_penalty: 3.0"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty: nan"),
         ({"logit_bias": {6: 1.0}}, "logit_bias: 6"),

@@ -81,6 +81,14 @@ def test_logits_are_bitwise_those_of_plain_decoding(tiny: Path, dtype: torch.dty
                 assert torch.equal(logits[node], plain_logits(model, prompt + path)[-1])
 
 
+def test_a_sweep_of_context_alone_needs_no_logits(tiny: Path) -> None:
+    """A prompt longer than a sweep once failed in the output head, which had no rows."""
+    with streamed(tiny, torch.float32) as model:
+        slot = new_slot(model)
+        logits, _ = model.sweep(Batch([Segment.context(slot, 0, [1, 2, 3])], model.rows, CPU))
+        assert logits.shape[0] == 0
+
+
 def test_a_committed_path_is_bitwise_what_decoding_would_have_left(tiny: Path) -> None:
     """Compaction moves KV; what follows must not be able to tell."""
     rng = np.random.default_rng(2)

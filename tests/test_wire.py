@@ -27,7 +27,7 @@ POSITIVE = st.floats(0.1, 4.0)
 
 sampling_params = st.builds(
     SamplingParams,
-    temperature=st.floats(0, 4),
+    temperature=st.just(0.0) | st.floats(0.01, 4),
     top_k=st.integers(0, 50),
     top_p=st.floats(0.01, 1),
     min_p=st.floats(0, 1),

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from bough.errors import CheckpointError
 from bough.model.batch import Chunk, Piece
 
 NAME = "bough"
@@ -177,6 +178,7 @@ def tree_attention(
     chunk: Chunk,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: (1, heads, rows, head_dim) each in, (1, rows, heads, head_dim) out.
@@ -184,6 +186,8 @@ def tree_attention(
     Writes the rows' keys and values into their slots, then attends over the slots. `chunk` travels through the model's
     keyword arguments; the mask is ours to derive, so none is given.
     """
+    if s_aux is not None:
+        raise CheckpointError(f"{type(module).__name__} has attention sinks, which are not supported yet")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     attend = attend_on_cpu if query.device.type == "cpu" else attend_by_mask
     queries = query[0].transpose(0, 1).float().contiguous()

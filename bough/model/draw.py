@@ -24,7 +24,7 @@ Row = NDArray[np.float64]  # (vocab_size,)
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Row:
     """Noise for the token at an absolute position: Philox (Salmon et al., 2011) keyed by seed, counted by position."""
     raw = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
-    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1), both ends excluded
+    uniform = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1)
     return -np.log(-np.log(uniform))
 
 

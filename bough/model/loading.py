@@ -175,7 +175,7 @@ def fixed_rows(function: Callable[..., torch.Tensor], rows: int) -> Callable[...
 
     def run(hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         count = hidden.shape[1]
-        padded = nn.functional.pad(hidden, (0, 0, 0, -count % rows))
+        padded = nn.functional.pad(hidden, (0, 0, 0, max(rows, -(-count // rows) * rows) - count))
         parts = [function(padded[:, begin : begin + rows], **kwargs) for begin in range(0, padded.shape[1], rows)]
         return torch.cat(parts, dim=1)[:, :count]
 
