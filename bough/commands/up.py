@@ -72,9 +72,11 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
 
 
 def report(text: str) -> None:
-    """Progress on standard error: one line that changes on a terminal, nothing elsewhere."""
+    """Progress on standard error: one line that changes on a terminal, a line now and then elsewhere."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    elif text.endswith("(0 s)"):
+        print(text, file=sys.stderr, flush=True)
 
 
 def clear_report() -> None:
