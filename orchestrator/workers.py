@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
@@ -26,7 +26,7 @@ Result = TypeVar("Result", GrowResult, VerifyResult)
 
 
 class Timed(NamedTuple):
-    """A result and what the call took beyond the worker's own time."""
+    """What a call took, and how much of that was beyond the worker's own time."""
 
     network_ns: int
     total_ns: int
@@ -35,13 +35,24 @@ class Timed(NamedTuple):
 class WorkerClient:
     """What both kinds of worker are to the orchestrator: an address, a channel, and what it said of itself."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, make_stub: Callable[[grpc.aio.Channel], Any]) -> None:
         self.address = address
         self._channel = open_channel(address)
+        self._stub = make_stub(self._channel)
 
     async def close(self) -> None:
         """Ends the connection."""
         await self._channel.close()
+
+    async def info(self) -> WorkerInfo:
+        """What the worker serves."""
+        request = common_pb2.GetServerInfoRequest()
+        return wire.info_from_wire(await self._errors(self._stub.GetServerInfo(request, timeout=INFO_TIMEOUT_SECONDS)))
+
+    async def release(self, session_id: str) -> None:
+        """Lets the worker forget a session."""
+        request = common_pb2.ReleaseRequest(session_id=session_id)
+        await self._errors(self._stub.Release(request, timeout=RELEASE_TIMEOUT_SECONDS))
 
     async def _errors(self, call: Awaitable[Reply]) -> Reply:
         try:
@@ -59,13 +70,7 @@ class DraftClient(WorkerClient):
     """bough.v1.Draft at an address."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address)
-        self._stub = draft_pb2_grpc.DraftStub(self._channel)
-
-    async def info(self) -> WorkerInfo:
-        """What the worker serves."""
-        request = common_pb2.GetServerInfoRequest()
-        return wire.info_from_wire(await self._errors(self._stub.GetServerInfo(request, timeout=INFO_TIMEOUT_SECONDS)))
+        super().__init__(address, draft_pb2_grpc.DraftStub)
 
     async def grow(self, session: Session, limits: TreeLimits, timeout_seconds: float) -> tuple[GrowResult, Timed]:
         """A tree for the session's next round, and how long the call took."""
@@ -76,23 +81,12 @@ class DraftClient(WorkerClient):
 
         return await _with_context(session, session.draft_held, call)
 
-    async def release(self, session_id: str) -> None:
-        """Lets the worker forget a session."""
-        request = common_pb2.ReleaseRequest(session_id=session_id)
-        await self._errors(self._stub.Release(request, timeout=RELEASE_TIMEOUT_SECONDS))
-
 
 class TargetClient(WorkerClient):
     """bough.v1.Target at an address."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(address)
-        self._stub = target_pb2_grpc.TargetStub(self._channel)
-
-    async def info(self) -> WorkerInfo:
-        """What the worker serves."""
-        request = common_pb2.GetServerInfoRequest()
-        return wire.info_from_wire(await self._errors(self._stub.GetServerInfo(request, timeout=INFO_TIMEOUT_SECONDS)))
+        super().__init__(address, target_pb2_grpc.TargetStub)
 
     async def verify(self, session: Session, tree: Tree, timeout_seconds: float) -> tuple[VerifyResult, Timed]:
         """The verdict on a tree, and how long the call took."""
@@ -107,11 +101,6 @@ class TargetClient(WorkerClient):
             return wire.verify_result_from_wire(reply)
 
         return await _with_context(session, session.target_held, call)
-
-    async def release(self, session_id: str) -> None:
-        """Lets the worker forget a session."""
-        request = common_pb2.ReleaseRequest(session_id=session_id)
-        await self._errors(self._stub.Release(request, timeout=RELEASE_TIMEOUT_SECONDS))
 
 
 async def _with_context(

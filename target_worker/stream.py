@@ -61,7 +61,6 @@ class Ring:
         self._files = _open_all({extent.file for layer in layers for extent in layer.extents})
         self._state = threading.Condition()
         self._closed = False
-        self._generation = 0  # reads begun before a restart are not counted after it
         self._reset()
         self._reads_in_flight = 0
         self._busy_since_ns = 0
@@ -121,7 +120,6 @@ class Ring:
     def restart(self) -> None:
         """Begins again with layer 0, after an error or a sweep that was given up."""
         with self._state:
-            self._generation += 1
             self._state.wait_for(lambda: self._reads_in_flight == 0)  # nobody may still write into a slab
             self._reset()
             self._state.notify_all()
@@ -137,11 +135,10 @@ class Ring:
 
     def _read(self) -> None:
         while (work := self._take()) is not None:
-            generation, sequence, piece = work
-            error = self._fill(sequence, piece)
-            self._finish(generation, sequence, piece, error)
+            sequence, piece = work
+            self._finish(sequence, piece, self._fill(sequence, piece))
 
-    def _take(self) -> tuple[int, int, _Piece] | None:
+    def _take(self) -> tuple[int, _Piece] | None:
         """The next piece to read, once its slab is free; None when the ring is closed."""
         with self._state:
             self._state.wait_for(self._may_read)
@@ -155,20 +152,19 @@ class Ring:
             if self._reads_in_flight == 0:
                 self._busy_since_ns = time.perf_counter_ns()
             self._reads_in_flight += 1
-            return self._generation, sequence, pieces[number]
+            return sequence, pieces[number]
 
     def _may_read(self) -> bool:
         return self._closed or (self._error is None and self._issued[0] < self._consumed + self.num_slabs)
 
-    def _finish(self, generation: int, sequence: int, piece: _Piece, error: StreamError | None) -> None:
+    def _finish(self, sequence: int, piece: _Piece, error: StreamError | None) -> None:
         with self._state:
             self._reads_in_flight -= 1
             if self._reads_in_flight == 0:
                 self._busy_ns += time.perf_counter_ns() - self._busy_since_ns
             self._num_bytes += piece.num_bytes
-            if generation == self._generation:
-                self._missing[sequence] -= 1
-                self._error = self._error or error
+            self._missing[sequence] -= 1
+            self._error = self._error or error
             if error is not None or self._reads_in_flight == 0 or self._has_arrived(sequence):
                 self._state.notify_all()
 
