@@ -18,7 +18,7 @@ Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command; an error that the user can mend is one line on standard error and exit status 2."""
-    arguments = _parser().parse_args(argv)
+    arguments = argument_parser().parse_args(argv)
     try:
         raise SystemExit(asyncio.run(_command(arguments.command)(arguments)))
     except BoughError as exc:
@@ -65,7 +65,7 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bough", description=__import__("bough").__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from bough.client import Client
 from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.errors import BoughError, ConfigError, Unavailable
 from bough.registry import Registry
+from bough.tether import tethered
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 10.0  # after SIGTERM, before SIGKILL
@@ -71,10 +71,9 @@ class Cluster:
     def start(self, name: str, command: Sequence[str]) -> Child:
         """Starts a process that ends with this one, even if this one is killed."""
         log = self.folder / f"{name}.log"
-        tethered = [sys.executable, "-m", "bough.tether", str(os.getpid()), *command]
         with log.open("ab") as stream:
             process = subprocess.Popen(
-                tethered, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+                tethered(command), stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
             )
         child = Child(name, tuple(command), log, process)
         self.children[name] = child

@@ -122,7 +122,7 @@ async def serve_worker(
     """
     stop = stop_event()
     registry = Registry(config.index_url, config.namespace)
-    await registry.ping()
+    await registry.wait()
     async with serving(config.host, config.port, service, lambda server: add(servicer, server)) as served:
         worker = await asyncio.to_thread(load)
         try:

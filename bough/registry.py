@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ LEASE_SECONDS = 3.0  # a worker that is silent for so long is gone
 HEARTBEAT_SECONDS = 0.75
 SESSION_SECONDS = 24 * 3600  # after its last round
 TIMEOUT_SECONDS = 2.0
+START_SECONDS = 10.0  # that a starting process waits for the index
 TOKEN_BYTES = 4  # transcripts are little-endian int32
 
 
@@ -83,6 +85,17 @@ class Registry:
         """Raises Unavailable where the index does not answer."""
         with self._errors():
             await self._redis.ping()
+
+    async def wait(self, patience_seconds: float = START_SECONDS) -> None:
+        """Returns once the index answers, which may be starting beside this process. Raises Unavailable."""
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                return await self.ping()
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.1)
 
     async def register(self, record: WorkerRecord, lease_seconds: float = LEASE_SECONDS) -> None:
         """Announces a worker, or renews its lease."""

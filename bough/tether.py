@@ -10,8 +10,14 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+
+
+def tethered(command: Sequence[str]) -> list[str]:
+    """A command line that starts `command` so that it ends with this process."""
+    return [sys.executable, "-m", "bough.tether", str(os.getpid()), *command]
 
 
 def main() -> None:

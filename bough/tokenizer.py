@@ -6,9 +6,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
+from typing import ClassVar
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
@@ -57,7 +62,13 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles) -> None:
         self.files = files
         self._tokenizer = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
-        self._template = _compile_template(files.chat_template)
+        self._template: jinja2.Template | None = None
+        self._template_problem = "this model has no chat template"
+        if files.chat_template:
+            try:
+                self._template = _compile_template(files.chat_template)
+            except jinja2.TemplateError as exc:
+                self._template_problem = f"this model's chat template cannot be read: {exc}"
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with the special tokens that the tokenizer adds by itself."""
@@ -66,7 +77,7 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Tokens of a conversation of (role, content), opened for the assistant's answer."""
         if self._template is None:
-            raise InvalidRequest("chat: this model has no chat template; `text` or `token_ids` would do")
+            raise InvalidRequest(f"chat: {self._template_problem}; `text` or `token_ids` would do")
         try:
             text = self._template.render(
                 messages=[{"role": role, "content": content} for role, content in messages],
@@ -83,14 +94,26 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
 
-def _compile_template(source: str) -> jinja2.Template | None:
-    if not source:
-        return None
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`, by which some templates mark the assistant's part for training: its body stands as is."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The nodes between the tag and its end."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile_template(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+    )
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
     return environment.from_string(source)

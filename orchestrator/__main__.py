@@ -27,7 +27,7 @@ async def main() -> None:
     configure_logging(config.log_level)
     stop = stop_event()
     registry = Registry(config.index_url, config.namespace)
-    await registry.ping()
+    await registry.wait()
     directory = Directory(registry)
     service = GenerationService(Requests(config, directory))
     name = service_name(generation_pb2.DESCRIPTOR, "Generation")

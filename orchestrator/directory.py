@@ -72,18 +72,19 @@ class Directory:
         self.index_problem = ""
         self._targets: dict[str, Known[TargetClient]] = {}
         self._drafts: dict[str, Known[DraftClient]] = {}
+        self._meetings: dict[str, asyncio.Task[None]] = {}  # with workers that are new, by id
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Polls the index for as long as the block runs."""
-        await self._refresh()
         task = asyncio.create_task(self._poll())
         try:
             yield
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            for running in (task, *self._meetings.values()):
+                running.cancel()
+                with suppress(asyncio.CancelledError):
+                    await running
             for known in self._everyone():
                 await known.client.close()
 
@@ -98,9 +99,9 @@ class Directory:
             raise Unavailable(self._why_no_target())
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.num_running))
 
-    def draft(self) -> Known[DraftClient] | None:
-        """The least busy draft worker, or None: then there are no trees."""
-        usable = [known for known in self._drafts.values() if known.is_usable]
+    def draft(self, target: Known[TargetClient]) -> Known[DraftClient] | None:
+        """The least busy draft worker that speaks of the target's tokens, or None: then there are no trees."""
+        usable = [known for known in self._drafts.values() if known.is_usable and _fit(known, target)]
         return min(usable, key=lambda known: known.num_running, default=None)
 
     @property
@@ -110,10 +111,17 @@ class Directory:
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """All workers known."""
-        return tuple(
-            WorkerStatus(k.record.address, k.info, k.problem or ("" if k.is_usable else "did not answer; left alone"))
-            for k in self._everyone()
-        )
+        return tuple(WorkerStatus(k.record.address, k.info, self._problem(k)) for k in self._everyone())
+
+    def _problem(self, known: Known[TargetClient] | Known[DraftClient]) -> str:
+        """Why a worker is not used; empty for one that is."""
+        if known.problem or not known.is_usable:
+            return known.problem or "did not answer; left alone"
+        if known.info.kind == "draft" and self._targets and not any(_fit(known, t) for t in self._targets.values()):
+            target = next(iter(self._targets.values()))
+            difference = first_difference(known.tokenizer.vocabulary, target.tokenizer.vocabulary)
+            return f"its tokenizer differs from {target.record.worker_id}'s: {difference}"
+        return ""
 
     def _everyone(self) -> list[Known[TargetClient] | Known[DraftClient]]:
         return [*self._targets.values(), *self._drafts.values()]
@@ -126,8 +134,11 @@ class Directory:
 
     async def _poll(self) -> None:
         while True:
+            try:
+                await self._refresh()
+            except Exception:  # whatever a worker or the index has made it stumble over, it goes on looking
+                logger.exception("the list of workers could not be refreshed")
             await asyncio.sleep(POLL_SECONDS)
-            await self._refresh()
 
     async def _refresh(self) -> None:
         try:
@@ -139,15 +150,21 @@ class Directory:
             return
         self.index_problem = ""
         for record in records:
-            await self._meet(record)
+            self._note(record)
         await self._forget_unlisted()
 
-    async def _meet(self, record: WorkerRecord) -> None:
-        """Takes note of a listed worker; a new one is asked what it is."""
+    def _note(self, record: WorkerRecord) -> None:
+        """A listed worker is there; a new one is met beside the polling, which it may not hold up."""
         known = self._targets.get(record.worker_id) or self._drafts.get(record.worker_id)
         if known is not None:
             known.last_listed = time.monotonic()
-            return
+        elif record.worker_id not in self._meetings:
+            meeting = asyncio.create_task(self._meet(record))
+            self._meetings[record.worker_id] = meeting
+            meeting.add_done_callback(lambda _: self._meetings.pop(record.worker_id))
+
+    async def _meet(self, record: WorkerRecord) -> None:
+        """A new worker is asked what it is."""
         try:
             if record.kind == "target":
                 self._targets[record.worker_id] = await _introduce(record, TargetClient(record.address))
@@ -159,7 +176,6 @@ class Directory:
             logger.warning("%s is registered at %s, but: %s", record.worker_id, record.address, exc)
             return
         logger.info("%s at %s", record.worker_id, record.address)
-        self._check_pairs()
 
     async def _forget_unlisted(self) -> None:
         oldest = time.monotonic() - LEASE_SECONDS
@@ -174,17 +190,10 @@ class Directory:
                 logger.warning("%s is gone", worker_id)
                 await table.pop(worker_id).client.close()
 
-    def _check_pairs(self) -> None:
-        """A draft that speaks of other tokens than the targets is not used (it should have refused to start)."""
-        target = next(iter(self._targets.values()), None)
-        for draft in self._drafts.values():
-            if draft.problem or target is None:
-                continue
-            if draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint:
-                continue
-            difference = first_difference(draft.tokenizer.vocabulary, target.tokenizer.vocabulary)
-            draft.problem = f"its tokenizer differs from {target.record.worker_id}'s: {difference}"
-            logger.error("%s is not used: %s", draft.record.worker_id, draft.problem)
+
+def _fit(draft: Known[DraftClient] | Known[TargetClient], target: Known[TargetClient]) -> bool:
+    """Whether a token means the same to both; a draft of which that is not so should have refused to start."""
+    return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint
 
 
 async def _introduce(record: WorkerRecord, client: AnyClient) -> Known[AnyClient]:
@@ -196,7 +205,11 @@ async def _introduce(record: WorkerRecord, client: AnyClient) -> Known[AnyClient
     except (BoughError, grpc.aio.AioRpcError) as exc:
         await client.close()
         raise Unavailable(f"it does not tell what it serves: {exc}") from exc
-    known = Known(record, client, info, tokenizer, last_listed=time.monotonic())
+    try:
+        known = Known(record, client, info, tokenizer, last_listed=time.monotonic())
+    except Exception as exc:  # the tokenizers library raises bare ones
+        await client.close()
+        raise Unavailable(f"its tokenizer cannot be read: {exc}") from exc
     if info.protocol_version != PROTOCOL_VERSION:
         known.problem = f"it speaks protocol version {info.protocol_version}; this is version {PROTOCOL_VERSION}"
     return known

@@ -32,6 +32,11 @@ class Recorder:
         """After a request whose session is not kept."""
         self._put(session_id, None)
 
+    async def end(self, session_id: str) -> None:
+        """After a request whose session is kept: nothing of it need be remembered here."""
+        await self.settled(session_id)
+        self._written.pop(session_id, None)
+
     async def settled(self, session_id: str) -> None:
         """Waits until the session's record has been written, or could not be."""
         task = self._tasks.get(session_id)

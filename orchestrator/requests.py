@@ -148,14 +148,14 @@ class Requests:
     def _end_in_background(self, session: Session, target: Known[TargetClient]) -> None:
         """A stream that ends, however it ends, does not wait for the cleaning up."""
         self._planner.forget(session.session_id)
-        if not session.keep:
-            task = asyncio.create_task(self._release(session, target))
-            self._endings.add(task)
-            task.add_done_callback(self._endings.discard)
+        ending = self._recorder.end(session.session_id) if session.keep else self._release(session, target)
+        task = asyncio.create_task(ending)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
 
     async def _release(self, session: Session, target: Known[TargetClient]) -> None:
         self._recorder.drop(session.session_id)
-        draft = self.directory.draft()
+        draft = self.directory.draft(target)
         for client in (target.client, draft.client if draft else None):
             if client is not None:
                 with suppress(BoughError):  # gone, or never held: nothing to free

@@ -61,7 +61,7 @@ class Rounds:
         root = Tree.root(session.tokens[-1])
         if limits.budget == 1:
             return root, NOTHING, ""
-        draft = self.directory.draft()
+        draft = self.directory.draft(target)
         if draft is None:
             session.num_degraded_rounds += 1
             session.warn("no draft worker could be used: some rounds had no tree")

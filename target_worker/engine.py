@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.errors import BoughError, InvalidRequest, StaleEpoch
+from bough.errors import BoughError, InvalidRequest, PrefixMissing, StaleEpoch
 from bough.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.model.batch import Batch, Segment
 from bough.model.draw import adjusted, draw, position_logprobs
+from bough.prefix import prefix_hash
 from target_worker.slots import HeldSession, SlotPool
 from target_worker.sweep import SweepFigures
 from target_worker.verify import verify_by_target
@@ -145,6 +146,12 @@ class Engine:
         running = self._jobs.get(context.session_id)
         if running is not None and self._joined(running, call, future):
             return
+        if context.context_start and self.pool.get(context.session_id) is None:
+            raise PrefixMissing(
+                f"context.context_start: {context.context_start} tokens were taken to be held, but the session is not "
+                "known here; send its tokens from the beginning",
+                held_hash=prefix_hash(()),
+            )
         session = self.pool.lease(context.session_id, call.epoch)
         if session.last_result is not None and call.round == session.last_round:
             future.set_result(session.last_result)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bough.cli import argument_parser
+from bough.commands.up import settings_from
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, parse_bytes, parse_layers, to_flags
 from bough.errors import ConfigError
 
@@ -51,3 +53,35 @@ def test_bytes_and_layers() -> None:
 
 def test_the_orchestrator_has_a_known_port() -> None:
     assert parse(OrchestratorConfig, "orchestrator", [], {}).port == 7411
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "target", "draft", "drops"),
+    [
+        ([], {}, "x10", "x10", (3, 14)),
+        (["--target", "T", "--draft", "D"], {}, "T", "D", ()),
+        (["--target", "T"], {"BOUGH_DRAFT_DROP_LAYERS": "1"}, "T", "T", (1,)),
+        ([], {"BOUGH_TARGET_MODEL": "T", "BOUGH_DRAFT_MODEL": "D"}, "T", "D", ()),
+        (["--draft", "D"], {"BOUGH_DRAFT_MODEL": "E"}, "x10", "D", ()),
+    ],
+)
+def test_bough_up_takes_models_from_flags_then_environment(
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    environ: dict[str, str],
+    target: str,
+    draft: str,
+    drops: tuple[int, ...],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    settings = settings_from(argument_parser().parse_args(["up", *flags]))
+    assert settings.target.model.endswith(target)
+    assert settings.draft is not None
+    assert settings.draft.model.endswith(draft)
+    assert settings.draft.drop_layers == drops
+
+
+def test_bough_up_asks_for_a_draft_where_it_cannot_guess_one() -> None:
+    with pytest.raises(ConfigError, match="--draft: a target of your own needs a draft"):
+        settings_from(argument_parser().parse_args(["up", "--target", "T"]))

@@ -263,3 +263,10 @@ def test_compaction_moves_exactly_the_accepted_rows(rows: list[int], start: int)
     assert slot.keys[0, :start, 0, 0].tolist() == list(range(start))
     assert slot.length == end
     assert np.array_equal(slot.keys[0, end:, 0, 0], np.arange(end, 64))
+
+
+def test_a_belief_about_an_unknown_session_takes_no_slot(engine: Engine) -> None:
+    """A caller with a wrong belief once held a slot until its lease had run out."""
+    with pytest.raises(PrefixMissing, match="not known here"):
+        engine.verify(verify_call("ghost", [1, 2, 3], held=2)).result(5)
+    assert len(engine.pool) == 0

@@ -12,9 +12,11 @@ from bough.client import Client
 from bough.commands.talk import Answer
 from bough.commands.up import clear_report, ensure_demonstration, report, settings_from
 from bough.demonstration import SUBSTITUTE_DROPS
+from bough.errors import ConfigError
 from bough.generation import ChatPrompt, Event, GenerateOptions, Message, Speculation, Tokens
 from bough.launch import launched
 
+MIN_TOKENS = 16
 GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
 UP_DEFAULTS = argparse.Namespace(
     target=None, draft=None, drop_layers=None, dtype=None, draft_dtype=None, port=0, index_url=""
@@ -23,6 +25,10 @@ UP_DEFAULTS = argparse.Namespace(
 
 async def demo(arguments: argparse.Namespace) -> int:
     """Builds, starts, generates twice, compares; exit status 1 where the two outputs differ."""
+    if arguments.max_tokens < MIN_TOKENS:
+        raise ConfigError(
+            f"--max-tokens: {arguments.max_tokens}; at least {MIN_TOKENS} would do: rates need some rounds"
+        )
     ensure_demonstration()
     async with launched(settings_from(UP_DEFAULTS), report) as cluster, Client(cluster.address) as client:
         clear_report()

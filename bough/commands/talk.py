@@ -42,7 +42,7 @@ async def chat(arguments: argparse.Namespace) -> int:
     async with Client(arguments.address) as client:
         info = await client.model_info()
         print(f"{info.model_name}; end with Ctrl-D", file=sys.stderr)
-        while (line := await asyncio.to_thread(_read_line)) is not None:
+        while line := await _read_line():
             if not line.strip():
                 continue
             messages.append(Message("user", line))
@@ -117,8 +117,18 @@ def _system(arguments: argparse.Namespace) -> tuple[Message, ...]:
     return (Message("system", arguments.system),) if arguments.system else ()
 
 
-def _read_line() -> str | None:
+async def _read_line() -> str:
+    """The next line with its end; empty at the end of the input. A terminal is waited for in the event loop.
+
+    A thread that waits for it would have to be waited for in turn, and Ctrl-C would seem to do nothing.
+    """
+    if not sys.stdin.isatty():
+        return await asyncio.to_thread(sys.stdin.readline)
+    print("> ", end="", flush=True)
+    readable, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(sys.stdin, readable.set)
     try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return None
+        await readable.wait()
+    finally:
+        loop.remove_reader(sys.stdin)
+    return sys.stdin.readline()

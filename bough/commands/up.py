@@ -13,6 +13,7 @@ from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.errors import ConfigError
 from bough.launch import Child, Cluster, Settings, launched
+from bough.tether import tethered
 
 WATCH_SECONDS = 0.5
 RESTART_SECONDS = 1.0
@@ -20,9 +21,9 @@ RESTART_SECONDS = 1.0
 
 async def up(arguments: argparse.Namespace) -> int:
     """Starts everything and keeps it running until Ctrl-C; a worker that ends is started again."""
-    if arguments.target is None:
-        ensure_demonstration()
     settings = settings_from(arguments)
+    if settings.target.model == str(demonstration_folder()):
+        ensure_demonstration()
     async with launched(settings, report) as cluster:
         clear_report()
         print(f"ready: {cluster.address} (index {cluster.index_url}; logs in {cluster.folder})")
@@ -33,11 +34,14 @@ async def up(arguments: argparse.Namespace) -> int:
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
     """What the flags of `bough up` ask for, over what the environment says."""
-    is_demonstration = arguments.target is None
-    target = str(demonstration_folder()) if is_demonstration else arguments.target
-    draft_flags = ["--model", arguments.draft or target, *_given("--dtype", arguments.draft_dtype)]
-    drops = arguments.drop_layers or (SUBSTITUTE_DROPS if is_demonstration and not arguments.draft else None)
-    if drops is None and not arguments.draft:
+    target = arguments.target or os.environ.get("BOUGH_TARGET_MODEL")
+    draft = arguments.draft or os.environ.get("BOUGH_DRAFT_MODEL")
+    drops = arguments.drop_layers or os.environ.get("BOUGH_DRAFT_DROP_LAYERS")
+    if target is None and draft is None and drops is None:
+        drops = SUBSTITUTE_DROPS
+    target = target or str(demonstration_folder())
+    draft_flags = ["--model", draft or target, *_given("--dtype", arguments.draft_dtype)]
+    if drops is None and draft is None:
         raise ConfigError(
             "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, or --drop-layers "
             "for a substitute made of the target's own layers"
@@ -67,7 +71,7 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
         return
     print(f"writing the demonstration model to {folder}", file=sys.stderr)
     command = [sys.executable, "-m", "bough.model.demonstration", str(folder), str(copies)]
-    if subprocess.run(command, check=False).returncode != 0:
+    if subprocess.run(tethered(command), check=False).returncode != 0:
         raise ConfigError(f"{folder}: the demonstration model could not be written")
 
 
