@@ -113,7 +113,9 @@ class TargetConfig(WorkerConfig):
     """Settings of a target worker."""
 
     rows: int = setting(64, _count, "rows of every matrix product: equal sizes make equal bits (DESIGN.md, rule 2)")
-    ring_memory: int = setting(512 * 1000**2, parse_bytes, "memory for layers that were read ahead")
+    device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
+    ring_memory: int = setting(512 * 1000**2, parse_bytes, "of that, at most so much for layers that were read ahead")
+    resident_layers: int = setting(-1, _number(int, -1), "most layers that stay in memory; -1 is as many as fit")
     link_threads: int = setting(4, _count, "threads that read weights")
     max_sweep_tokens: int = setting(1024, _count, "most tokens of one sweep, all sessions together")
     lease_seconds: float = setting(60.0, _seconds, "idle time after which a session may lose its slot to another")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import ClassVar
 
 import jinja2
 import jinja2.ext
@@ -97,7 +96,7 @@ class Tokenizer:
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}`, by which some templates mark the assistant's part for training: its body stands as is."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         """The nodes between the tag and its end."""

@@ -6,26 +6,19 @@ arrive while trees are being grown. Knows nothing of models; a layer is a list o
 
 from __future__ import annotations
 
-import logging
 import mmap
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
 from bough.errors import StreamError
-from target_worker.weights import ALIGNMENT, Extent, LayerWeights
-
-logger = logging.getLogger(__name__)
-
-PIECE_BYTES = 2 * 1024 * 1024  # one read
+from target_worker.disk import Disk, Piece, ReadError, Slab, cut, stream_error
+from target_worker.weights import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +30,20 @@ class LinkFigures:
     wait_ns: int  # sweeps waited for a layer
 
 
-class _Piece(NamedTuple):
-    extent: Extent
-    begin: int  # within the extent
-    num_bytes: int
-
-
 class Ring:
     """Delivers layers in order, round and round. Threads read; one consumer takes layers with `layer()`.
 
     Sequence number s stands for layer s % num_layers, in slab s % num_slabs.
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], num_slabs: int, num_threads: int) -> None:
+    def __init__(self, layers: Sequence[LayerWeights], disk: Disk, num_slabs: int, num_threads: int) -> None:
         self.layers = tuple(layers)
         self.num_slabs = num_slabs
+        self._disk = disk
         slab_bytes = max(layer.num_bytes for layer in layers)
-        self._memory = mmap.mmap(-1, slab_bytes * num_slabs)  # anonymous, hence page-aligned
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._slabs = whole.view(num_slabs, slab_bytes)
-        self._views = [memoryview(self._memory)[i * slab_bytes : (i + 1) * slab_bytes] for i in range(num_slabs)]
-        self._pieces = [_cut(layer.extents) for layer in layers]
-        self._files = _open_all({extent.file for layer in layers for extent in layer.extents})
+        memory = memoryview(mmap.mmap(-1, slab_bytes * num_slabs))  # in one piece, which is page-aligned
+        self._slabs = [Slab.over(memory[i * slab_bytes : (i + 1) * slab_bytes]) for i in range(num_slabs)]
+        self._pieces = [cut(layer.extents) for layer in layers]
         self._state = threading.Condition()
         self._closed = False
         self._reset()
@@ -66,11 +51,6 @@ class Ring:
         self._busy_since_ns = 0
         self._num_bytes = self._busy_ns = self._wait_ns = 0
         self._threads = [threading.Thread(target=self._read, name=f"link-{i}", daemon=True) for i in range(num_threads)]
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether all files are read past the page cache."""
-        return all(file.is_direct for file in self._files.values())
 
     def __enter__(self) -> Ring:
         for thread in self._threads:
@@ -85,8 +65,6 @@ class Ring:
             self._state.notify_all()
         for thread in self._threads:
             thread.join()
-        for file in self._files.values():
-            os.close(file.descriptor)
 
     def _reset(self) -> None:
         self._consumed = 0  # sequence number of the layer that the sweep wants next
@@ -111,7 +89,7 @@ class Ring:
             if self._error is not None:
                 raise self._error
             self._wait_ns += time.perf_counter_ns() - began
-        yield self._slabs[sequence % self.num_slabs]
+        yield self._slabs[sequence % self.num_slabs].bytes
         with self._state:
             self._consumed += 1
             self._missing.pop(sequence, None)
@@ -138,7 +116,7 @@ class Ring:
             sequence, piece = work
             self._finish(sequence, piece, self._fill(sequence, piece))
 
-    def _take(self) -> tuple[int, _Piece] | None:
+    def _take(self) -> tuple[int, Piece] | None:
         """The next piece to read, once its slab is free; None when the ring is closed."""
         with self._state:
             self._state.wait_for(self._may_read)
@@ -157,7 +135,7 @@ class Ring:
     def _may_read(self) -> bool:
         return self._closed or (self._error is None and self._issued[0] < self._consumed + self.num_slabs)
 
-    def _finish(self, sequence: int, piece: _Piece, error: StreamError | None) -> None:
+    def _finish(self, sequence: int, piece: Piece, error: StreamError | None) -> None:
         with self._state:
             self._reads_in_flight -= 1
             if self._reads_in_flight == 0:
@@ -168,54 +146,10 @@ class Ring:
             if error is not None or self._reads_in_flight == 0 or self._has_arrived(sequence):
                 self._state.notify_all()
 
-    def _fill(self, sequence: int, piece: _Piece) -> StreamError | None:
+    def _fill(self, sequence: int, piece: Piece) -> StreamError | None:
         """Reads one piece; an error is returned, to be raised where the layer is wanted."""
-        extent, done = piece.extent, 0
-        start = extent.slab_offset + piece.begin
-        target = self._views[sequence % self.num_slabs][start : start + piece.num_bytes]
-        needed = min(piece.num_bytes, extent.needed_bytes - piece.begin)
-        offset = extent.offset + piece.begin
         try:
-            while done < needed:
-                count = os.preadv(self._files[extent.file].descriptor, [target[done:]], offset + done)
-                if count == 0:
-                    raise OSError("the file ends here")
-                done += count
-        except OSError as exc:
-            index = sequence % len(self.layers)
-            tensor = self.layers[index].tensor_at(extent.file, offset + done)
-            return StreamError(f"{extent.file}: layer {index}, tensor {tensor}, byte {offset + done}: {exc}")
+            self._disk.read(piece, self._slabs[sequence % self.num_slabs])
+        except ReadError as exc:
+            return stream_error(exc, self.layers[sequence % len(self.layers)], piece.extent)
         return None
-
-
-class _File(NamedTuple):
-    descriptor: int
-    is_direct: bool
-
-
-def _open_all(files: set[Path]) -> dict[Path, _File]:
-    return {file: _open(file) for file in files}
-
-
-def _open(file: Path) -> _File:
-    """Opens past the page cache where the file system lets us, proved by one read."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
-        try:
-            with mmap.mmap(-1, ALIGNMENT) as probe:
-                os.preadv(descriptor, [probe], 0)
-            return _File(descriptor, True)
-        except OSError:
-            os.close(descriptor)
-    except OSError:
-        pass
-    logger.warning("%s: the file system refuses O_DIRECT; reading through the page cache", file)
-    return _File(os.open(file, os.O_RDONLY), False)
-
-
-def _cut(extents: Sequence[Extent]) -> list[_Piece]:
-    return [
-        _Piece(extent, begin, min(PIECE_BYTES, extent.num_bytes - begin))
-        for extent in extents
-        for begin in range(0, extent.num_bytes, PIECE_BYTES)
-    ]

@@ -10,7 +10,8 @@ import torch
 
 from bough.model.batch import Batch, Chunk
 from bough.model.loading import Skeleton, bind_resident, fixed_rows
-from target_worker.stream import Ring
+from bough.model.source import ReusedMemory
+from target_worker.tiers import Tiers
 
 
 class SweepFigures(NamedTuple):
@@ -23,18 +24,21 @@ class SweepFigures(NamedTuple):
 
 
 class StreamedModel:
-    """A target whose decoder layers borrow their parameters from the ring, one after another.
+    """A target whose decoder layers get their parameters from where they live, one layer after another.
 
     transformers' own forward runs; only what each layer's `forward` does is replaced: wait for the slab, bind the
     parameters, run the layer on fixed-size chunks of rows. So what is particular to an architecture stays its own.
     """
 
-    def __init__(self, skeleton: Skeleton, ring: Ring, rows: int, device: torch.device) -> None:
+    def __init__(self, skeleton: Skeleton, tiers: Tiers, rows: int, device: torch.device) -> None:
         self.skeleton = skeleton
-        self.ring = ring
+        self.tiers = tiers
         self.rows = rows
         self.device = device
-        self._figures = ring.figures()
+        self._figures = tiers.figures()
+        scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
+        self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
+        self._bound: set[int] = set()  # layers whose parameters are views of memory that stays
         bind_resident(skeleton.resident_slots, skeleton.dtype, device)
         for index, layer in enumerate(skeleton.layers):
             layer.forward = self._streamed(index, layer.forward)
@@ -59,9 +63,9 @@ class StreamedModel:
                 batch=batch,
             )
         except BaseException:
-            self.ring.restart()
+            self.tiers.restart()
             raise
-        before, self._figures = self._figures, self.ring.figures()
+        before, self._figures = self._figures, self.tiers.figures()
         figures = SweepFigures(
             time.perf_counter_ns() - began,
             self._figures.wait_ns - before.wait_ns,
@@ -72,8 +76,8 @@ class StreamedModel:
 
     def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
-            with self.ring.layer(index) as slab:
-                self.ring.layers[index].bind(slab, self.skeleton.dtype)
+            with self.tiers.layer(index) as slab:
+                self._bind(index, slab)
                 parts = [
                     forward(hidden_states[:, chunk.begin : chunk.end], chunk=chunk, **_narrow(kwargs, chunk, batch))
                     for chunk in batch.chunks
@@ -81,6 +85,14 @@ class StreamedModel:
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
         return run
+
+    def _bind(self, index: int, slab: torch.Tensor) -> None:
+        if index in self._bound:
+            return
+        layer = self.tiers.layers[index]
+        layer.bind(slab, self.skeleton.dtype, self._scratch)
+        if self.tiers.is_resident(index) and not layer.scratch_bytes(self.skeleton.dtype):
+            self._bound.add(index)
 
 
 def _narrow(kwargs: dict[str, Any], chunk: Chunk, batch: Batch) -> dict[str, Any]:

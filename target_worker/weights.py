@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bough.model.loading import SAFETENSORS_DTYPES, ParameterSlot
+from bough.errors import StreamError
+from bough.model.checkpoint import TensorPlace
+from bough.model.loading import ParameterSlot
+from bough.model.source import ReusedMemory, crc32
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT asks for on every common file system
 MAX_GAP_BYTES = 256 * 1024  # reading across a smaller hole is cheaper than a second read
@@ -27,55 +30,75 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """What to read for a layer, and where each of its parameters then is."""
+    """What to read for a layer, and where each of its tensors then is."""
 
+    name: str  # "layer 7", for error messages
     extents: tuple[Extent, ...]
-    parameters: tuple[tuple[ParameterSlot, int], ...]  # with the offset of its first byte in the slab
+    slots: tuple[ParameterSlot, ...]
+    begins: dict[TensorPlace, int]  # offset of each tensor's first byte in the slab
     num_bytes: int  # room that the layer takes in a slab
 
-    def bind(self, slab: torch.Tensor, dtype: torch.dtype) -> None:
-        """Makes the layer's parameters views of a slab (uint8), or copies where the data type differs."""
-        for slot, begin in self.parameters:
-            place = slot.place
-            raw = slab[begin : begin + place.num_bytes]
-            stored = SAFETENSORS_DTYPES[place.dtype]
-            if begin % stored.itemsize:
-                raw = raw.clone()  # safetensors does not promise alignment
-            slot.bind(raw.view(stored).view(place.shape).to(dtype))
+    def bind(self, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory) -> None:
+        """Gives the layer's parameters their values from a slab (uint8): views of it, or made in scratch memory."""
+        scratch.begin()
+        for slot in self.slots:
+            slot.bind([self._bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """What `bind` takes of the scratch memory."""
+        return sum(slot.source.scratch_bytes(dtype) for slot in self.slots)
 
     def tensor_at(self, file: Path, offset: int) -> str:
         """Name of the tensor that stands at a byte of a file, for error messages."""
-        for slot, _ in self.parameters:
-            if slot.place.file == file and slot.place.offset <= offset < slot.place.offset + slot.place.num_bytes:
-                return slot.place.name
+        for place in self.begins:
+            if place.file == file and place.offset <= offset < place.offset + place.num_bytes:
+                return place.name
         return "padding"
 
+    def verify(self, slab: torch.Tensor, checksums: Mapping[str, int]) -> None:
+        """Compares the tensors with their checksums, as far as there are any.
 
-def plan_layer(slots: Sequence[ParameterSlot]) -> LayerWeights:
+        Raises:
+            StreamError: naming the file and the tensor.
+        """
+        for place in self.begins:
+            expected = checksums.get(place.name)
+            if expected is not None and crc32(self._bytes_of(place, slab)) != expected:
+                raise StreamError(
+                    f"{place.file}: tensor {place.name} does not have the checksum that it was written with; "
+                    "the file is damaged: write it again with `bough pack`"
+                )
+
+    def _bytes_of(self, place: TensorPlace, slab: torch.Tensor) -> torch.Tensor:
+        begin = self.begins[place]
+        return slab[begin : begin + place.num_bytes]
+
+
+def plan_layer(name: str, slots: Sequence[ParameterSlot]) -> LayerWeights:
     """Merges a layer's tensors into aligned extents, laid one after another in the slab."""
     extents: list[Extent] = []
-    parameters: list[tuple[ParameterSlot, int]] = []
+    begins: dict[TensorPlace, int] = {}
     slab_offset = 0
-    for run in _runs(sorted(slots, key=lambda slot: (slot.place.file, slot.place.offset))):
-        first, last = run[0].place, max((slot.place for slot in run), key=lambda place: place.offset + place.num_bytes)
+    places = {place for slot in slots for place in slot.source.places}
+    for run in _runs(sorted(places, key=lambda place: (place.file, place.offset))):
+        first, last = run[0], max(run, key=lambda place: place.offset + place.num_bytes)
         start = first.offset // ALIGNMENT * ALIGNMENT
         needed = last.offset + last.num_bytes - start
         length = -(-needed // ALIGNMENT) * ALIGNMENT
         extents.append(Extent(first.file, start, length, needed, slab_offset))
-        parameters.extend((slot, slab_offset + slot.place.offset - start) for slot in run)
+        begins.update((place, slab_offset + place.offset - start) for place in run)
         slab_offset += length
-    return LayerWeights(tuple(extents), tuple(parameters), slab_offset)
+    return LayerWeights(name, tuple(extents), tuple(slots), begins, slab_offset)
 
 
-def _runs(slots: Sequence[ParameterSlot]) -> list[list[ParameterSlot]]:
-    runs: list[list[ParameterSlot]] = []
+def _runs(places: Sequence[TensorPlace]) -> list[list[TensorPlace]]:
+    runs: list[list[TensorPlace]] = []
     end = 0
-    for slot in slots:
-        place = slot.place
-        if runs and runs[-1][0].place.file == place.file and place.offset - end <= MAX_GAP_BYTES:
-            runs[-1].append(slot)
+    for place in places:
+        if runs and runs[-1][0].file == place.file and place.offset - end <= MAX_GAP_BYTES:
+            runs[-1].append(place)
         else:
-            runs.append([slot])
+            runs.append([place])
             end = 0
         end = max(end, place.offset + place.num_bytes)
     return runs

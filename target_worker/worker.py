@@ -17,18 +17,19 @@ from bough.messages import Context, VerifyCall, VerifyResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
 from bough.model.loading import DTYPES, build_skeleton
+from bough.model.pack import read_checksums
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.engine import Engine
+from target_worker.memory import SHARE, activation_bytes, free_device_bytes, resident_bytes
+from target_worker.placement import Budgets, Fixed, Placement, gigabytes, place
 from target_worker.slots import SlotPool
-from target_worker.stream import Ring
 from target_worker.sweep import StreamedModel
+from target_worker.tiers import Tiers
 from target_worker.weights import plan_layer
 
 logger = logging.getLogger(__name__)
-
-MIN_SLABS = 2  # one that is computed on, one that is filled
 
 
 class TargetWorker:
@@ -45,14 +46,19 @@ class TargetWorker:
         self._name = config.model_name or checkpoint.folder.name
         self._device = torch.device("cpu")
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
+        self._layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
         self.vocab_size = self._skeleton.vocab_size
         self.max_nodes = config.max_nodes
         self._max_context = min(config.max_context, self._skeleton.max_positions)
+        self._max_sweep_tokens = max(config.max_sweep_tokens, config.max_nodes)
         pool = self._make_pool()
+        self._placement = self._place(pool)
         self._resources = ExitStack()
-        self._ring = self._resources.enter_context(self._make_ring())
-        model = StreamedModel(self._skeleton, self._ring, config.rows, self._device)
-        self._engine = Engine(model, pool, max(config.max_sweep_tokens, config.max_nodes), self._max_context)
+        tiers = Tiers(self._layers, self._placement, config.link_threads, read_checksums(checkpoint.folder))
+        self._resources.enter_context(tiers)
+        self._is_direct = tiers.is_direct
+        model = StreamedModel(self._skeleton, tiers, config.rows, self._device)
+        self._engine = Engine(model, pool, self._max_sweep_tokens, self._max_context)
         self._engine.start()
         self._resources.callback(self._engine.stop)
         try:
@@ -75,8 +81,7 @@ class TargetWorker:
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
-        link_bytes = sum(extent.num_bytes for layer in self._ring.layers for extent in layer.extents)
-        path = "past the page cache" if self._ring.is_direct else "through the page cache (O_DIRECT was refused)"
+        unused = self._skeleton.unused
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,
@@ -89,16 +94,27 @@ class TargetWorker:
             max_nodes=self._config.max_nodes,
             max_sessions=self._engine.pool.num_slots,
             num_sessions=len(self._engine.pool),
-            link_bytes_per_pass=link_bytes,
+            link_bytes_per_pass=self._placement.link_bytes,
             notes=(
-                f"layers stream from disk {path} into a ring of {self._ring.num_slabs} slabs",
+                f"memory: {self._placement}; {self._placement.fixed}",
+                *(() if self._is_direct else ("reads go through the page cache: the file system refuses O_DIRECT",)),
                 f"every matrix product has {self._config.rows} rows",
+                *(
+                    [f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}"]
+                    if unused
+                    else []
+                ),
             ),
             bough_version=__version__,
         )
 
+    @property
+    def _slot_rows(self) -> int:
+        """A session's tokens, and beyond them a tree."""
+        return self._max_context + self._config.max_nodes
+
     def _make_pool(self) -> SlotPool:
-        shape, num_rows = self._skeleton.kv_shape(), self._max_context + self._config.max_nodes
+        shape, num_rows = self._skeleton.kv_shape(), self._slot_rows
         slot_bytes = num_rows * shape.row_bytes
         num_slots = self._config.kv_memory // slot_bytes
         if num_slots < 1:
@@ -111,15 +127,26 @@ class TargetWorker:
             num_slots, lambda: KVSlot(shape, num_rows, self._device), self._config.lease_seconds, time.monotonic
         )
 
-    def _make_ring(self) -> Ring:
-        layers = [plan_layer(slots) for slots in self._skeleton.layer_slots]
-        slab_bytes = max(layer.num_bytes for layer in layers)
-        num_slabs = min(self._config.ring_memory // slab_bytes, len(layers))
-        if num_slabs < min(MIN_SLABS, len(layers)):
-            raise ConfigError(
-                f"--ring-memory: {self._config.ring_memory} bytes; {MIN_SLABS} layers take {MIN_SLABS * slab_bytes}"
-            )
-        return Ring(layers, num_slabs, self._config.link_threads)
+    def _place(self, pool: SlotPool) -> Placement:
+        """Decides where each layer lives, and says so."""
+        config, skeleton = self._config, self._skeleton
+        free = free_device_bytes(self._device)
+        fixed = Fixed(
+            resident_bytes(skeleton),
+            pool.num_slots * self._slot_rows * skeleton.kv_shape().row_bytes,
+            activation_bytes(skeleton, config.rows, self._max_sweep_tokens, config.max_nodes, self._max_context),
+            max(layer.scratch_bytes(skeleton.dtype) for layer in self._layers),
+        )
+        budgets = Budgets(
+            device=config.device_memory or int(free * SHARE),
+            host=0,
+            ring=config.ring_memory,
+            max_resident=len(self._layers) if config.resident_layers < 0 else config.resident_layers,
+        )
+        placement = place([layer.num_bytes for layer in self._layers], fixed, budgets)
+        said = "as told" if config.device_memory else f"{SHARE:.0%} of the {gigabytes(free)} that are free"
+        logger.info("memory budget %s (%s): %s; %s", gigabytes(budgets.device), said, placement, fixed)
+        return placement
 
     def _warm_up(self) -> None:
         """One sweep before anyone waits for one: every byte is read once, and the kernels are compiled."""

@@ -74,9 +74,10 @@ def settings(
 ) -> Settings:
     """A pipeline on free ports; `flags` are for the target."""
     threads = ["--threads", str(os.cpu_count() or 1)]
+    target_flags = ["--model", str(target), "--dtype", "float32", "--resident-layers", "0"]
     draft_flags = ["--model", str(draft), "--drop-layers", drops, *threads]
     return Settings(
-        target=parse(TargetConfig, "t", ["--model", str(target), "--dtype", "float32", *threads, *flags], {}),
+        target=parse(TargetConfig, "t", [*target_flags, *threads, *flags], {}),
         draft=parse(DraftConfig, "d", draft_flags, {}) if draft else None,
         orchestrator=parse(OrchestratorConfig, "o", ["--port", "0", *orchestrator], {}),
     )

@@ -98,12 +98,11 @@ def test_a_hub_id_resolves_through_the_cache(tiny: Path, tmp_path: Path, monkeyp
 def test_layers_are_aligned_extents_that_hold_their_tensors(tiny: Path) -> None:
     skeleton = build_skeleton(Checkpoint.open(tiny), torch.float32)
     for slots in skeleton.layer_slots:
-        layer = plan_layer(slots)
+        layer = plan_layer("layer", slots)
         for extent in layer.extents:
             assert extent.offset % ALIGNMENT == extent.num_bytes % ALIGNMENT == extent.slab_offset % ALIGNMENT == 0
             assert extent.num_bytes - ALIGNMENT < extent.needed_bytes <= extent.num_bytes
-        for slot, begin in layer.parameters:
-            place = slot.place
+        for place, begin in layer.begins.items():
             (home,) = [
                 e
                 for e in layer.extents

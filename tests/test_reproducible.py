@@ -2,83 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import save_model
+from models import CPU, new_slot, plain_logits, streamed
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Starcoder2Config,
 )
 
 from bough.model.attention import attend_by_mask, attend_on_cpu
 from bough.model.batch import Batch, Piece, Segment
-from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
-from bough.model.loading import build_skeleton
 from bough.tree import Tree
-from target_worker.stream import Ring
-from target_worker.sweep import StreamedModel
-from target_worker.weights import plan_layer
-
-CPU = torch.device("cpu")
-
-
-@contextmanager
-def streamed(folder: Path, dtype: torch.dtype, rows: int = 16) -> Iterator[StreamedModel]:
-    skeleton = build_skeleton(Checkpoint.open(folder), dtype)
-    with Ring([plan_layer(slots) for slots in skeleton.layer_slots], num_slabs=2, num_threads=2) as ring:
-        yield StreamedModel(skeleton, ring, rows, CPU)
-
-
-def new_slot(model: StreamedModel) -> KVSlot:
-    return KVSlot(model.skeleton.kv_shape(), 400, CPU)
 
 
 def random_tree(rng: np.random.Generator, size: int, root: int) -> Tree:
     parents = [-1] + [int(rng.integers(max(0, node - 6), node)) for node in range(1, size)]
     tokens = [root] + [node % 256 for node in range(1, size)]
     return Tree.of(tokens, parents, [0.0] * size)
-
-
-def plain_logits(model: StreamedModel, tokens: list[int]) -> list[torch.Tensor]:
-    """Decoding one token at a time; entry i is what follows tokens[: i + 1]."""
-    slot, logits = new_slot(model), []
-    for position, token in enumerate(tokens):
-        batch = Batch([Segment.tree(slot, position, Tree.root(token))], model.rows, CPU)
-        logits.append(model.sweep(batch)[0][0].clone())
-        slot.compact([position], [token])
-    return logits
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_bitwise_those_of_plain_decoding(tiny: Path, dtype: torch.dtype) -> None:
-    """Random trees at positions that cross the attention's blocks, beside another session's tree and context."""
-    rng = np.random.default_rng(1)
-    with streamed(tiny, dtype) as model:
-        prompt = rng.integers(0, 256, 58).tolist()
-        for size in (2, 17, 40):
-            tree = random_tree(rng, size, root=7)
-            slot, other = new_slot(model), new_slot(model)
-            neighbours = [Segment.context(other, 0, rng.integers(0, 256, 9).tolist())]
-            neighbours.append(Segment.tree(other, 9, random_tree(rng, 11, root=3)))
-            segments = [Segment.context(slot, 0, prompt), *neighbours, Segment.tree(slot, len(prompt), tree)]
-            logits = model.sweep(Batch(segments, model.rows, CPU))[0][11:]
-            for node in rng.choice(size, size=min(size, 5), replace=False):
-                path = [int(tree.tokens[step]) for step in tree.path(int(node))]
-                assert torch.equal(logits[node], plain_logits(model, prompt + path)[-1])
 
 
 def test_a_sweep_of_context_alone_needs_no_logits(tiny: Path) -> None:
@@ -117,6 +77,13 @@ COMMON = {
     "eos_token_id": 261,
     "pad_token_id": 261,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.3 * i for i in range(8)],
+    "original_max_position_embeddings": 256,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**COMMON),
     "mistral, sliding window": MistralConfig(**COMMON, sliding_window=12),
@@ -126,7 +93,43 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "gemma3, local and global": Gemma3TextConfig(**COMMON, sliding_window=12, query_pre_attn_scalar=16),
     "phi3": Phi3Config(**{**COMMON, "hidden_size": 64}),
     "olmo2": Olmo2Config(**COMMON),
+    "phi3, two rotary tables": Phi3Config(**{**COMMON, "rope_parameters": LONGROPE, "max_position_embeddings": 512}),
+    "mixtral": MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2 moe, shared expert": Qwen2MoeConfig(
+        **COMMON,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[1],
+    ),
+    "qwen3 moe": Qwen3MoeConfig(**COMMON, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48),
+    "gpt-oss, sinks, alternating windows": GptOssConfig(
+        **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=12
+    ),
+    "cohere, one norm for both halves": CohereConfig(**COMMON),
+    "granite, scaled": GraniteConfig(**COMMON, logits_scaling=2.0, residual_multiplier=0.5),
+    "starcoder2, biases": Starcoder2Config(**COMMON, use_bias=True),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3 moe"])
+def test_logits_are_bitwise_those_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Random trees at positions that cross the attention's blocks, beside another session's tree and context."""
+    rng = np.random.default_rng(1)
+    with streamed(save_model(tmp_path / "model", FAMILIES[family]), dtype) as model:
+        prompt = rng.integers(0, 256, 58).tolist()
+        for size in (2, 17, 40):
+            tree = random_tree(rng, size, root=7)
+            slot, other = new_slot(model), new_slot(model)
+            neighbours = [Segment.context(other, 0, rng.integers(0, 256, 9).tolist())]
+            neighbours.append(Segment.tree(other, 9, random_tree(rng, 11, root=3)))
+            segments = [Segment.context(slot, 0, prompt), *neighbours, Segment.tree(slot, len(prompt), tree)]
+            logits = model.sweep(Batch(segments, model.rows, CPU))[0][11:]
+            for node in rng.choice(size, size=min(size, 5), replace=False):
+                path = [int(tree.tokens[step]) for step in tree.path(int(node))]
+                assert torch.equal(logits[node], plain_logits(model, prompt + path)[-1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,8 +155,9 @@ def test_a_tree_sweep_equals_generate(family: str, tmp_path: Path) -> None:
     assert [int(logits[node].argmax()) for node in tree.path(spine)] == wanted
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 5.0), (70, 5.0)])
-def test_the_kernel_equals_attention_by_mask(window: int, softcap: float) -> None:
+def test_the_kernel_equals_attention_by_mask(window: int, softcap: float, has_sinks: bool) -> None:
     rng = np.random.default_rng(3)
     torch.manual_seed(3)
     tree = random_tree(rng, 30, root=1)
@@ -161,6 +165,7 @@ def test_the_kernel_equals_attention_by_mask(window: int, softcap: float) -> Non
     slot = KVSlot.__new__(KVSlot)
     piece = Piece(0, Segment.tree(slot, 100, tree), CPU)
     queries = torch.randn(30, 6, 16)
-    mine = attend_on_cpu(queries, keys, values, piece, 0.25, window, softcap)
-    theirs = attend_by_mask(queries, keys, values, piece, 0.25, window, softcap)
+    sinks = torch.randn(6) if has_sinks else None
+    mine = attend_on_cpu(queries, keys, values, piece, 0.25, window, softcap, sinks)
+    theirs = attend_by_mask(queries, keys, values, piece, 0.25, window, softcap, sinks)
     torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)

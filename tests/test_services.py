@@ -154,7 +154,8 @@ async def test_an_unknown_session_is_told_what_is_held(target: target_pb2_grpc.T
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     metadata = dict(caught.value.trailing_metadata() or ())
     assert (metadata[LENGTH_KEY], metadata[HASH_KEY]) == ("0", str(prefix_hash([])))
-    await target.Release(common_pb2.ReleaseRequest(session_id="unknown"))
+    with pytest.raises(grpc.aio.AioRpcError, match="is not held here"):
+        await target.Release(common_pb2.ReleaseRequest(session_id="unknown"))  # it has taken no slot
 
 
 async def test_a_draft_refuses_sizes_that_make_no_sense(draft: draft_pb2_grpc.DraftStub) -> None:
@@ -307,12 +308,14 @@ async def test_workers_that_cannot_start_say_why(tiny_cluster: Cluster, tiny: Pa
     broken = save_model(tmp_path / "broken", TINY)
     victim = sorted(broken.glob("*.safetensors"))[0]
     victim.write_bytes(victim.read_bytes()[:-10])
+    streaming = ["--model", str(tiny), "--resident-layers", "0"]
     for module, flags, message in (
         ("target_worker", ["--model", str(tmp_path / "nowhere")], "nowhere is not there"),
         ("target_worker", ["--model", str(broken)], f"{victim.name}"),
         ("target_worker", ["--model", str(tiny), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
         ("target_worker", ["--model", str(tiny), "--kv-memory", "1KB"], "--kv-memory: 1000 bytes hold no session"),
-        ("target_worker", ["--model", str(tiny), "--ring-memory", "1KB"], "--ring-memory: 1000 bytes"),
+        ("target_worker", [*streaming, "--ring-memory", "1KB"], "--ring-memory: 0.00 MB"),
+        ("target_worker", [*streaming, "--device-memory", "10MB"], "but 2 layers of 0.13 MB must fit"),
         ("draft_worker", ["--model", str(tiny), "--drop-layers", "7"], "--drop-layers: 7"),
         ("draft_worker", ["--model", str(other)], "token 5 is"),
         ("target_worker", ["--model", str(other)], "token 5 is"),

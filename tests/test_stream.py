@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bough.errors import StreamError
+from target_worker.disk import Disk
 from target_worker.stream import Ring
 from target_worker.weights import ALIGNMENT, Extent, LayerWeights
 
@@ -32,12 +35,22 @@ def layers(tmp_path: Path) -> list[LayerWeights]:
             Extent(file, offset, first, first, 0),
             Extent(file, offset + first, aligned - first, LAYER_BYTES - first, first),
         )
-        result.append(LayerWeights(extents, (), aligned))
+        result.append(LayerWeights(f"layer {index}", extents, (), {}, aligned))
     return result
 
 
 def content(index: int) -> bytes:
     return np.random.default_rng(index).bytes(LAYER_BYTES)
+
+
+@contextmanager
+def ring_over(layers: list[LayerWeights], num_slabs: int, num_threads: int) -> Iterator[Ring]:
+    disk = Disk(extent.file for layer in layers for extent in layer.extents)
+    try:
+        with Ring(layers, disk, num_slabs, num_threads) as ring:
+            yield ring
+    finally:
+        disk.close()
 
 
 def sweep(ring: Ring) -> None:
@@ -51,13 +64,13 @@ def sweep(ring: Ring) -> None:
 def test_layers_arrive_whole_and_in_order_round_after_round(
     layers: list[LayerWeights], num_slabs: int, num_threads: int
 ) -> None:
-    with Ring(layers, num_slabs, num_threads) as ring:
+    with ring_over(layers, num_slabs, num_threads) as ring:
         for _ in range(3):
             sweep(ring)
 
 
 def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(layers: list[LayerWeights]) -> None:
-    with Ring(layers, num_slabs=3, num_threads=2) as ring:
+    with ring_over(layers, num_slabs=3, num_threads=2) as ring:
         sweep(ring)
         while ring.figures().num_bytes < (NUM_LAYERS + 3) * layers[0].num_bytes:
             pass  # the slabs that are free are filled without anyone asking
@@ -70,7 +83,7 @@ def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(laye
 def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers: list[LayerWeights]) -> None:
     file = layers[3].extents[0].file
     whole = file.read_bytes()
-    with Ring(layers, num_slabs=1, num_threads=2) as ring:
+    with ring_over(layers, num_slabs=1, num_threads=2) as ring:
         sweep(ring)
         os.truncate(file, layers[3].extents[1].offset)
         for _ in range(2):
@@ -82,7 +95,7 @@ def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers:
 
 
 def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerWeights]) -> None:
-    with Ring(layers, num_slabs=3, num_threads=3) as ring:
+    with ring_over(layers, num_slabs=3, num_threads=3) as ring:
         for given_up_at in range(NUM_LAYERS):
             for index in range(given_up_at):
                 with ring.layer(index):
@@ -102,7 +115,6 @@ def test_where_direct_reads_are_refused_the_page_cache_serves(
         return real_open(path, flags)
 
     monkeypatch.setattr(os, "open", refuse)
-    with Ring(layers, num_slabs=2, num_threads=2) as ring:
-        assert not ring.is_direct
+    with ring_over(layers, num_slabs=2, num_threads=2) as ring:
         assert "refuses O_DIRECT" in caplog.text
         sweep(ring)

@@ -46,10 +46,11 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
             "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, or --drop-layers "
             "for a substitute made of the target's own layers"
         )
+    target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
+    if target == str(demonstration_folder()):
+        target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
     return Settings(
-        target=parse(
-            TargetConfig, "target_worker", ["--model", target, *_given("--dtype", arguments.dtype)], os.environ
-        ),
+        target=parse(TargetConfig, "target_worker", target_flags, os.environ),
         draft=parse(DraftConfig, "draft_worker", [*draft_flags, *_given("--drop-layers", drops)], os.environ),
         orchestrator=replace(parse(OrchestratorConfig, "orchestrator", [], os.environ), port=arguments.port),
         index_url=arguments.index_url,

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from bough.errors import CheckpointError
 from bough.model.batch import Chunk, Piece
 
 NAME = "bough"
+NO_SINKS = np.zeros(0, np.float32)
 BLOCK = 64  # keys that share one step of the running softmax
 
 # Sums may be vectorised; whatever order the compiler chose is the order for every row and every call.
@@ -89,11 +89,12 @@ def _cap(scores, softcap):  # type: ignore[no-untyped-def]
 
 
 @_parallel
-def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, out):  # type: ignore[no-untyped-def]
+def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, sinks, out):  # type: ignore[no-untyped-def]
     """Running softmax over blocks of keys (arXiv 2205.14135), one row and one KV head at a time.
 
     queries, out (num_rows, num_heads, head_dim); keys, values (num_keys, num_kv_heads, head_dim), all float32;
-    tail (num_rows, width), lengths (num_rows,) int32; window 0 and softcap 0 are off.
+    tail (num_rows, width), lengths (num_rows,) int32; window 0 and softcap 0 are off; sinks (num_heads,) are scores of
+    keys without a value, empty where there are none.
     """
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
@@ -105,6 +106,8 @@ def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, 
         scores = np.empty((group, BLOCK), np.float32)
         highest = np.full(group, -np.inf, np.float32)
         total = np.zeros(group, np.float32)
+        for g in range(group if len(sinks) else 0):
+            highest[g], total[g] = sinks[kv_head * group + g], np.float32(1)
         result = np.zeros((group, head_dim), np.float32)
         for begin in range(first // BLOCK * BLOCK, length, BLOCK):
             _score_block(queries, keys, row, kv_head, base, tail, begin, first, length, scale, scores)
@@ -124,6 +127,7 @@ def attend_on_cpu(
     scale: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of a piece's rows, float32 on the CPU; shapes as in `_attend`."""
     out = torch.empty_like(queries)
@@ -137,6 +141,7 @@ def attend_on_cpu(
         np.float32(scale),
         window,
         np.float32(softcap),
+        NO_SINKS if sinks is None else sinks.numpy(),
         out.numpy(),
     )
     return out
@@ -150,6 +155,7 @@ def attend_by_mask(
     scale: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The same on any device, by gathering each row's path: right, but neither lean nor bitwise reproducible."""
     longest = int(piece.lengths.max())
@@ -165,7 +171,10 @@ def attend_by_mask(
     scores = torch.einsum("rhd,rphd->rhp", queries, path_keys) * scale
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     hidden = torch.from_numpy(~visible).to(queries.device)[:, None, :]
-    return torch.einsum("rhp,rphd->rhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), path_values)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[None, :, None].expand(len(scores), -1, 1)), dim=2)
+    return torch.einsum("rhp,rphd->rhd", scores.softmax(-1)[:, :, :longest], path_values)
 
 
 def tree_attention(
@@ -186,19 +195,18 @@ def tree_attention(
     Writes the rows' keys and values into their slots, then attends over the slots. `chunk` travels through the model's
     keyword arguments; the mask is ours to derive, so none is given.
     """
-    if s_aux is not None:
-        raise CheckpointError(f"{type(module).__name__} has attention sinks, which are not supported yet")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     attend = attend_on_cpu if query.device.type == "cpu" else attend_by_mask
     queries = query[0].transpose(0, 1).float().contiguous()
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    sinks = None if s_aux is None else s_aux.float()
     out = torch.zeros_like(queries)  # padding rows have no path and stay 0
     for piece in chunk.pieces:
         piece.slot.write(layer, piece.rows, keys[piece.span], values[piece.span])
         held_keys = piece.slot.keys[layer, : piece.num_keys].float()
         held_values = piece.slot.values[layer, : piece.num_keys].float()
         out[piece.span] = attend(
-            queries[piece.span], held_keys, held_values, piece, scaling, sliding_window or 0, softcap or 0.0
+            queries[piece.span], held_keys, held_values, piece, scaling, sliding_window or 0, softcap or 0.0, sinks
         )
     return out.to(query.dtype)[None], None
 

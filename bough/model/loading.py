@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bough.errors import CheckpointError
-from bough.model import attention
+from bough.model import attention, experts
 from bough.model.checkpoint import Checkpoint, TensorPlace
+from bough.model.experts import Experts
 from bough.model.kv import KVShape
+from bough.model.naming import AnySource, Naming, Quantization, logical_sources
+from bough.model.source import VALUE_DTYPES, FreshMemory, Scratch, Stored
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length the longest position decides for all
+NUM_NAMED = 3  # unused tensors that a warning names
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """One parameter of a module: the table that holds it, its key there, and where its bytes are."""
+    """One parameter or persistent buffer of a module, and what its value is made of."""
 
-    table: dict[str, nn.Parameter | None]
+    module: nn.Module
     key: str
-    place: TensorPlace
+    source: AnySource
 
-    def bind(self, tensor: torch.Tensor) -> None:
-        """Puts a tensor in the parameter's place."""
-        self.table[self.key] = nn.Parameter(tensor, requires_grad=False)
+    def bind(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> None:
+        """Puts the value in the parameter's place; `raw` as in `Source.value`."""
+        if isinstance(self.source, Experts):
+            self.module._parameters.pop(self.key, None)  # a table is no tensor, and would not be let in
+            self.module.__dict__[self.key] = self.source.table(raw, dtype, scratch)
+        elif self.key in self.module._buffers:
+            self.module._buffers[self.key] = self.source.value(raw, dtype, scratch)
+        else:
+            value = self.source.value(raw, dtype, scratch)
+            self.module._parameters[self.key] = nn.Parameter(value, requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,8 @@ class Skeleton:
     layer_slots: tuple[tuple[ParameterSlot, ...], ...]  # one tuple for each layer
     resident_slots: tuple[ParameterSlot, ...]  # embeddings, final norm, output head
     dtype: torch.dtype
+    quantization: Quantization | None
+    unused: tuple[str, ...]  # tensors of the checkpoint for which the architecture has no place
 
     @property
     def vocab_size(self) -> int:
@@ -51,7 +67,14 @@ class Skeleton:
 
     @property
     def max_positions(self) -> int:
-        return int(self.config.max_position_embeddings)
+        """The model's context, as far as a token's rotary embedding does not depend on what else is in the batch."""
+        longest = int(self.config.max_position_embeddings)
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        nested = [value for value in parameters.values() if isinstance(value, dict)]
+        for rope in nested or [parameters]:
+            if rope.get("rope_type") in BATCH_DEPENDENT_ROPES:
+                longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
+        return longest
 
     def kv_shape(self) -> KVShape:
         """What one token's keys and values take."""
@@ -63,7 +86,8 @@ class Skeleton:
     def describe(self) -> str:
         """Architecture, size and data type in words."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{type(self.model).__name__}, {len(self.layers)} layers of {self.config.hidden_size}, {dtype}"
+        packed = f", {self.quantization.bits} bits ({self.quantization.method})" if self.quantization else ""
+        return f"{type(self.model).__name__}, {len(self.layers)} layers of {self.config.hidden_size}, {dtype}{packed}"
 
 
 def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
@@ -86,22 +110,23 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
         CheckpointError: naming a tensor that is missing or has another shape than the architecture wants.
     """
     config = load_config(checkpoint)
+    quantization = Quantization.of(config, checkpoint)
     kept = keep_layers if keep_layers is not None else tuple(range(config.num_hidden_layers))
     _cut_layers(config, kept)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     model.eval().requires_grad_(False)
     model.tie_weights()
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = experts.NAME
     layers = tuple(model.get_decoder().layers)
     prefix = next(name for name, module in model.named_modules() if module is model.get_decoder().layers)
-    names = {f"{prefix}.{index}": f"{prefix}.{original}" for index, original in enumerate(kept)}
-    layer_slots = tuple(
-        tuple(_slots(layer, lambda name, i=i: f"{names[f'{prefix}.{i}']}.{name}", checkpoint))  # type: ignore[misc]
-        for i, layer in enumerate(layers)
-    )
-    in_layers = {id(module) for layer in layers for module in layer.modules()}
-    resident = tuple(_slots(model, lambda name: name, checkpoint, in_layers, _tied_names(model)))
-    return Skeleton(model, config, layers, layer_slots, resident, dtype)
+    finder = _Finder(checkpoint, quantization, model, {f"{prefix}.{i}": f"{prefix}.{k}" for i, k in enumerate(kept)})
+    layer_slots = tuple(tuple(finder.slots(layer, f"{prefix}.{index}")) for index, layer in enumerate(layers))
+    in_layers = frozenset(id(module) for layer in layers for module in layer.modules())
+    resident = tuple(finder.slots(model, "", in_layers))
+    unused = finder.unused(prefix)
+    return Skeleton(model, config, layers, layer_slots, resident, dtype, quantization, unused)
 
 
 def _cut_layers(config: PretrainedConfig, kept: tuple[int, ...]) -> None:
@@ -115,55 +140,94 @@ def _cut_layers(config: PretrainedConfig, kept: tuple[int, ...]) -> None:
     config.num_hidden_layers = len(kept)
 
 
-def _slots(
-    root: nn.Module,
-    full_name: Callable[[str], str],
-    checkpoint: Checkpoint,
-    skip: set[int] = frozenset(),  # type: ignore[assignment]
-    tied: Mapping[str, str] | None = None,
-) -> Iterator[ParameterSlot]:
-    for module_name, module in root.named_modules():
-        if id(module) in skip:
-            continue
-        for key, parameter in module._parameters.items():
-            if parameter is None:
+class _Finder:
+    """Finds the source of each parameter of a model."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, quantization: Quantization | None, model: PreTrainedModel, layers: dict[str, str]
+    ) -> None:
+        """`layers` maps the names of the model's layers to those that they have in the checkpoint."""
+        self._checkpoint = checkpoint
+        self._layers = layers
+        is_tied = getattr(model.config, "tie_word_embeddings", False)
+        self._tied: dict[str, str] = dict(getattr(model, "_tied_weights_keys", None) or {}) if is_tied else {}
+        known = [self._original(name) for name in model.state_dict()]
+        self._naming = Naming(model, known, logical_sources(checkpoint, quantization))
+
+    def slots(self, root: nn.Module, prefix: str, skip: Collection[int] = ()) -> Iterator[ParameterSlot]:
+        """Of all modules below `root`, which the model knows as `prefix`, but those whose `id` is in `skip`."""
+        for module_name, module in root.named_modules(prefix=prefix):
+            if id(module) in skip:
                 continue
-            name = full_name(f"{module_name}.{key}" if module_name else key)
-            place = _find(checkpoint, name, (tied or {}).get(name))
-            if place.shape != tuple(parameter.shape):
-                raise CheckpointError(
-                    f"{place.file}: tensor {place.name} has shape {list(place.shape)}, "
-                    f"but config.json asks for {list(parameter.shape)}"
-                )
-            yield ParameterSlot(module._parameters, key, place)
+            buffers = ((k, b) for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set)
+            for key, parameter in (*module._parameters.items(), *buffers):
+                if parameter is not None:
+                    yield self._slot(module, key, f"{module_name}.{key}" if module_name else key, parameter)
+
+    def unused(self, prefix: str) -> tuple[str, ...]:
+        """Names of values that nothing has asked for, but those of layers that were left out."""
+        layers = tuple(f"{name}." for name in self._layers.values())
+        names = (n for n in self._naming.unclaimed() if n not in self._tied and not n.endswith("rotary_emb.inv_freq"))
+        unused = tuple(name for name in names if not name.startswith(f"{prefix}.") or name.startswith(layers))
+        if unused:
+            logger.warning(
+                "%s: %d tensors have no place in this architecture and are not used, as in transformers: %s%s",
+                self._checkpoint.folder,
+                len(unused),
+                ", ".join(unused[:NUM_NAMED]),
+                ", ..." if len(unused) > NUM_NAMED else "",
+            )
+        return unused
+
+    def _original(self, name: str) -> str:
+        """A parameter's name in the checkpoint, whose layers may be more."""
+        for mine, original in self._layers.items():
+            if name.startswith(f"{mine}."):
+                return original + name.removeprefix(mine)
+        return name
+
+    def _slot(self, module: nn.Module, key: str, name: str, parameter: torch.Tensor) -> ParameterSlot:
+        name = self._original(name)
+        source = self._naming.source(name)
+        if source is None and name in self._tied:
+            source = self._naming.source(self._tied[name])
+        if source is None:
+            raise CheckpointError(f"{self._checkpoint.folder}: tensor {name}, which config.json asks for, is missing")
+        place = source.places[0]
+        if isinstance(source, Stored) and place.dtype not in VALUE_DTYPES:
+            raise CheckpointError(
+                f"{place.file}: tensor {place.name} is stored as {place.dtype}; {', '.join(VALUE_DTYPES)} can be read"
+            )
+        if source.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{place.file}: tensor {place.name} has shape {list(source.shape)}, "
+                f"but config.json asks for {list(parameter.shape)}"
+            )
+        return ParameterSlot(module, key, source)
 
 
-def _find(checkpoint: Checkpoint, name: str, tied_to: str | None) -> TensorPlace:
-    place = checkpoint.tensors.get(name) or checkpoint.tensors.get(tied_to or "")
-    if place is None:
-        raise CheckpointError(f"{checkpoint.folder}: tensor {name}, which config.json asks for, is missing")
-    if place.dtype not in SAFETENSORS_DTYPES:
-        raise CheckpointError(
-            f"{place.file}: tensor {name} is stored as {place.dtype}; {', '.join(SAFETENSORS_DTYPES)} can be read"
-        )
-    return place
-
-
-def _tied_names(model: PreTrainedModel) -> Mapping[str, str]:
-    if not getattr(model.config, "tie_word_embeddings", False):
-        return {}
-    return dict(getattr(model, "_tied_weights_keys", None) or {})
-
-
-def bind_resident(slots: tuple[ParameterSlot, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Loads parameters for good; a tensor that several parameters share is loaded once."""
-    loaded: dict[str, torch.Tensor] = {}
+def bind_resident(slots: Sequence[ParameterSlot], dtype: torch.dtype, device: torch.device) -> None:
+    """Loads parameters for good; a value that several parameters share is loaded once."""
+    memory = FreshMemory(device)
+    loaded: dict[tuple[TensorPlace, ...], tuple[nn.Module, str]] = {}
     for slot in slots:
-        place = slot.place
-        if place.name not in loaded:
-            with safe_open(place.file, framework="pt") as file:
-                loaded[place.name] = file.get_tensor(place.name).to(device=device, dtype=dtype)
-        slot.bind(loaded[place.name])
+        if slot.source.places in loaded:
+            module, key = loaded[slot.source.places]
+            slot.module._parameters[slot.key] = module._parameters[key]
+            continue
+        slot.bind([read_place(place).to(device) for place in slot.source.places], dtype, memory)
+        loaded[slot.source.places] = (slot.module, slot.key)
+
+
+def read_place(place: TensorPlace) -> torch.Tensor:
+    """The bytes of a tensor, (num_bytes,) uint8."""
+    try:
+        data = np.fromfile(place.file, np.uint8, place.num_bytes, offset=place.offset)
+    except OSError as exc:
+        raise CheckpointError(f"{place.file}: tensor {place.name} cannot be read: {exc}") from exc
+    if len(data) < place.num_bytes:
+        raise CheckpointError(f"{place.file}: tensor {place.name} ends after {len(data)} of {place.num_bytes} bytes")
+    return torch.from_numpy(data)
 
 
 def fixed_rows(function: Callable[..., torch.Tensor], rows: int) -> Callable[..., torch.Tensor]:
@@ -176,7 +240,7 @@ def fixed_rows(function: Callable[..., torch.Tensor], rows: int) -> Callable[...
     def run(hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         count = hidden.shape[1]
         padded = nn.functional.pad(hidden, (0, 0, 0, max(rows, -(-count // rows) * rows) - count))
-        parts = [function(padded[:, begin : begin + rows], **kwargs) for begin in range(0, padded.shape[1], rows)]
-        return torch.cat(parts, dim=1)[:, :count]
+        parts = [function(part, **kwargs) for part in torch.split(padded, rows, dim=1)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[:, :count]
 
     return run

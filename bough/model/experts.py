@@ -1,0 +1,110 @@
+"""Mixtures of experts: one expert's weights at a time, and only of those experts that some row has chosen.
+
+transformers keeps the experts of a layer in one stacked parameter. Here an `ExpertTable` stands in its place, whose
+entries are made when they are asked for: views of a slab, or unpacked into the same small piece of scratch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from bough.model.checkpoint import TensorPlace
+from bough.model.source import ReusedMemory, Scratch, Source
+
+NAME = "bough"
+EXPERT_ROWS = 16  # rows of an expert's matrix products: one count for all, so that equal rows give equal bits
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The values of one stacked parameter, expert by expert."""
+
+    parts: tuple[Source, ...]
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return tuple(place for part in self.parts for place in part.places)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """One expert's."""
+        return max(part.scratch_bytes(dtype) for part in self.parts)
+
+    def table(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> ExpertTable:
+        """What stands for the parameter; `raw` as in `Source.value`."""
+        raws, taken = [], 0
+        for part in self.parts:
+            raws.append(tuple(raw[taken : taken + len(part.places)]))
+            taken += len(part.places)
+        return ExpertTable(self, raws, dtype, scratch)
+
+
+class ExpertTable:
+    """`table[e]` is the value of expert e, valid until the next is asked for where memory is reused."""
+
+    def __init__(
+        self, experts: Experts, raws: list[tuple[torch.Tensor, ...]], dtype: torch.dtype, scratch: Scratch
+    ) -> None:
+        self._experts = experts
+        self._raws = raws
+        self._dtype = dtype
+        self._memory: Scratch
+        if isinstance(scratch, ReusedMemory):
+            room = scratch.take((experts.scratch_bytes(dtype),), torch.uint8)
+            self._memory = ReusedMemory(room)
+            self._made: list[torch.Tensor] | None = None
+        else:
+            self._memory = scratch
+            self._made = [self._make(expert) for expert in range(len(raws))]
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        if self._made is not None:
+            return self._made[expert]
+        assert isinstance(self._memory, ReusedMemory), "values that do not stay are made in reused memory"
+        self._memory.begin()
+        return self._make(expert)
+
+    def _make(self, expert: int) -> torch.Tensor:
+        return self._experts.parts[expert].value(self._raws[expert], self._dtype, self._memory)
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and their weights.
+
+    Experts are added up in the order of their numbers, each from products of EXPERT_ROWS rows: a result depends
+    on its row alone.
+    """
+    result = torch.zeros_like(hidden_states)
+    for expert in torch.unique(top_k_index).tolist():
+        if expert >= self.num_experts:
+            continue
+        rows, ranks = torch.where(top_k_index == expert)
+        chosen = nn.functional.pad(hidden_states[rows], (0, 0, 0, -len(rows) % EXPERT_ROWS))
+        up = _products(self, "gate_up_proj" if self.has_gate else "up_proj", expert, chosen)
+        inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)  # type: ignore[operator]
+        out = _products(self, "down_proj", expert, inner)[: len(rows)]
+        if self.has_post_expert_norm:
+            out = self.post_expert_norm(out)  # type: ignore[operator]
+        result.index_add_(0, rows, (out * top_k_weights[rows, ranks, None]).to(result.dtype))
+    return result
+
+
+def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
+    """Rows, a multiple of EXPERT_ROWS of them, times one of an expert's matrices."""
+    weight = getattr(module, name)[expert]
+    weight = weight if module.is_transposed else weight.t()
+    out = torch.cat([part @ weight for part in torch.split(rows, EXPERT_ROWS)])
+    return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -1,0 +1,165 @@
+"""Which tensors of a checkpoint make up which parameter of a model.
+
+First packed tensors are put together (`X.qweight`, `X.scales`, ... are the value `X.weight`), then transformers' own
+mapping from checkpoint names to parameters is applied, so that whatever it renames or stacks while loading is renamed
+and stacked here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from bough.errors import CheckpointError
+from bough.model.checkpoint import Checkpoint, TensorPlace
+from bough.model.experts import Experts
+from bough.model.packed import Awq, Gptq, Packed
+from bough.model.source import VALUE_DTYPES, Joined, Source, Stored
+
+PACKED_SUFFIX, SCALES_SUFFIX = ".packed", ".packed_scales"  # after the name of a weight that bough has packed
+METHODS = ("bough", "gptq", "awq")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a checkpoint's weights are packed, as its config.json says it."""
+
+    method: str
+    bits: int
+    zero_offset: int = 0  # GPTQ: what its zeros lack
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, checkpoint: Checkpoint) -> Quantization | None:
+        """None for a checkpoint in 16 or 32 bits.
+
+        Raises:
+            CheckpointError: packed in a way that cannot be read here.
+        """
+        entry = getattr(config, "quantization_config", None)
+        if not entry:
+            return None
+        fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
+        method, bits = str(fields.get("quant_method", "")), int(fields.get("bits") or fields.get("w_bit") or 0)
+        where = f"{checkpoint.folder / 'config.json'}: quantization_config"
+        if method not in METHODS:
+            raise CheckpointError(
+                f"{where}.quant_method: {method!r} cannot be read; {', '.join(METHODS)} can, and checkpoints in 16 bits"
+            )
+        if method == "awq" and str(fields.get("version", "gemm")).lower() != "gemm":
+            raise CheckpointError(f"{where}.version: {fields['version']!r} cannot be read; 'gemm' can")
+        allowed = (4,) if method == "awq" else (4, 8)
+        if bits not in allowed:
+            raise CheckpointError(f"{where}.bits: {bits}; {' or '.join(map(str, allowed))} can be read")
+        is_first_gptq = method == "gptq" and fields.get("checkpoint_format", "gptq") == "gptq"
+        return cls(method, bits, 1 if is_first_gptq else 0)
+
+
+def logical_sources(checkpoint: Checkpoint, quantization: Quantization | None) -> dict[str, Source]:
+    """The values of a checkpoint by name, packed ones put together under the name of the weight that they are."""
+    left = dict(checkpoint.tensors)
+    sources: dict[str, Source] = {}
+    if quantization is not None:
+        for name in list(left):
+            base = _weight_name(name, quantization.method)
+            if base is not None:
+                sources[base] = _packed_source(name, quantization, left)
+    sources.update({name: Stored(place) for name, place in left.items()})
+    return sources
+
+
+def _weight_name(name: str, method: str) -> str | None:
+    """The weight to which a tensor of integers belongs; None for any other tensor."""
+    suffix, ending = (PACKED_SUFFIX, "") if method == "bough" else (".qweight", ".weight")
+    return name.removesuffix(suffix) + ending if name.endswith(suffix) else None
+
+
+def _packed_source(name: str, quantization: Quantization, left: dict[str, TensorPlace]) -> Source:
+    """Takes the tensors of one packed weight out of what is left."""
+
+    def take(other: str, dtypes: Collection[str]) -> TensorPlace:
+        place = left.pop(other, None)
+        if place is None:
+            raise CheckpointError(f"{words.file}: tensor {other}, which belongs to {name}, is missing")
+        if place.dtype not in dtypes:
+            raise CheckpointError(f"{place.file}: tensor {other} is {place.dtype}; {' or '.join(dtypes)} would do")
+        return place
+
+    words = left[name]
+    if quantization.method == "bough":
+        base = name.removesuffix(PACKED_SUFFIX)
+        packed = take(name, ("U8",) if quantization.bits == 4 else ("I8",))
+        return Packed(packed, take(base + SCALES_SUFFIX, ("F16",)), quantization.bits)
+    base = name.removesuffix(".qweight")
+    words, zeros = take(name, ("I32",)), take(f"{base}.qzeros", ("I32",))
+    scales = take(f"{base}.scales", VALUE_DTYPES)
+    if quantization.method == "awq":
+        return Awq(words, zeros, scales)
+    groups = take(f"{base}.g_idx", ("I32",)) if f"{base}.g_idx" in left else None
+    return Gptq(words, zeros, scales, groups, quantization.bits, quantization.zero_offset)
+
+
+AnySource = Source | Experts
+
+
+class Naming:
+    """Sources by the names that transformers gives its parameters."""
+
+    def __init__(self, model: PreTrainedModel, known: Collection[str], sources: dict[str, Source]) -> None:
+        """`known` are the parameters' names as the whole checkpoint would have them, whatever layers the model has."""
+        transforms = get_model_conversion_mapping(model)
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        self._converters: dict[str, WeightConverter | None] = {}
+        self._parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        self._sources = sources
+        names = dict.fromkeys(known, True)
+        for name in sorted(sources, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
+            if target not in names and name in names:
+                target, pattern = name, None
+            self._parts[target][pattern or ""].append(name)
+            self._converters[target] = by_pattern[pattern] if pattern else None
+        self._claimed: set[str] = set()
+
+    def source(self, name: str) -> AnySource | None:
+        """What makes up a parameter; None where the checkpoint has nothing for it.
+
+        Raises:
+            CheckpointError: transformers would put the tensors together in a way that is not known here.
+        """
+        if name not in self._parts:
+            return None
+        self._claimed.add(name)
+        parts, converter = self._parts[name], self._converters[name]
+        if converter is None:
+            ((first, *others),) = parts.values()
+            if others:
+                raise CheckpointError(f"tensors {first} and {', '.join(others)} are both parameter {name}")
+            return self._sources[first]
+        columns = [[self._sources[part] for part in parts[pattern]] for pattern in converter.source_patterns]
+        steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
+        if steps == [(Concatenate, 0)] and all(len(column) == 1 for column in columns):
+            return Joined(tuple(column[0] for column in columns))
+        if steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            rows = list(zip(*columns, strict=True))
+            return Experts(tuple(row[0] if len(row) == 1 else Joined(row) for row in rows))
+        operations = ", ".join(type(step).__name__ for step in converter.operations)
+        raise CheckpointError(f"parameter {name}: its tensors are put together by {operations}, which is not supported")
+
+    def unclaimed(self) -> Iterable[str]:
+        """Names under which the checkpoint has values that no parameter has asked for."""
+        return (name for name in self._parts if name not in self._claimed)

@@ -1,0 +1,242 @@
+"""Weights in 4 or 8 bits: bough's own packing, and what GPTQ and AWQ checkpoints hold. Knows no files.
+
+Every format says the same thing: weight = scale x (integer - zero), one scale and zero for each group of inputs. The
+product is rounded once, to the data type that is computed in, so that a packed model gives bit for bit what the same
+model with its weights written out would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import torch
+
+from bough.model.checkpoint import TensorPlace
+from bough.model.source import Scratch, room_bytes, typed
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # that the kernels below write; any other goes by way of torch
+
+_compiled = numba.njit(cache=True, error_model="numpy", inline="always")
+_parallel = numba.njit(cache=True, error_model="numpy", parallel=True)
+
+
+@_compiled
+def _rounded(value):  # type: ignore[no-untyped-def]
+    """The upper half of a float32's bits, rounded to nearest and even: bfloat16."""
+    bits = np.float32(value).view(np.uint32)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+# Each kernel writes float32 to a float32 `out`, or bfloat16 to a uint16 one where `is_bf16`.
+
+
+@_parallel
+def _unpack4(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
+    """packed (rows, columns / 2) uint8, scales (rows, groups) float32, out (rows, columns)."""
+    rows, groups = scales.shape
+    half = packed.shape[1] // groups
+    for row in numba.prange(rows):
+        for group in range(groups):
+            scale, begin = scales[row, group], 2 * half * group
+            if is_bf16:
+                for j in range(half):
+                    byte = np.int32(packed[row, half * group + j])
+                    out[row, begin + j] = _rounded(np.float32((byte & 15) - 8) * scale)
+                    out[row, begin + half + j] = _rounded(np.float32((byte >> 4) - 8) * scale)
+            else:
+                for j in range(half):
+                    byte = np.int32(packed[row, half * group + j])
+                    out[row, begin + j] = np.float32((byte & 15) - 8) * scale
+                    out[row, begin + half + j] = np.float32((byte >> 4) - 8) * scale
+
+
+@_parallel
+def _unpack8(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
+    """packed (rows, columns) int8, scales (rows, groups) float32, out (rows, columns)."""
+    rows, groups = scales.shape
+    size = packed.shape[1] // groups
+    for row in numba.prange(rows):
+        for group in range(groups):
+            scale = scales[row, group]
+            if is_bf16:
+                for column in range(size * group, size * (group + 1)):
+                    out[row, column] = _rounded(np.float32(packed[row, column]) * scale)
+            else:
+                for column in range(size * group, size * (group + 1)):
+                    out[row, column] = np.float32(packed[row, column]) * scale
+
+
+@_parallel
+def _unpack_words_down(words, zeros, scales, groups, bits, out, is_bf16):  # type: ignore[no-untyped-def]
+    """GPTQ: words (inputs / per word, outputs) int32, zeros and scales (groups, outputs) float32, groups (inputs,)."""
+    num_inputs, num_outputs = out.shape
+    per_word, mask = 32 // bits, np.int32((1 << bits) - 1)
+    for k in numba.prange(num_inputs):
+        word, shift, group = k // per_word, np.int32(bits * (k % per_word)), groups[k]
+        if is_bf16:
+            for n in range(num_outputs):
+                integer = np.float32((words[word, n] >> shift) & mask)
+                out[k, n] = _rounded((integer - zeros[group, n]) * scales[group, n])
+        else:
+            for n in range(num_outputs):
+                integer = np.float32((words[word, n] >> shift) & mask)
+                out[k, n] = (integer - zeros[group, n]) * scales[group, n]
+
+
+@_parallel
+def _unpack_words_across(words, zeros, scales, group_size, out, is_bf16):  # type: ignore[no-untyped-def]
+    """AWQ: words (inputs, outputs / 8) int32, zeros and scales (groups, outputs) float32, out (inputs, outputs)."""
+    num_inputs, num_words = words.shape
+    for k in numba.prange(num_inputs):
+        group = k // group_size
+        for word in range(num_words):
+            for c in range(8):
+                n = 8 * word + c
+                integer = np.float32((words[k, word] >> np.int32(4 * (c // 2 + 4 * (c % 2)))) & np.int32(15))
+                value = (integer - zeros[group, n]) * scales[group, n]
+                if is_bf16:
+                    out[k, n] = _rounded(value)
+                else:
+                    out[k, n] = value
+
+
+def _write(
+    out: torch.Tensor, kernel: Callable[..., None], by_torch: Callable[[], torch.Tensor], *inputs: object
+) -> None:
+    """Fills `out` by a kernel where there is one, otherwise from what `by_torch` gives in float32."""
+    if out.device.type != "cpu" or out.dtype not in _KERNEL_DTYPES:
+        out.copy_(by_torch())
+        return
+    is_bf16 = out.dtype == torch.bfloat16
+    target = out.view(torch.uint16) if is_bf16 else out
+    kernel(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in inputs), target.numpy(), is_bf16)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """bough's own: signed integers in groups along each row, symmetric about zero.
+
+    In 4 bits a byte holds elements j and j + group / 2 of its group, each plus 8: a group unpacks into two runs.
+    """
+
+    packed: TensorPlace  # (rows, columns / 2) U8, or (rows, columns) I8
+    scales: TensorPlace  # (rows, groups) F16
+    bits: int
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return (self.packed, self.scales)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.packed.shape[0], self.packed.shape[1] * 8 // self.bits)
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """The whole value."""
+        return room_bytes(self.shape, dtype)
+
+    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+        """Written out."""
+        packed, scales = typed(raw[0], self.packed), typed(raw[1], self.scales).float()
+        out = scratch.take(self.shape, dtype)
+        kernel = _unpack4 if self.bits == 4 else _unpack8
+        _write(out, kernel, lambda: self._by_torch(packed, scales), packed, scales)
+        return out
+
+    def _by_torch(self, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        rows, groups = scales.shape
+        integers = packed.view(rows, groups, -1)
+        if self.bits == 4:
+            integers = torch.cat((integers & 15, integers >> 4), dim=2).to(torch.int8) - 8
+        return (integers.float() * scales[:, :, None]).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """What AutoGPTQ and GPTQModel write: integers packed along the inputs, the weight transposed."""
+
+    words: TensorPlace  # qweight (inputs / per word, outputs) I32
+    zeros: TensorPlace  # qzeros (groups, outputs / per word) I32
+    scales: TensorPlace  # (groups, outputs) F16
+    groups: TensorPlace | None  # g_idx (inputs,) I32: the group of each input, where they are not in order
+    bits: int
+    zero_offset: int  # 1 where the file holds zero - 1, as the first version of the format does
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return (self.words, self.zeros, self.scales, *((self.groups,) if self.groups else ()))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.words.shape[1], self.words.shape[0] * 32 // self.bits)
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """The whole value."""
+        return room_bytes(self.shape, dtype)
+
+    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+        """Written out, as the transpose of a matrix that is in order."""
+        words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
+        shifts = torch.arange(0, 32, self.bits, device=words.device, dtype=torch.int32)
+        mask = (1 << self.bits) - 1
+        zeros = (typed(raw[1], self.zeros)[:, :, None] >> shifts & mask).flatten(1).float() + self.zero_offset
+        num_outputs, num_inputs = self.shape
+        groups = (
+            typed(raw[3], self.groups)
+            if self.groups
+            else torch.arange(num_inputs, device=words.device, dtype=torch.int32) // (num_inputs // len(scales))
+        )
+
+        def by_torch() -> torch.Tensor:
+            integers = (words[:, None, :] >> shifts[:, None] & mask).flatten(0, 1).float()
+            return (integers - zeros[groups.long()]) * scales[groups.long()]
+
+        out = scratch.take((num_inputs, num_outputs), dtype)
+        _write(out, _unpack_words_down, by_torch, words, zeros, scales, groups, self.bits)
+        return out.t()
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """What AutoAWQ writes (its "gemm" version): integers packed along the outputs in an order of its own."""
+
+    words: TensorPlace  # qweight (inputs, outputs / 8) I32
+    zeros: TensorPlace  # qzeros (groups, outputs / 8) I32
+    scales: TensorPlace  # (groups, outputs) F16
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return (self.words, self.zeros, self.scales)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.words.shape[1] * 8, self.words.shape[0])
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """The whole value."""
+        return room_bytes(self.shape, dtype)
+
+    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+        """Written out, as the transpose of a matrix that is in order."""
+        words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
+        zeros = _awq_integers(typed(raw[1], self.zeros))
+        num_outputs, num_inputs = self.shape
+        group_size = num_inputs // len(scales)
+
+        def by_torch() -> torch.Tensor:
+            return (_awq_integers(words) - zeros.repeat_interleave(group_size, 0)) * scales.repeat_interleave(
+                group_size, 0
+            )
+
+        out = scratch.take((num_inputs, num_outputs), dtype)
+        _write(out, _unpack_words_across, by_torch, words, zeros, scales, group_size)
+        return out.t()
+
+
+def _awq_integers(words: torch.Tensor) -> torch.Tensor:
+    """(rows, n / 8) int32 to (rows, n) float32: column c of eight stands at nibble c / 2, the odd ones four further."""
+    nibbles = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device=words.device, dtype=torch.int32)
+    return ((words[:, :, None] >> (4 * nibbles)) & 15).flatten(1).float()

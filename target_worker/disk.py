@@ -1,0 +1,146 @@
+"""Reads of a checkpoint's files, past the page cache where the file system lets us. Knows no order and no threads."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bough.errors import StreamError
+from target_worker.weights import ALIGNMENT, Extent, LayerWeights
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 2 * 1024 * 1024  # one read
+
+
+class Piece(NamedTuple):
+    """A part of an extent."""
+
+    extent: Extent
+    begin: int  # within the extent
+    num_bytes: int
+
+
+class Slab(NamedTuple):
+    """Page-aligned memory that a layer is read into."""
+
+    bytes: torch.Tensor  # (num_bytes,) uint8
+    view: memoryview  # of the same memory, for system calls
+
+    @classmethod
+    def allocate(cls, num_bytes: int) -> Slab:
+        """Taken from the system when it is first written to."""
+        return cls.over(mmap.mmap(-1, num_bytes))  # anonymous, hence page-aligned
+
+    @classmethod
+    def over(cls, memory: mmap.mmap | memoryview) -> Slab:
+        """Of memory that is there."""
+        return cls(torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory))
+
+
+class _File(NamedTuple):
+    descriptor: int
+    is_direct: bool
+
+
+class Disk:
+    """The files of a checkpoint, open."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = {file: _open(file) for file in set(files)}
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all files are read past the page cache."""
+        return all(file.is_direct for file in self._files.values())
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            os.close(file.descriptor)
+
+    def read(self, piece: Piece, slab: Slab) -> None:
+        """Reads a piece to its place in a slab.
+
+        Raises:
+            ReadError: with the offset that could not be read.
+        """
+        extent, done = piece.extent, 0
+        start = extent.slab_offset + piece.begin
+        target = slab.view[start : start + piece.num_bytes]
+        needed = min(piece.num_bytes, extent.needed_bytes - piece.begin)
+        offset = extent.offset + piece.begin
+        descriptor = self._files[extent.file].descriptor
+        while done < needed:
+            try:
+                count = os.preadv(descriptor, [target[done:]], offset + done)
+            except OSError as exc:
+                raise ReadError(offset + done, str(exc)) from exc
+            if count == 0:
+                raise ReadError(offset + done, "the file ends here")
+            done += count
+
+    def load(self, layers: Sequence[LayerWeights], slabs: Sequence[Slab], num_threads: int) -> None:
+        """Reads whole layers, several reads at a time.
+
+        Raises:
+            StreamError: naming the file, the layer and the tensor.
+        """
+
+        def read(job: tuple[LayerWeights, Slab, Piece]) -> None:
+            layer, slab, piece = job
+            try:
+                self.read(piece, slab)
+            except ReadError as exc:
+                raise stream_error(exc, layer, piece.extent) from exc
+
+        jobs = [(layer, slab, p) for layer, slab in zip(layers, slabs, strict=True) for p in cut(layer.extents)]
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as threads:
+            for _ in threads.map(read, jobs):
+                pass
+
+
+class ReadError(Exception):
+    """Bytes that could not be read."""
+
+    def __init__(self, offset: int, reason: str) -> None:
+        super().__init__(reason)
+        self.offset = offset
+
+
+def stream_error(error: ReadError, layer: LayerWeights, extent: Extent) -> StreamError:
+    """The same in terms of files and tensors."""
+    tensor = layer.tensor_at(extent.file, error.offset)
+    return StreamError(f"{extent.file}: {layer.name}, tensor {tensor}, byte {error.offset}: {error}")
+
+
+def cut(extents: Sequence[Extent]) -> list[Piece]:
+    """Extents in pieces of one read each."""
+    return [
+        Piece(extent, begin, min(PIECE_BYTES, extent.num_bytes - begin))
+        for extent in extents
+        for begin in range(0, extent.num_bytes, PIECE_BYTES)
+    ]
+
+
+def _open(file: Path) -> _File:
+    """Opens past the page cache where the file system lets us, proved by one read."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, ALIGNMENT) as probe:
+                os.preadv(descriptor, [probe], 0)
+            return _File(descriptor, True)
+        except OSError:
+            os.close(descriptor)
+    except OSError:
+        pass
+    logger.warning("%s: the file system refuses O_DIRECT; reading through the page cache", file)
+    return _File(os.open(file, os.O_RDONLY), False)

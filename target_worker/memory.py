@@ -1,0 +1,67 @@
+"""How much memory there is to take, and what a sweep takes beside weights and KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from bough.model.loading import Skeleton
+
+SHARE = 0.8  # of what is free: others live here too
+HIDDEN_COPIES = 8  # of a batch's hidden states at once: residuals, norms, queries, attention's result, rotary tables
+FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
+
+
+def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """What this process may still take of the host's memory: of the machine, and of the control group it is in."""
+    available = _meminfo(proc)["MemAvailable"]
+    for limit, usage in _cgroup_files(proc, cgroup):
+        try:
+            available = min(available, int(limit.read_text()) - int(usage.read_text()))
+        except (OSError, ValueError):
+            continue  # not there, or "max"
+    return max(available, 0)
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """What this process may still take of an accelerator's memory; on the CPU, that is the host's."""
+    return free_host_bytes() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+
+
+def activation_bytes(skeleton: Skeleton, rows: int, max_sweep_tokens: int, max_nodes: int, max_context: int) -> int:
+    """What a sweep takes at most beside weights and slots; an estimate from above, checked by tests/test_memory.py."""
+    config, size = skeleton.config, skeleton.dtype.itemsize
+    tokens = -(-max_sweep_tokens // rows) * rows
+    hidden = tokens * int(config.hidden_size) * size * HIDDEN_COPIES
+    intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
+    shape = skeleton.kv_shape()
+    attention = 2 * (max_context + max_nodes) * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
+    head = tokens * skeleton.vocab_size * size * 2  # in parts, then in one piece
+    judged = max_nodes * skeleton.vocab_size * FLOAT32_BYTES + 8 * skeleton.vocab_size * FLOAT64_BYTES
+    return hidden + intermediate + attention + head + judged
+
+
+def resident_bytes(skeleton: Skeleton) -> int:
+    """Embeddings, final norm and output head, each tensor once."""
+    shapes = {slot.source.places: slot.source.shape for slot in skeleton.resident_slots}
+    return sum(torch.Size(shape).numel() for shape in shapes.values()) * skeleton.dtype.itemsize
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) >= 2}
+
+
+def _cgroup_files(proc: Path, cgroup: Path) -> list[tuple[Path, Path]]:
+    """Limit and usage of the control groups that this process is in, of both versions."""
+    files = []
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for folder in (path.lstrip("/"), ""):  # inside a container the own group may be mounted as the root
+            if "memory" in controllers.split(","):
+                base = cgroup / "memory" / folder
+                files.append((base / "memory.limit_in_bytes", base / "memory.usage_in_bytes"))
+            elif not controllers:
+                files.append((cgroup / folder / "memory.max", cgroup / folder / "memory.current"))
+    return files

@@ -1,0 +1,162 @@
+"""Which layer lives where, within budgets of memory that are never exceeded. Sizes in, places out: reads nothing.
+
+A byte that stays does not cross the link again, so layers stay resident as far as memory goes. What does not fit
+streams through a ring. The resident ones are spread evenly among the others: while they are computed, the link gets
+ahead, so that the ring neither starves in one place nor stands full in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from bough.errors import ConfigError
+
+MIN_SLABS = 2  # one that is computed on, one that is filled
+RING_SHARE = 0.25  # of the memory left for layers, where not all fit
+
+
+class Tier(Enum):
+    """Where a layer lives."""
+
+    RESIDENT = "resident"  # in the accelerator's own memory
+    HOST = "host"  # in pinned memory of the host; only where that is not the accelerator's own
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Bytes of device memory that are taken whatever the placement."""
+
+    resident: int  # embeddings, final norm, output head
+    kv: int
+    activations: int
+    scratch: int  # for weights that are unpacked layer by layer
+
+    @property
+    def total(self) -> int:
+        return self.resident + self.kv + self.activations + self.scratch
+
+    def __str__(self) -> str:
+        names = {"embeddings and head": self.resident, "KV slots": self.kv, "activations": self.activations}
+        if self.scratch:
+            names["unpacking"] = self.scratch
+        return ", ".join(f"{name} {gigabytes(size)}" for name, size in names.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A tier for each layer, and the slabs through which the others stream."""
+
+    tiers: tuple[Tier, ...]
+    layer_bytes: tuple[int, ...]
+    fixed: Fixed
+    num_slabs: int  # of the ring through which layers that are not resident reach the accelerator
+    num_host_slabs: int = 0  # of the ring between disk and host memory, where there are three tiers
+
+    def layers(self, tier: Tier) -> tuple[int, ...]:
+        """Layers of a tier, in order."""
+        return tuple(index for index, where in enumerate(self.tiers) if where is tier)
+
+    def num_bytes(self, tier: Tier) -> int:
+        """Of all layers of a tier."""
+        return sum(self.layer_bytes[index] for index in self.layers(tier))
+
+    @property
+    def slab_bytes(self) -> int:
+        """The largest layer that streams."""
+        streamed = (size for size, tier in zip(self.layer_bytes, self.tiers, strict=True) if tier is not Tier.RESIDENT)
+        return max(streamed, default=0)
+
+    @property
+    def link_bytes(self) -> int:
+        """What crosses the link in every sweep."""
+        return self.num_bytes(Tier.HOST) + self.num_bytes(Tier.DISK)
+
+    @property
+    def device_bytes(self) -> int:
+        """What is taken of the accelerator's memory."""
+        return self.fixed.total + self.num_bytes(Tier.RESIDENT) + self.num_slabs * self.slab_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What is taken of the host's memory, where that is not the accelerator's."""
+        return self.num_bytes(Tier.HOST) + self.num_host_slabs * self.slab_bytes
+
+    def __str__(self) -> str:
+        parts = [
+            f"{len(self.layers(tier))} layers {tier.value} ({gigabytes(self.num_bytes(tier))})"
+            for tier in Tier
+            if self.layers(tier)
+        ]
+        if self.num_slabs:
+            parts.append(f"ring of {self.num_slabs} slabs ({gigabytes(self.num_slabs * self.slab_bytes)})")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What may be taken, in bytes."""
+
+    device: int
+    host: int  # 0 where the host is the accelerator
+    ring: int  # at most, of the device budget
+    max_resident: int  # layers at most
+
+
+def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placement:
+    """Keeps as many layers resident as the budgets allow, and streams the rest.
+
+    Raises:
+        ConfigError: the budget holds not even two layers beside what is always there.
+    """
+    sizes, num_layers = tuple(layer_bytes), len(layer_bytes)
+    room = budgets.device - fixed.total
+    if sum(sizes) <= room and num_layers <= budgets.max_resident:
+        return Placement((Tier.RESIDENT,) * num_layers, sizes, fixed, 0)
+    least = min(MIN_SLABS, num_layers) * max(sizes)
+    ring = min(budgets.ring, max(least, int(room * RING_SHARE)))
+    if room < least or ring < least:
+        flag, have = ("--device-memory", room) if room < least else ("--ring-memory", ring)
+        raise ConfigError(
+            f"{flag}: {gigabytes(budgets.device if room < least else budgets.ring)}; {gigabytes(max(have, 0))} are "
+            f"left for layers ({fixed}), but {MIN_SLABS} layers of {gigabytes(max(sizes))} must fit; "
+            f"{gigabytes((fixed.total if room < least else 0) + least)} or more would do"
+        )
+    num_slabs = min(ring // max(sizes), num_layers)
+    resident = _most_that_fit(sizes, range(num_layers), room - num_slabs * max(sizes), budgets.max_resident)
+    streamed = [index for index in range(num_layers) if index not in resident]
+    host, num_host_slabs = _place_on_host(sizes, streamed, budgets.host)
+    tiers = (Tier.RESIDENT if i in resident else Tier.HOST if i in host else Tier.DISK for i in range(num_layers))
+    return Placement(tuple(tiers), sizes, fixed, min(num_slabs, len(streamed)), num_host_slabs)
+
+
+def _place_on_host(sizes: Sequence[int], streamed: Sequence[int], budget: int) -> tuple[frozenset[int], int]:
+    """Layers for host memory, and slabs of a ring for those that find no room there."""
+    if sum(sizes[index] for index in streamed) <= budget:
+        return frozenset(streamed), 0
+    slab = max(sizes[index] for index in streamed)
+    if budget < MIN_SLABS * slab:
+        return frozenset(), 0
+    num_slabs = max(MIN_SLABS, int(budget * RING_SHARE) // slab)
+    return _most_that_fit(sizes, streamed, budget - num_slabs * slab, len(streamed)), min(num_slabs, len(streamed))
+
+
+def _most_that_fit(sizes: Sequence[int], among: Sequence[int], room: int, most: int) -> frozenset[int]:
+    """As many layers as fit, evenly spread."""
+    for count in range(min(most, len(among)), 0, -1):
+        chosen = spread(count, among)
+        if sum(sizes[index] for index in chosen) <= room:
+            return frozenset(chosen)
+    return frozenset()
+
+
+def spread(count: int, among: Sequence[int]) -> list[int]:
+    """`count` of some layers, as evenly as can be."""
+    return [among[(2 * i + 1) * len(among) // (2 * count)] for i in range(count)]
+
+
+def gigabytes(num_bytes: int) -> str:
+    """For people."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10_000_000 else f"{num_bytes / 1e6:.2f} MB"

@@ -1,0 +1,49 @@
+"""A streamed model as the target worker puts it together, for tests that look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from bough.model.batch import Batch, Segment
+from bough.model.checkpoint import Checkpoint
+from bough.model.kv import KVSlot
+from bough.model.loading import build_skeleton
+from bough.model.pack import read_checksums
+from bough.tree import Tree
+from target_worker.placement import Budgets, Fixed, place
+from target_worker.sweep import StreamedModel
+from target_worker.tiers import Tiers
+from target_worker.weights import plan_layer
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def streamed(folder: Path, dtype: torch.dtype, rows: int = 16, max_resident: int = 0) -> Iterator[StreamedModel]:
+    """A model whose layers stream through two slabs, but for `max_resident` of them."""
+    skeleton = build_skeleton(Checkpoint.open(folder), dtype)
+    layers = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
+    sizes = [layer.num_bytes for layer in layers]
+    budgets = Budgets(device=sum(sizes) * 2, host=0, ring=2 * max(sizes), max_resident=max_resident)
+    placement = place(sizes, Fixed(0, 0, 0, 0), budgets)
+    with Tiers(layers, placement, num_threads=2, checksums=read_checksums(folder)) as tiers:
+        yield StreamedModel(skeleton, tiers, rows, CPU)
+
+
+def new_slot(model: StreamedModel) -> KVSlot:
+    """Room for a session of a few hundred tokens."""
+    return KVSlot(model.skeleton.kv_shape(), 400, CPU)
+
+
+def plain_logits(model: StreamedModel, tokens: list[int]) -> list[torch.Tensor]:
+    """Decoding one token at a time; entry i is what follows tokens[: i + 1]."""
+    slot, logits = new_slot(model), []
+    for position, token in enumerate(tokens):
+        batch = Batch([Segment.tree(slot, position, Tree.root(token))], model.rows, CPU)
+        logits.append(model.sweep(batch)[0][0].clone())
+        slot.compact([position], [token])
+    return logits

@@ -1,0 +1,296 @@
+"""Weights in 4 and 8 bits: bough's own, GPTQ's and AWQ's, each bit for bit what the written-out weights give."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, save_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import plain_logits, streamed
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from bough.errors import CheckpointError, ConfigError, StreamError
+from bough.model import pack as packing
+from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace
+from bough.model.loading import build_skeleton
+from bough.model.pack import GROUP_SIZES, MANIFEST_NAME, pack, quantize
+from bough.model.packed import Packed
+from bough.model.source import FreshMemory
+
+TOKENS = [5, 6, 7, 200, 31]
+MIXTRAL = MixtralConfig(
+    vocab_size=262,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=4,
+    max_position_embeddings=256,
+    initializer_range=0.2,
+    eos_token_id=261,
+)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def rewrite(
+    source: Path, folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, object] | None
+) -> Path:
+    """The same model with other tensors and another quantization_config."""
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors" and file.name not in (INDEX_NAME, MANIFEST_NAME):
+            shutil.copyfile(file, folder / file.name)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)
+    if quantization:
+        config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def written_out(packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """The format in the plainest words: element by element."""
+    rows, size = packed.shape[0], GROUP_SIZES[bits]
+    columns = packed.shape[1] * 8 // bits
+    out = torch.empty(rows, columns)
+    for column in range(columns):
+        group, j = divmod(column, size)
+        if bits == 8:
+            integer = packed[:, column].float()
+        else:
+            byte = packed[:, group * size // 2 + j % (size // 2)].int()
+            integer = ((byte >> 4 if j >= size // 2 else byte & 15) - 8).float()
+        out[:, column] = integer * scales[:, group].float()
+    return out.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
+def test_a_packed_model_is_bitwise_the_model_with_its_weights_written_out(
+    config: object, bits: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    original = save_model(tmp_path / "original", config)  # type: ignore[arg-type]
+    pack(str(original), bits, tmp_path / "packed", shard_bytes=100_000)
+    values, packed = {}, tensors_of(tmp_path / "packed")
+    for name, tensor in packed.items():
+        if name.endswith(".packed"):
+            base = name.removesuffix(".packed")
+            values[base] = written_out(tensor, packed[f"{base}.packed_scales"], bits, dtype)
+        elif not name.endswith(".packed_scales"):
+            values[name] = tensor
+    matrices = {n: t for n, t in tensors_of(original).items() if "proj" in n or ".experts." in n}
+    assert {n.removesuffix(".packed") for n in packed if n.endswith(".packed")} == {
+        name for name, tensor in matrices.items() if tensor.shape[1] % GROUP_SIZES[bits] == 0
+    }, "all matrices of the layers, and neither embeddings nor routers"
+    plain = rewrite(original, tmp_path / "plain", values, None)
+    with streamed(tmp_path / "packed", dtype) as mine, streamed(plain, dtype) as theirs:
+        for left, right in zip(plain_logits(mine, TOKENS), plain_logits(theirs, TOKENS), strict=True):
+            assert torch.equal(left, right)
+    if dtype == torch.float32:
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
+        torch.testing.assert_close(left, model(torch.tensor([TOKENS])).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), bits=st.sampled_from([4, 8]), scale=st.floats(1e-3, 1e3))
+def test_packing_errs_by_less_than_half_a_step_and_not_at_all_the_second_time(
+    seed: int, bits: int, scale: float
+) -> None:
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed)) * scale
+    packed, scales = quantize(weight, bits)
+    place = [
+        TensorPlace("w", Path(), 0, t.numel() * t.itemsize, d, tuple(t.shape))
+        for t, d in ((packed, "U8" if bits == 4 else "I8"), (scales, "F16"))
+    ]
+    source = Packed(place[0], place[1], bits)
+    value = source.value(
+        [packed.view(torch.uint8).flatten(), scales.view(torch.uint8).flatten()],
+        torch.float32,
+        FreshMemory(torch.device("cpu")),
+    )
+    assert torch.equal(value, written_out(packed, scales, bits, torch.float32))
+    steps = scales.float().abs().repeat_interleave(GROUP_SIZES[bits], 1)
+    is_inside = weight.abs() <= 7 * steps if bits == 4 else weight.abs() <= 127 * steps
+    assert ((value - weight).abs()[is_inside] <= 0.5001 * steps[is_inside]).all()
+    again = quantize(value, bits)
+    assert torch.allclose(written_out(*again, bits, torch.float32), value, rtol=2e-3, atol=0)
+
+
+def gptq(
+    weight: torch.Tensor, bits: int, group: int, rng: np.random.Generator, in_order: bool
+) -> tuple[dict, torch.Tensor]:
+    """Packs a matrix as GPTQModel does, badly; returns the tensors and the values that they stand for."""
+    outputs, inputs = weight.shape
+    highest = 2**bits - 1
+    groups = np.arange(inputs) // group if in_order else rng.permutation(np.arange(inputs) // group)
+    scales = torch.from_numpy(rng.uniform(0.1, 1.0, (inputs // group, outputs)) / 2**bits / 4).half()
+    zeros = rng.integers(1, highest, (inputs // group, outputs))
+    integers = rng.integers(0, highest + 1, (inputs, outputs))
+    value = torch.from_numpy(integers - zeros[groups]).float() * scales[groups].float()
+    per_word = 32 // bits
+    words = np.zeros((inputs // per_word, outputs), np.uint32)
+    for k in range(inputs):
+        words[k // per_word] |= integers[k].astype(np.uint32) << np.uint32(bits * (k % per_word))
+    packed_zeros = np.zeros((inputs // group, outputs // per_word), np.uint32)
+    for n in range(outputs):
+        packed_zeros[:, n // per_word] |= (zeros[:, n] - 1).astype(np.uint32) << np.uint32(bits * (n % per_word))
+    tensors = {
+        "qweight": torch.from_numpy(words.view(np.int32)),
+        "qzeros": torch.from_numpy(packed_zeros.view(np.int32)),
+        "scales": scales,
+        "g_idx": torch.from_numpy(groups.astype(np.int32)),
+    }
+    return tensors, value.t()
+
+
+def awq(
+    weight: torch.Tensor, bits: int, group: int, rng: np.random.Generator, in_order: bool
+) -> tuple[dict, torch.Tensor]:
+    """Packs a matrix as AutoAWQ does, badly."""
+    outputs, inputs = weight.shape
+    scales = torch.from_numpy(rng.uniform(0.005, 0.02, (inputs // group, outputs))).half()
+    zeros = rng.integers(0, 16, (inputs // group, outputs))
+    integers = rng.integers(0, 16, (inputs, outputs))
+
+    def words(values: np.ndarray) -> torch.Tensor:
+        out = np.zeros((len(values), outputs // 8), np.uint32)
+        for i, column in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):  # AutoAWQ's order
+            out |= values[:, column::8].astype(np.uint32) << np.uint32(4 * i)
+        return torch.from_numpy(out.view(np.int32))
+
+    value = torch.from_numpy(integers - zeros.repeat(group, 0)).float() * scales.float().repeat_interleave(group, 0)
+    return {"qweight": words(integers), "qzeros": words(zeros), "scales": scales}, value.t()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("make", "bits", "in_order", "quantization"),
+    [
+        (gptq, 4, True, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+        (gptq, 4, False, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}),
+        (gptq, 8, True, {"quant_method": "gptq", "bits": 8, "group_size": 32}),
+        (awq, 4, True, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
+    ],
+)
+def test_community_checkpoints_load_as_they_are(
+    tiny: Path,
+    tmp_path: Path,
+    make,
+    bits: int,
+    in_order: bool,
+    quantization: dict[str, object],
+    dtype: torch.dtype,  # type: ignore[no-untyped-def]
+) -> None:
+    rng = np.random.default_rng(4)
+    packed, plain = {}, {}
+    for name, tensor in tensors_of(tiny).items():
+        if "proj" not in name:
+            packed[name] = plain[name] = tensor
+            continue
+        parts, value = make(tensor, bits, 32, rng, in_order)
+        packed.update({f"{name.removesuffix('.weight')}.{part}": data for part, data in parts.items()})
+        plain[name] = value.to(dtype)
+    quantized = rewrite(tiny, tmp_path / "quantized", packed, quantization)
+    written = rewrite(tiny, tmp_path / "written", plain, None)
+    with streamed(quantized, dtype) as mine, streamed(written, dtype) as theirs:
+        for left, right in zip(plain_logits(mine, TOKENS), plain_logits(theirs, TOKENS), strict=True):
+            torch.testing.assert_close(left, right, atol=1e-4 if dtype == torch.float32 else 5e-2, rtol=2e-2)
+    slots = build_skeleton(Checkpoint.open(quantized), dtype).layer_slots[1]
+    for slot in slots:
+        raw = [
+            torch.from_numpy(np.fromfile(p.file, np.uint8, p.num_bytes, offset=p.offset)) for p in slot.source.places
+        ]
+        slot.bind(raw, dtype, FreshMemory(torch.device("cpu")))
+        wanted = plain[slot.source.places[0].name.replace("qweight", "weight")].to(dtype)
+        assert torch.equal(getattr(slot.module, slot.key), wanted)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "mxfp4"}, "quant_method: 'mxfp4' cannot be read; bough, gptq, awq can"),
+        ({"quant_method": "gptq", "bits": 3}, "bits: 3; 4 or 8 can be read"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: 'gemv' cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    tiny: Path, tmp_path: Path, quantization: dict[str, object], message: str
+) -> None:
+    folder = rewrite(tiny, tmp_path / "model", tensors_of(tiny), quantization)
+    with pytest.raises(CheckpointError, match=message):
+        build_skeleton(Checkpoint.open(folder), torch.float32)
+
+
+def test_a_packed_weight_without_its_scales_is_named(tiny: Path, tmp_path: Path) -> None:
+    pack(str(tiny), 4, tmp_path / "packed")
+    tensors = tensors_of(tmp_path / "packed")
+    del tensors["model.layers.1.mlp.up_proj.weight.packed_scales"]
+    folder = rewrite(tiny, tmp_path / "model", tensors, {"quant_method": "bough", "bits": 4})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight\.packed_scales.* is missing"):
+        build_skeleton(Checkpoint.open(folder), torch.float32)
+
+
+def test_packing_goes_on_where_it_was_interrupted(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    pack(str(tiny), 4, whole, shard_bytes=100_000)
+    real, calls = packing.save_file, []
+
+    def fails(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+        calls.append(file)
+        if len(calls) == 3:
+            file.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(tensors, file, metadata=metadata)
+
+    monkeypatch.setattr(packing, "save_file", fails)
+    with pytest.raises(ConfigError, match=r"packed-00002.*the disk is full; make room and run the same command again"):
+        pack(str(tiny), 4, broken, shard_bytes=100_000)
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        Checkpoint.open(broken)
+    pack(str(tiny), 4, broken, shard_bytes=100_000)
+    assert len(calls) == len(list(whole.glob("*.safetensors"))) + 1, "whole shards are not written again"
+    assert {f.name: f.read_bytes() for f in broken.iterdir()} == {f.name: f.read_bytes() for f in whole.iterdir()}
+
+
+def test_packing_refuses_what_would_overwrite(tiny: Path, tmp_path: Path) -> None:
+    pack(str(tiny), 4, tmp_path / "packed")
+    with pytest.raises(ConfigError, match="holds another packed model"):
+        pack(str(tiny), 8, tmp_path / "packed")
+    with pytest.raises(ConfigError, match="is the model itself"):
+        pack(str(tiny), 4, tiny)
+    with pytest.raises(ConfigError, match="is packed already"):
+        pack(str(tmp_path / "packed"), 4, tmp_path / "twice")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        pack(str(tiny), 4, tmp_path / "full")
+
+
+@pytest.mark.parametrize("max_resident", [0, 4])
+def test_a_byte_that_has_changed_is_found_and_named(tiny: Path, tmp_path: Path, max_resident: int) -> None:
+    folder = tmp_path / "packed"
+    pack(str(tiny), 4, folder)
+    place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight.packed"]
+    whole = place.file.read_bytes()
+    damaged = bytearray(whole)
+    damaged[place.offset + 5] ^= 1
+    place.file.write_bytes(damaged)
+    with streamed(folder, torch.float32, max_resident=max_resident) as model:
+        with pytest.raises(StreamError, match=r"layers\.2\.mlp\.up_proj\.weight\.packed .*checksum"):
+            plain_logits(model, TOKENS)
+        if max_resident == 0:
+            place.file.write_bytes(whole)
+            assert len(plain_logits(model, TOKENS)) == len(TOKENS), "it goes on when the file is whole again"
