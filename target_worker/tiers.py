@@ -8,8 +8,8 @@ from types import TracebackType
 
 import torch
 
+from bough.placement import Placement, Tier
 from target_worker.disk import Disk, Slab
-from target_worker.placement import Placement, Tier
 from target_worker.stream import LinkFigures, Ring
 from target_worker.weights import LayerWeights
 

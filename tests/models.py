@@ -13,8 +13,8 @@ from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
 from bough.model.loading import build_skeleton
 from bough.model.pack import read_checksums
+from bough.placement import Budgets, Fixed, place
 from bough.tree import Tree
-from target_worker.placement import Budgets, Fixed, place
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
 from target_worker.weights import plan_layer

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import ConfigError
-from target_worker.placement import MIN_SLABS, Budgets, Fixed, Placement, Tier, place, spread
+from bough.placement import MIN_SLABS, Budgets, Fixed, Placement, Tier, place, spread
 
 NOTHING = Fixed(0, 0, 0, 0)
 SIZES = st.lists(st.integers(50, 150), min_size=1, max_size=60)
