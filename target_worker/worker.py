@@ -17,13 +17,13 @@ from bough.messages import Context, VerifyCall, VerifyResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
 from bough.model.loading import DTYPES, build_skeleton
+from bough.model.memory import SHARE, activation_bytes, free_device_bytes, resident_bytes
 from bough.model.pack import read_checksums
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Budgets, Fixed, Placement, gigabytes, place
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.engine import Engine
-from target_worker.memory import SHARE, activation_bytes, free_device_bytes, resident_bytes
 from target_worker.slots import SlotPool
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
