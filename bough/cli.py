@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `doctor`."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `doctor`, `pack`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ def _command(name: str) -> Command:
         from bough.commands.up import up as command
     elif name == "doctor":
         from bough.commands.doctor import doctor as command
+    elif name == "pack":
+        from bough.commands.pack import pack as command
     elif name == "chat":
         from bough.commands.talk import chat as command
     else:
@@ -71,6 +73,7 @@ def argument_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="everything from nothing: build the model, start, compare"))
     _add_up(commands.add_parser("up", help="start the index, the workers and the orchestrator, and keep them running"))
+    _add_pack(commands.add_parser("pack", help="write a smaller checkpoint, in 4 or 8 bits"))
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", help="what to answer; - reads standard input")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
@@ -98,6 +101,12 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
     parser.add_argument("--index-url", default="", help="a running Redis or Valkey; one is started by default")
+
+
+def _add_pack(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="model folder or cached hub id, in 16 or 32 bits")
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="for a weight (default 4)")
+    parser.add_argument("--out", help="folder to write, or to go on writing; MODEL-4bit here by default")
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:

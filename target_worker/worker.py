@@ -20,7 +20,7 @@ from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import SHARE, activation_bytes, free_device_bytes, resident_bytes
 from bough.model.pack import read_checksums
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.placement import Budgets, Fixed, Placement, gigabytes, place
+from bough.placement import Budgets, Fixed, Placement, Tier, gigabytes, place
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.engine import Engine
@@ -46,7 +46,7 @@ class TargetWorker:
         self._name = config.model_name or checkpoint.folder.name
         self._device = torch.device("cpu")
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
-        self._layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
+        self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
         self.vocab_size = self._skeleton.vocab_size
         self.max_nodes = config.max_nodes
         self._max_context = min(config.max_context, self._skeleton.max_positions)
@@ -54,7 +54,7 @@ class TargetWorker:
         pool = self._make_pool()
         self._placement = self._place(pool)
         self._resources = ExitStack()
-        tiers = Tiers(self._layers, self._placement, config.link_threads, read_checksums(checkpoint.folder))
+        tiers = Tiers(self.layers, self._placement, config.link_threads, read_checksums(checkpoint.folder))
         self._resources.enter_context(tiers)
         self._is_direct = tiers.is_direct
         model = StreamedModel(self._skeleton, tiers, config.rows, self._device)
@@ -78,6 +78,11 @@ class TargetWorker:
     def close(self) -> None:
         """Ends the sweep thread and the link."""
         self._resources.close()
+
+    @property
+    def streamed_layers(self) -> tuple[int, ...]:
+        """Layers that cross the link in every sweep."""
+        return tuple(i for i in range(len(self.layers)) if self._placement.tiers[i] is not Tier.RESIDENT)
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
@@ -135,15 +140,15 @@ class TargetWorker:
             resident_bytes(skeleton),
             pool.num_slots * self._slot_rows * skeleton.kv_shape().row_bytes,
             activation_bytes(skeleton, config.rows, self._max_sweep_tokens, config.max_nodes, self._max_context),
-            max(layer.scratch_bytes(skeleton.dtype) for layer in self._layers),
+            max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers),
         )
         budgets = Budgets(
             device=config.device_memory or int(free * SHARE),
             host=0,
             ring=config.ring_memory,
-            max_resident=len(self._layers) if config.resident_layers < 0 else config.resident_layers,
+            max_resident=len(self.layers) if config.resident_layers < 0 else config.resident_layers,
         )
-        placement = place([layer.num_bytes for layer in self._layers], fixed, budgets)
+        placement = place([layer.num_bytes for layer in self.layers], fixed, budgets)
         said = "as told" if config.device_memory else f"{SHARE:.0%} of the {gigabytes(free)} that are free"
         logger.info("memory budget %s (%s): %s; %s", gigabytes(budgets.device), said, placement, fixed)
         return placement

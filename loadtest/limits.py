@@ -1,0 +1,62 @@
+"""Runs a command with a limit on its memory, page cache included, and on how fast it may read: control groups, as root.
+
+So that a machine whose memory holds the whole model can stand for one whose memory does not.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@contextmanager
+def limited(memory_bytes: int = 0, read_bytes_per_second: int = 0, disk_of: Path = Path()) -> Iterator[list[str]]:
+    """Words to put before a command; 0 is no limit, `disk_of` any path on the disk that is slowed down.
+
+    Raises:
+        OSError: control groups of version 1 are not to be had, or not by this user.
+    """
+    groups: list[Path] = []
+    try:
+        if memory_bytes:
+            _write(_new(groups, "memory") / "memory.limit_in_bytes", memory_bytes)
+        if read_bytes_per_second:
+            device = os.stat(disk_of).st_dev
+            limit = f"{os.major(device)}:{os.minor(device)} {read_bytes_per_second}"
+            _write(_new(groups, "blkio") / "blkio.throttle.read_bps_device", limit)
+        yield _entering(groups)
+    finally:
+        for group in groups:
+            with suppress(OSError):  # a process may still be ending in it
+                group.rmdir()
+
+
+def can_limit() -> bool:
+    """Whether `limited` works here."""
+    try:
+        with limited(memory_bytes=1 << 40):
+            return True
+    except OSError:
+        return False
+
+
+def _new(groups: list[Path], controller: str) -> Path:
+    group = CGROUPS / controller / f"bough-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    groups.append(group)
+    return group
+
+
+def _write(file: Path, value: object) -> None:
+    file.write_text(str(value))
+
+
+def _entering(groups: Sequence[Path]) -> list[str]:
+    """A shell that joins the groups and becomes the command."""
+    joins = "".join(f"echo $$ > {group}/cgroup.procs && " for group in groups)
+    return ["sh", "-c", joins + 'exec "$@"', "sh"]

@@ -1,0 +1,177 @@
+"""What `loadtest.sweep` compares, each in a process of its own that reads commands from standard input.
+
+    python -m loadtest.sweep_engines bough --model FOLDER --resident-layers 0 ...
+    python -m loadtest.sweep_engines transformers FOLDER
+    python -m loadtest.sweep_engines accelerate FOLDER
+
+A command is a JSON list of a name and numbers; each is answered by one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from bough.config import TargetConfig, parse
+from bough.messages import Context, VerifyCall
+from bough.sampling import SamplingParams
+from bough.tree import Tree
+from target_worker.disk import Disk, Slab
+from target_worker.worker import TargetWorker
+
+NUM_RAW_SLABS = 16
+PROMPT = list(range(100, 164))
+
+
+class Engine(Protocol):
+    """Something that passes tokens through a model."""
+
+    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
+        """Seconds and more of `repeats` passes, one right after another."""
+        ...
+
+
+def random_tree(num_nodes: int, root: int, seed: int) -> Tree:
+    """Of the kind that best-first growth makes: most nodes near the root."""
+    rng = np.random.default_rng(seed)
+    parents = [-1] + [int(rng.integers(max(0, node - 6), node)) for node in range(1, num_nodes)]
+    tokens = [root] + [1000 + node for node in range(1, num_nodes)]
+    return Tree.of(tokens, parents, [0.0] * num_nodes)
+
+
+class Bough:
+    """The target worker as it is, without gRPC."""
+
+    def __init__(self, flags: list[str]) -> None:
+        self._config = parse(TargetConfig, "bench", flags, {})
+        self._baseline = _status("VmRSS")
+        began = time.perf_counter()
+        self._worker = TargetWorker(self._config, "bench")
+        self._start_seconds = time.perf_counter() - began
+        self._tokens, self._held, self._round = list(PROMPT), 0, 0
+        self._slabs: list[Slab] = []
+        self.sweep(1, 1)
+
+    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
+        """Rounds of one session with trees of `num_tokens` nodes, drawing and committing included."""
+        figures = []
+        for _ in range(repeats):
+            context = Context.of("bench", self._tokens, self._held, len(PROMPT))
+            tree = random_tree(num_tokens, self._tokens[-1], seed=self._round)
+            call = VerifyCall(context, 1, self._round, tree, SamplingParams(temperature=0.0))
+            result = self._worker.verify(call).result()
+            accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
+            self._tokens += [*accepted, result.verdict.bonus_token]
+            self._held, self._round, timings = result.held_length, self._round + 1, result.timings
+            figures.append(
+                {
+                    "seconds": timings.total_ns / 1e9,
+                    "wait_seconds": timings.wait_ns / 1e9,
+                    "link_seconds": timings.link_ns / 1e9,
+                    "link_bytes": timings.link_bytes,
+                }
+            )
+        return figures
+
+    def raw(self) -> dict[str, float]:
+        """Reads what crosses the link in a sweep, and computes nothing."""
+        layers = [self._worker.layers[index] for index in self._worker.streamed_layers]
+        while len(self._slabs) < NUM_RAW_SLABS:
+            self._slabs.append(Slab.allocate(max(layer.num_bytes for layer in layers)))
+            self._slabs[-1].bytes.zero_()  # memory that is not there yet would be charged to the link
+        slabs = self._slabs
+        disk = Disk(extent.file for layer in layers for extent in layer.extents)
+        began = time.perf_counter()
+        disk.load(layers, [slabs[i % NUM_RAW_SLABS] for i in range(len(layers))], self._config.link_threads)
+        seconds = time.perf_counter() - began
+        disk.close()
+        return {"seconds": seconds, "bytes": sum(e.num_bytes for layer in layers for e in layer.extents)}
+
+    def memory(self) -> dict[str, float]:
+        """Bytes: the peak of this process, and what it took before it knew of a model."""
+        return {"peak": _status("VmHWM"), "baseline": self._baseline, "start_seconds": self._start_seconds}
+
+
+class Transformers:
+    """The model whole in memory, run by transformers as it comes."""
+
+    def __init__(self, flags: list[str]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        self._model = AutoModelForCausalLM.from_pretrained(flags[0], dtype=torch.bfloat16)
+
+    @torch.inference_mode()
+    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
+        """Forward passes of as many tokens after the same prompt."""
+        figures = []
+        for _ in range(repeats):
+            cache = self._model(torch.tensor([PROMPT]), use_cache=True).past_key_values
+            began = time.perf_counter()
+            self._model(torch.arange(1000, 1000 + num_tokens)[None], past_key_values=cache)
+            figures.append({"seconds": time.perf_counter() - began})
+        return figures
+
+
+class Accelerate:
+    """Hugging Face accelerate's disk offload: every decoder layer on disk."""
+
+    def __init__(self, flags: list[str]) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        num_layers = AutoConfig.from_pretrained(flags[0]).num_hidden_layers
+        outside = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+        layers = {f"model.layers.{index}": "disk" for index in range(num_layers)}
+        self._folder = tempfile.TemporaryDirectory(dir=Path(flags[0]).parent)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            flags[0], dtype=torch.bfloat16, device_map={**outside, **layers}, offload_folder=self._folder.name
+        )
+
+    @torch.inference_mode()
+    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
+        """Decoding steps after the prompt, of one token each whatever is asked."""
+        output = self._model(torch.tensor([PROMPT]), use_cache=True)
+        figures = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            token = output.logits[:, -1:].argmax(-1)
+            output = self._model(token, past_key_values=output.past_key_values)
+            figures.append({"seconds": time.perf_counter() - began})
+        return figures
+
+
+def _status(name: str) -> int:
+    """Bytes, from /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+ENGINES: dict[str, Callable[[list[str]], Engine]] = {
+    "bough": Bough,
+    "transformers": Transformers,
+    "accelerate": Accelerate,
+}
+
+
+def main() -> None:
+    """Answers commands until standard input ends."""
+    engine = ENGINES[sys.argv[1]](sys.argv[2:])
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        name, *numbers = json.loads(line)
+        answer: Any = getattr(engine, name)(*numbers)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
