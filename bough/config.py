@@ -114,7 +114,9 @@ class TargetConfig(WorkerConfig):
 
     rows: int = setting(64, _count, "rows of every matrix product: equal sizes make equal bits (DESIGN.md, rule 2)")
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
-    ring_memory: int = setting(512 * 1000**2, parse_bytes, "of that, at most so much for layers that were read ahead")
+    ring_memory: int = setting(
+        0, parse_bytes, "of that, at most so much for layers that were read ahead; 0 takes 512MB, or two large layers"
+    )
     resident_layers: int = setting(-1, _number(int, -1), "most layers that stay in memory; -1 is as many as fit")
     link_threads: int = setting(4, _count, "threads that read weights")
     max_sweep_tokens: int = setting(1024, _count, "most tokens of one sweep, all sessions together")
