@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `doctor`."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `plan`, `doctor`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import fields
 
 from bough import __version__
-from bough.config import DEFAULT_PORT, DTYPE_NAMES
+from bough.config import DEFAULT_PORT, DTYPE_NAMES, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions, Speculation
 
+PLAN_SETTINGS = (
+    "draft", "device", "device_memory", "host_memory", "kv_memory", "ring_memory", "resident_layers", "max_context",
+    "max_nodes", "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed", "compute_speed",
+    "memory_speed", "unpack_speed", "tokens_per_round",
+)  # fmt: skip
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
@@ -36,6 +42,8 @@ def _command(name: str) -> Command:
         from bough.commands.up import up as command
     elif name == "doctor":
         from bough.commands.doctor import doctor as command
+    elif name == "plan":
+        from bough.commands.plan import plan as command
     elif name == "chat":
         from bough.commands.talk import chat as command
     else:
@@ -80,6 +88,7 @@ def argument_parser() -> argparse.ArgumentParser:
     chat = commands.add_parser("chat", help="talk; KV is kept from turn to turn")
     _add_sampling(chat)
     _add_address(chat)
+    _add_plan(commands.add_parser("plan", help="what a model would need and how fast it would be, before it is there"))
     _add_address(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 
@@ -98,6 +107,15 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
     parser.add_argument("--index-url", default="", help="a running Redis or Valkey; one is started by default")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="model folder or hub id; its config.json is enough")
+    texts = {setting.name: setting.metadata["help"] for setting in fields(PlanConfig)}
+    for name in PLAN_SETTINGS:
+        parser.add_argument("--" + name.replace("_", "-"), help=texts[name])
+    parser.add_argument("--png", metavar="FILE", help="also draw the plot into a file")
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of tables")
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
