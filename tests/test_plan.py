@@ -284,6 +284,24 @@ def test_a_plot_is_as_high_as_its_slowest_sweep() -> None:
     assert plot.count("K") == 1
 
 
+def test_what_is_not_told_is_measured(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "PROBE_SECONDS": 0.02,
+        "DISK_SECONDS": 0.05,
+        "COPY_BYTES": 1 << 20,
+        "CACHE_BYTES": 1 << 16,
+    }.items():
+        monkeypatch.setattr(f"bough.model.probe.{name}", value)
+    flags = ["--device", "cpu", "--kv-memory", "4MB", "--threads", "2", "--bits", "4", "--resident-layers", "0"]
+    plan = run(capsys, str(tiny), *flags, "--draft", str(tiny))
+    measured = {name for name, speed in plan["speeds"].items() if speed and speed["origin"].startswith("measured")}
+    assert measured == {"compute", "disk", "memory", "unpack"}
+    assert plan["draft"]["num_steps"] == 7
+    assert plan["draft"]["step_seconds"] > 0
+
+
 def test_a_disk_is_measured_and_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bough.model.probe.STAND_IN_BYTES", STAND_IN_BYTES // 32)
     monkeypatch.setattr("bough.model.probe.DISK_SECONDS", 0.05)

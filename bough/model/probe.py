@@ -46,7 +46,7 @@ def has_gpu() -> bool:
 def set_threads(num_threads: int) -> None:
     """As many as the target worker would compute with."""
     torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.get_num_threads()))
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
 def disk_speed(folder: Path, num_threads: int) -> Speed:
@@ -69,7 +69,7 @@ def memory_speed(device: torch.device) -> Speed:
     """Bytes per second that a copy within the accelerator's memory reads and writes."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = _least_seconds(lambda: target.copy_(source), device)
+    seconds = _least_seconds(lambda: target.copy_(source), device, PROBE_SECONDS)
     return Speed(2 * COPY_BYTES / seconds, "measured: a copy, bytes read and written")
 
 
@@ -77,7 +77,7 @@ def host_link_speed(device: torch.device) -> Speed:
     """Bytes per second from pinned memory of the host to an accelerator with memory of its own."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8).pin_memory()
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    seconds = _least_seconds(lambda: target.copy_(source, non_blocking=True), device)
+    seconds = _least_seconds(lambda: target.copy_(source, non_blocking=True), device, PROBE_SECONDS)
     return Speed(COPY_BYTES / seconds, "measured: copies from pinned memory")
 
 
@@ -103,23 +103,10 @@ def matrix_speed(
 
 
 def _product_seconds(weights: torch.Tensor, num_rows: int, limit_seconds: float) -> float:
-    """Of one product, timed one by one, by all threads and by a single one, which waits for no other.
-
-    Where others compute as well, threads that wait for one another take many times as long (docs/decisions.md).
-    """
+    """Of one product, timed one by one: a machine that others use as well is free for so long at least."""
     hidden = torch.ones(num_rows, weights.shape[2], dtype=weights.dtype, device=weights.device)
-    order, num_threads = itertools.cycle(weights), torch.get_num_threads()
-    least = float("inf")
-    try:
-        for threads in {num_threads, 1} if weights.device.type == "cpu" else {num_threads}:
-            torch.set_num_threads(threads)
-            seconds = _least_seconds(
-                lambda: torch.nn.functional.linear(hidden, next(order)), weights.device, limit_seconds / 2
-            )
-            least = min(least, seconds)
-    finally:
-        torch.set_num_threads(num_threads)
-    return least
+    order = itertools.cycle(weights)
+    return _compute_seconds(lambda: torch.nn.functional.linear(hidden, next(order)), weights.device, limit_seconds)
 
 
 def unpack_speed(bits: int, dtype: torch.dtype, device: torch.device) -> Speed:
@@ -134,11 +121,28 @@ def unpack_speed(bits: int, dtype: torch.dtype, device: torch.device) -> Speed:
         bits,
     )
     raw = [torch.ones(place.num_bytes, dtype=torch.uint8, device=device) for place in packed.places]
-    seconds = _least_seconds(lambda: packed.value(raw, dtype, FreshMemory(device)), device)
+    seconds = _compute_seconds(lambda: packed.value(raw, dtype, FreshMemory(device)), device, PROBE_SECONDS)
     return Speed(outputs * inputs * dtype.itemsize / seconds, f"measured: {bits} bits written out, bytes written")
 
 
-def _least_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float = PROBE_SECONDS) -> float:
+def _compute_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float) -> float:
+    """By all threads and by a single one, whichever is faster.
+
+    Where others compute as well, threads that wait for one another take many times as long (docs/decisions.md).
+    """
+    if device.type != "cpu":
+        return _least_seconds(action, device, limit_seconds)
+    num_threads, least = torch.get_num_threads(), float("inf")
+    try:
+        for threads in {num_threads, 1}:
+            set_threads(threads)
+            least = min(least, _least_seconds(action, device, limit_seconds / 2))
+    finally:
+        set_threads(num_threads)
+    return least
+
+
+def _least_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float) -> float:
     """The best of several runs, after one that warms up: what else the machine does is not this one's doing."""
 
     def run() -> float:
