@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `doctor`, `pack`."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `plan`, `pack`, `doctor`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import fields
 
 from bough import __version__
-from bough.config import DEFAULT_PORT, DTYPE_NAMES
+from bough.config import DEFAULT_PORT, DTYPE_NAMES, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions, Speculation
 
+PLAN_SETTINGS = (
+    "draft", "device", "device_memory", "host_memory", "kv_memory", "ring_memory", "resident_layers", "max_context",
+    "max_nodes", "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed", "compute_speed",
+    "memory_speed", "unpack_speed", "tokens_per_round",
+)  # fmt: skip
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
@@ -38,6 +44,8 @@ def _command(name: str) -> Command:
         from bough.commands.doctor import doctor as command
     elif name == "pack":
         from bough.commands.pack import pack as command
+    elif name == "plan":
+        from bough.commands.plan import plan as command
     elif name == "chat":
         from bough.commands.talk import chat as command
     else:
@@ -83,6 +91,7 @@ def argument_parser() -> argparse.ArgumentParser:
     chat = commands.add_parser("chat", help="talk; KV is kept from turn to turn")
     _add_sampling(chat)
     _add_address(chat)
+    _add_plan(commands.add_parser("plan", help="what a model would need and how fast it would be, before it is there"))
     _add_address(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 
@@ -107,6 +116,15 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder or cached hub id, in 16 or 32 bits")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="for a weight (default 4)")
     parser.add_argument("--out", help="folder to write, or to go on writing; MODEL-4bit here by default")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="model folder or hub id; its config.json is enough")
+    texts = {setting.name: setting.metadata["help"] for setting in fields(PlanConfig)}
+    for name in PLAN_SETTINGS:
+        parser.add_argument("--" + name.replace("_", "-"), help=texts[name])
+    parser.add_argument("--png", metavar="FILE", help="also draw the plot into a file")
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of tables")
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:

@@ -71,6 +71,28 @@ def setting(default: Any, parse: Callable[[str], Any], text: str) -> Any:
 _count = _number(int, 1)
 _port = _number(int, 0, 65535)
 _seconds = _number(float, 0.001)
+_speed = _number(float, 0)
+
+
+def _one_of(*values: Any) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        for value in values:
+            if text == str(value):
+                return value
+        raise ValueError(f"{', '.join(str(value) for value in values if value)} would do")
+
+    return parse
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """Numbers of 1 or more from "1,3.5"."""
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(1 <= rate < float("inf") for rate in rates):
+        raise ValueError("numbers of 1 or more such as 1,3.5,8 would do")
+    return rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +136,31 @@ class TargetConfig(WorkerConfig):
 
     rows: int = setting(64, _count, "rows of every matrix product: equal sizes make equal bits (DESIGN.md, rule 2)")
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
-    ring_memory: int = setting(512 * 1000**2, parse_bytes, "of that, at most so much for layers that were read ahead")
+    ring_memory: int = setting(
+        0, parse_bytes, "of that, at most so much for layers that were read ahead; 0 takes 512MB, or two large layers"
+    )
     resident_layers: int = setting(-1, _number(int, -1), "most layers that stay in memory; -1 is as many as fit")
     link_threads: int = setting(4, _count, "threads that read weights")
     max_sweep_tokens: int = setting(1024, _count, "most tokens of one sweep, all sessions together")
     lease_seconds: float = setting(60.0, _seconds, "idle time after which a session may lose its slot to another")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig(TargetConfig):
+    """Settings of `bough plan`: those of the target that is planned, and of a machine that need not be this one."""
+
+    draft: str = setting("", str, "model folder or hub id of the draft, which then takes its time in every round")
+    bits: int = setting(0, _one_of(0, 4, 8, 16), "bits of the layers' matrices: 4 or 8 as `bough pack` writes them")
+    device: str = setting("", _one_of("", "cpu", "gpu"), "cpu, or gpu: one with memory of its own; what is here")
+    host_memory: int = setting(0, parse_bytes, "memory of the host in which layers may live, beside a gpu's")
+    link_speed: float = setting(0.0, _speed, "GB/s from disk; measured where it is not given")
+    host_link_speed: float = setting(0.0, _speed, "GB/s from the host's memory to a gpu's; measured")
+    compute_speed: float = setting(0.0, _speed, "TFLOP/s of matrix products of --rows rows; measured")
+    memory_speed: float = setting(0.0, _speed, "GB/s between the accelerator and its memory; measured")
+    unpack_speed: float = setting(0.0, _speed, "GB/s of weights written out from 4 or 8 bits; measured")
+    tokens_per_round: tuple[float, ...] = setting(
+        (1.0, 3.0, 5.0, 8.0, 12.0), parse_rates, "accepted tokens and the bonus token, for which speeds are predicted"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

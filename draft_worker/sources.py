@@ -33,4 +33,4 @@ def working_layers(checkpoint: Checkpoint) -> tuple[int, ...]:
     manifest = checkpoint.folder / EXPANSION_NAME
     if manifest.is_file():
         return tuple(json.loads(manifest.read_text())["working_layers"])
-    return tuple(range(load_config(checkpoint).num_hidden_layers))
+    return tuple(range(load_config(checkpoint.folder).num_hidden_layers))

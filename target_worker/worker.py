@@ -12,15 +12,22 @@ import torch
 
 from bough import __version__
 from bough.config import TargetConfig
-from bough.errors import ConfigError
 from bough.messages import Context, VerifyCall, VerifyResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
 from bough.model.loading import DTYPES, build_skeleton
-from bough.model.memory import SHARE, activation_bytes, free_device_bytes, resident_bytes
+from bough.model.memory import (
+    SHARE,
+    Limits,
+    activation_bytes,
+    budgets,
+    free_device_bytes,
+    num_kv_slots,
+    resident_bytes,
+)
 from bough.model.pack import read_checksums
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.placement import Budgets, Fixed, Placement, Tier, gigabytes, place
+from bough.placement import Fixed, Placement, Tier, gigabytes, place
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.engine import Engine
@@ -49,8 +56,7 @@ class TargetWorker:
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
         self.vocab_size = self._skeleton.vocab_size
         self.max_nodes = config.max_nodes
-        self._max_context = min(config.max_context, self._skeleton.max_positions)
-        self._max_sweep_tokens = max(config.max_sweep_tokens, config.max_nodes)
+        self._limits = Limits.of(config, self._skeleton.config)
         pool = self._make_pool()
         self._placement = self._place(pool)
         self._resources = ExitStack()
@@ -58,7 +64,7 @@ class TargetWorker:
         self._resources.enter_context(tiers)
         self._is_direct = tiers.is_direct
         model = StreamedModel(self._skeleton, tiers, config.rows, self._device)
-        self._engine = Engine(model, pool, self._max_sweep_tokens, self._max_context)
+        self._engine = Engine(model, pool, self._limits.max_sweep_tokens, self._limits.max_context)
         self._engine.start()
         self._resources.callback(self._engine.stop)
         try:
@@ -95,7 +101,7 @@ class TargetWorker:
             model_fingerprint=self._fingerprint,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             vocab_size=self.vocab_size,
-            max_context=self._max_context,
+            max_context=self._limits.max_context,
             max_nodes=self._config.max_nodes,
             max_sessions=self._engine.pool.num_slots,
             num_sessions=len(self._engine.pool),
@@ -113,21 +119,10 @@ class TargetWorker:
             bough_version=__version__,
         )
 
-    @property
-    def _slot_rows(self) -> int:
-        """A session's tokens, and beyond them a tree."""
-        return self._max_context + self._config.max_nodes
-
     def _make_pool(self) -> SlotPool:
-        shape, num_rows = self._skeleton.kv_shape(), self._slot_rows
-        slot_bytes = num_rows * shape.row_bytes
-        num_slots = self._config.kv_memory // slot_bytes
-        if num_slots < 1:
-            raise ConfigError(
-                f"--kv-memory: {self._config.kv_memory} bytes hold no session; one of {num_rows} tokens takes "
-                f"{slot_bytes}; more memory, or a smaller --max-context or --max-nodes, would do"
-            )
-        logger.info("%d KV slots of %d tokens, %.2f GB each", num_slots, num_rows, slot_bytes / 1e9)
+        shape, num_rows = self._skeleton.kv_shape(), self._limits.slot_rows
+        num_slots = num_kv_slots(shape, self._limits, self._config.kv_memory)
+        logger.info("%d KV slots of %d tokens, %.2f GB each", num_slots, num_rows, num_rows * shape.row_bytes / 1e9)
         return SlotPool(
             num_slots, lambda: KVSlot(shape, num_rows, self._device), self._config.lease_seconds, time.monotonic
         )
@@ -138,19 +133,15 @@ class TargetWorker:
         free = free_device_bytes(self._device)
         fixed = Fixed(
             resident_bytes(skeleton),
-            pool.num_slots * self._slot_rows * skeleton.kv_shape().row_bytes,
-            activation_bytes(skeleton, config.rows, self._max_sweep_tokens, config.max_nodes, self._max_context),
+            pool.num_slots * self._limits.slot_rows * skeleton.kv_shape().row_bytes,
+            activation_bytes(skeleton.config, skeleton.kv_shape(), self._limits),
             max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers),
         )
-        budgets = Budgets(
-            device=config.device_memory or int(free * SHARE),
-            host=0,
-            ring=config.ring_memory,
-            max_resident=len(self.layers) if config.resident_layers < 0 else config.resident_layers,
-        )
-        placement = place([layer.num_bytes for layer in self.layers], fixed, budgets)
+        sizes = [layer.num_bytes for layer in self.layers]
+        allowed = budgets(config, sizes, device=config.device_memory or int(free * SHARE), host=0)
+        placement = place(sizes, fixed, allowed)
         said = "as told" if config.device_memory else f"{SHARE:.0%} of the {gigabytes(free)} that are free"
-        logger.info("memory budget %s (%s): %s; %s", gigabytes(budgets.device), said, placement, fixed)
+        logger.info("memory budget %s (%s): %s; %s", gigabytes(allowed.device), said, placement, fixed)
         return placement
 
     def _warm_up(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PretrainedConfig
 
 from bough.errors import PrefixMissing
 from bough.prefix import prefix_hash
@@ -23,6 +24,14 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> KVShape:
+        """Of a model with all layers that its configuration names."""
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        return cls(int(config.num_hidden_layers), kv_heads, head_dim, dtype)
 
     @property
     def row_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,39 +68,47 @@ class Skeleton:
 
     @property
     def max_positions(self) -> int:
-        """The model's context, as far as a token's rotary embedding does not depend on what else is in the batch."""
-        longest = int(self.config.max_position_embeddings)
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        nested = [value for value in parameters.values() if isinstance(value, dict)]
-        for rope in nested or [parameters]:
-            if rope.get("rope_type") in BATCH_DEPENDENT_ROPES:
-                longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
-        return longest
+        """As `max_positions` of its configuration."""
+        return max_positions(self.config)
 
     def kv_shape(self) -> KVShape:
         """What one token's keys and values take."""
-        heads = int(self.config.num_attention_heads)
-        kv_heads = int(getattr(self.config, "num_key_value_heads", None) or heads)
-        head_dim = int(getattr(self.config, "head_dim", None) or self.config.hidden_size // heads)
-        return KVShape(len(self.layers), kv_heads, head_dim, self.dtype)
+        return KVShape.of(self.config, self.dtype)
 
     def describe(self) -> str:
         """Architecture, size and data type in words."""
-        dtype = str(self.dtype).removeprefix("torch.")
         packed = f", {self.quantization.bits} bits ({self.quantization.method})" if self.quantization else ""
-        return f"{type(self.model).__name__}, {len(self.layers)} layers of {self.config.hidden_size}, {dtype}{packed}"
+        return describe(self.model, self.dtype) + packed
 
 
-def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
-    """The configuration of a checkpoint.
+def describe(model: PreTrainedModel, dtype: torch.dtype) -> str:
+    """Architecture, size and data type in words."""
+    config = model.config
+    name = str(dtype).removeprefix("torch.")
+    return f"{type(model).__name__}, {config.num_hidden_layers} layers of {config.hidden_size}, {name}"
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """A model's context, as far as a token's rotary embedding does not depend on what else is in the batch."""
+    longest = int(config.max_position_embeddings)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        if rope.get("rope_type") in BATCH_DEPENDENT_ROPES:
+            longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
+    return longest
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """The configuration in a model folder.
 
     Raises:
         CheckpointError: where transformers cannot read it.
     """
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.folder)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as exc:
-        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {exc}") from exc
+        raise CheckpointError(f"{folder / 'config.json'}: {exc}") from exc
     return config
 
 
@@ -109,14 +118,11 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
     Raises:
         CheckpointError: naming a tensor that is missing or has another shape than the architecture wants.
     """
-    config = load_config(checkpoint)
-    quantization = Quantization.of(config, checkpoint)
+    config = load_config(checkpoint.folder)
+    quantization = Quantization.of(config, checkpoint.folder)
     kept = keep_layers if keep_layers is not None else tuple(range(config.num_hidden_layers))
     _cut_layers(config, kept)
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
-    model.eval().requires_grad_(False)
-    model.tie_weights()
+    model = build_empty(config, dtype)
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = experts.NAME
     layers = tuple(model.get_decoder().layers)
@@ -127,6 +133,15 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
     resident = tuple(finder.slots(model, "", in_layers))
     unused = finder.unused(prefix)
     return Skeleton(model, config, layers, layer_slots, resident, dtype, quantization, unused)
+
+
+def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The architecture on the meta device: every parameter has a shape and no memory."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    model.eval().requires_grad_(False)
+    model.tie_weights()
+    return model  # type: ignore[no-any-return]
 
 
 def _cut_layers(config: PretrainedConfig, kept: tuple[int, ...]) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
-from bough.model.loading import Skeleton
+from bough.config import TargetConfig
+from bough.errors import ConfigError
+from bough.model.kv import KVShape
+from bough.model.loading import Skeleton, max_positions
+from bough.placement import MIN_SLABS, Budgets
 
 SHARE = 0.8  # of what is free: others live here too
+RING_BYTES = 512 * 1000**2  # reads ahead far enough; more is better used for layers that stay
 HIDDEN_COPIES = 8  # of a batch's hidden states at once: residuals, norms, queries, attention's result, rotary tables
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 
@@ -29,16 +37,63 @@ def free_device_bytes(device: torch.device) -> int:
     return free_host_bytes() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
 
 
-def activation_bytes(skeleton: Skeleton, rows: int, max_sweep_tokens: int, max_nodes: int, max_context: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a target allows at once."""
+
+    rows: int  # of every matrix product
+    max_sweep_tokens: int
+    max_nodes: int
+    max_context: int
+
+    @classmethod
+    def of(cls, settings: TargetConfig, config: PretrainedConfig) -> Limits:
+        """As a target with these settings keeps them for this model."""
+        max_sweep_tokens = max(settings.max_sweep_tokens, settings.max_nodes)
+        max_context = min(settings.max_context, max_positions(config))
+        return cls(settings.rows, max_sweep_tokens, settings.max_nodes, max_context)
+
+    @property
+    def slot_rows(self) -> int:
+        """A session's tokens, and beyond them a tree."""
+        return self.max_context + self.max_nodes
+
+
+def num_kv_slots(shape: KVShape, limits: Limits, kv_memory: int) -> int:
+    """Sessions whose keys and values fit.
+
+    Raises:
+        ConfigError: not one fits.
+    """
+    slot_bytes = limits.slot_rows * shape.row_bytes
+    if kv_memory < slot_bytes:
+        raise ConfigError(
+            f"--kv-memory: {kv_memory} bytes hold no session; one of {limits.slot_rows} tokens takes "
+            f"{slot_bytes}; more memory, or a smaller --max-context or --max-nodes, would do"
+        )
+    return kv_memory // slot_bytes
+
+
+def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:
+    """What a target with these settings may take; `device` and `host` in bytes."""
+    return Budgets(
+        device=device,
+        host=host,
+        ring=settings.ring_memory or max(RING_BYTES, MIN_SLABS * max(layer_bytes)),
+        max_resident=len(layer_bytes) if settings.resident_layers < 0 else settings.resident_layers,
+    )
+
+
+def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -> int:
     """What a sweep takes at most beside weights and slots; an estimate from above, checked by tests/test_memory.py."""
-    config, size = skeleton.config, skeleton.dtype.itemsize
-    tokens = -(-max_sweep_tokens // rows) * rows
+    size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
+    rows, max_nodes = limits.rows, limits.max_nodes
+    tokens = -(-limits.max_sweep_tokens // rows) * rows
     hidden = tokens * int(config.hidden_size) * size * HIDDEN_COPIES
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
-    shape = skeleton.kv_shape()
-    attention = 2 * (max_context + max_nodes) * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
-    head = tokens * skeleton.vocab_size * size * 2  # in parts, then in one piece
-    judged = max_nodes * skeleton.vocab_size * FLOAT32_BYTES + 8 * skeleton.vocab_size * FLOAT64_BYTES
+    attention = 2 * limits.slot_rows * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
+    head = tokens * vocab_size * size * 2  # in parts, then in one piece
+    judged = max_nodes * vocab_size * FLOAT32_BYTES + 8 * vocab_size * FLOAT64_BYTES
     return hidden + intermediate + attention + head + judged
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -42,7 +43,7 @@ class Quantization:
     zero_offset: int = 0  # GPTQ: what its zeros lack
 
     @classmethod
-    def of(cls, config: PretrainedConfig, checkpoint: Checkpoint) -> Quantization | None:
+    def of(cls, config: PretrainedConfig, folder: Path) -> Quantization | None:
         """None for a checkpoint in 16 or 32 bits.
 
         Raises:
@@ -53,7 +54,7 @@ class Quantization:
             return None
         fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
         method, bits = str(fields.get("quant_method", "")), int(fields.get("bits") or fields.get("w_bit") or 0)
-        where = f"{checkpoint.folder / 'config.json'}: quantization_config"
+        where = f"{folder / 'config.json'}: quantization_config"
         if method not in METHODS:
             raise CheckpointError(
                 f"{where}.quant_method: {method!r} cannot be read; {', '.join(METHODS)} can, and checkpoints in 16 bits"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def pack(model: str, bits: int, folder: Path, shard_bytes: int = SHARD_BYTES) ->
     packable = {place for slots in skeleton.layer_slots for slot in slots for place in _matrices(slot, bits)}
     manifest = _Manifest.begin(folder, checkpoint, bits)
     shards = _shards(checkpoint, shard_bytes)
-    num_bytes = sum(_packed_bytes(place, bits) if place in packable else place.num_bytes for s in shards for place in s)
+    num_bytes = sum(packed_bytes(p.shape, bits) if p in packable else p.num_bytes for shard in shards for p in shard)
     _require_room(folder, num_bytes)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=f"{folder.name}, {bits} bits") as progress:
         for number, places in enumerate(shards):
@@ -147,12 +148,17 @@ def _shards(checkpoint: Checkpoint, shard_bytes: int) -> list[list[TensorPlace]]
     return shards
 
 
+def is_packable(shape: Sequence[int], bits: int) -> bool:
+    """Whether the rows of a matrix are whole groups."""
+    return shape[-1] % GROUP_SIZES[bits] == 0
+
+
 def _matrices(slot: ParameterSlot, bits: int) -> Iterator[TensorPlace]:
     """Tensors of a parameter that can be packed: matrices of linear layers, and of experts."""
     is_linear = isinstance(slot.module, nn.Linear) and slot.key == "weight"
     if is_linear or isinstance(slot.source, Experts):
         for place in _stored(slot.source):
-            if len(place.shape) == 2 and place.shape[1] % GROUP_SIZES[bits] == 0:
+            if len(place.shape) == 2 and is_packable(place.shape, bits):
                 yield place
 
 
@@ -164,9 +170,10 @@ def _stored(source: Source | Experts) -> Iterator[TensorPlace]:
             yield from _stored(part)
 
 
-def _packed_bytes(place: TensorPlace, bits: int) -> int:
-    rows, columns = place.shape
-    return rows * columns * bits // 8 + rows * columns // GROUP_SIZES[bits] * 2
+def packed_bytes(shape: Sequence[int], bits: int) -> int:
+    """What a matrix, or several of one shape in a stack, takes when it is packed."""
+    size = math.prod(shape)
+    return size * bits // 8 + size // GROUP_SIZES[bits] * 2
 
 
 def _tensors(place: TensorPlace, bits: int, is_packed: bool) -> list[tuple[str, torch.Tensor]]:
