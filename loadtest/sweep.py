@@ -7,7 +7,8 @@ they take turns, so that whatever else the machine does falls on all alike; figu
 with one JSON line:
 
 sweep_ratio      for 1, 64 and 256 tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory)
-link_busy        share of ten consecutive rounds with drafting during which the link was reading
+link_busy        share of ten consecutive rounds with drafting during which the link was reading, a link slowed down to
+                 --slow-link; link_busy_unlimited is the same on the disk as it is
 accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit
 packed4_ratio    sweep of a 4-bit pack / of 16 bits, both limited by a link slowed down to --slow-link
 resident_ratio   64 tokens with everything resident / transformers' own forward
@@ -23,6 +24,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -35,10 +37,11 @@ from bough.config import parse_bytes
 from bough.demonstration import demonstration_folder
 from bough.generation import GenerateOptions, TextPrompt, Tokens
 from bough.launch import launched
-from loadtest.limits import can_limit, limited
+from loadtest.limits import can_limit, drop_cached, limited
 
 SIZES = (1, 64, 256)
-KV = ["--kv-memory", "600MB", "--max-context", "1024"]
+SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256", "--max-sweep-tokens", "256"]
+INTERPRETER_BYTES = 600_000_000  # what Python, torch and transformers take before there is a model
 NUM_ROUNDS = 10
 
 
@@ -83,10 +86,10 @@ def sweep_ratios(model: Path, memory: int, turns: int, repeats: int) -> dict[str
     streamed: dict[int, list[float]] = {size: [] for size in SIZES}
     resident: dict[int, list[float]] = {size: [] for size in SIZES}
     own: list[float] = []
-    budget = ["--device-memory", str(memory * 2 // 3), "--ring-memory", "256MB"]
+    budget = ["--device-memory", str(memory - INTERPRETER_BYTES), "--ring-memory", "256MB"]
     with ExitStack() as stack:
         prefix = stack.enter_context(limited(memory_bytes=memory)) if can_limit() else []
-        flags = ["bough", "--model", str(model), *KV]
+        flags = ["bough", "--model", str(model), *SMALL]
         link = stack.enter_context(Contestant(*flags, "--resident-layers", "0", *budget, prefix=prefix))
         everything = stack.enter_context(Contestant(*flags, prefix=[]))
         transformers = stack.enter_context(Contestant("transformers", str(model), prefix=[]))
@@ -116,10 +119,11 @@ def accelerate_ratio(model: Path, memory: int, turns: int) -> dict[str, Any]:
     theirs: list[float] = []
     with ExitStack() as stack:
         prefixes = [stack.enter_context(limited(memory_bytes=memory)) if can_limit() else [] for _ in range(2)]
-        budget = ["--device-memory", str(memory * 2 // 3), *KV]
+        budget = ["--device-memory", str(memory - INTERPRETER_BYTES), *SMALL]
         bough = stack.enter_context(Contestant("bough", "--model", str(model), *budget, prefix=prefixes[0]))
         accelerate = stack.enter_context(Contestant("accelerate", str(model), prefix=prefixes[1]))
         for turn in range(turns):
+            drop_cached(model)
             mine.append(bough.seconds(1, 3))
             theirs.append(accelerate.seconds(1, 1))
             _tell(f"turn {turn + 1} of {turns}: bough {mine[-1]:.3f} s, accelerate {theirs[-1]:.3f} s per token")
@@ -139,7 +143,7 @@ def packed_ratio(model: Path, packed: Path, slow_link: int, turns: int) -> dict[
         engines = {}
         for folder in seconds:
             prefix = stack.enter_context(limited(read_bytes_per_second=slow_link, disk_of=folder))
-            flags = ["bough", "--model", str(folder), "--resident-layers", "0", *KV]
+            flags = ["bough", "--model", str(folder), "--resident-layers", "0", *SMALL]
             engines[folder] = stack.enter_context(Contestant(*flags, prefix=prefix))
         for turn in range(turns):
             for folder, engine in engines.items():
@@ -156,8 +160,8 @@ def packed_ratio(model: Path, packed: Path, slow_link: int, turns: int) -> dict[
 def peak_over_budget(model: Path) -> dict[str, Any]:
     """Budgets from two layers to everything resident."""
     results = {}
-    for budget in ("1.1GB", "1.6GB", "2.2GB", "4GB"):
-        with Contestant("bough", "--model", str(model), *KV, "--device-memory", budget, prefix=[]) as engine:
+    for budget in ("0.5GB", "1GB", "2GB", "4GB"):
+        with Contestant("bough", "--model", str(model), *SMALL, "--device-memory", budget, prefix=[]) as engine:
             engine.ask("sweep", 256, 2)
             memory = engine.ask("memory")
         results[budget] = int(memory["peak"] - memory["baseline"] - parse_bytes(budget))
@@ -169,17 +173,31 @@ async def link_busy() -> dict[str, Any]:
     """The pipeline as `bough demo` starts it, with a ring that holds what arrives while a tree is grown."""
     os.environ["BOUGH_TARGET_RING_MEMORY"] = "1GB"
     rounds: list[Tokens] = []
-    async with launched(settings_from(UP_DEFAULTS), _tell) as cluster, Client(cluster.address) as client:
+    async with launched(settings_from(UP_DEFAULTS), _quiet) as cluster, Client(cluster.address) as client:
         options = GenerateOptions(temperature=0.0, max_tokens=128, ignore_eos=True)
         async for event in client.generate(TextPrompt("The history of the lighthouse begins with"), options):
             if isinstance(event, Tokens):
                 rounds.append(event)
-    counted = [event.timings for event in rounds[1 : 1 + NUM_ROUNDS]]
-    total = sum(timings.total_ns for timings in counted)
+            if len(rounds) > NUM_ROUNDS:
+                break
+    counted = [event.timings for event in rounds[1:]]  # the first also reads the prompt
+    names = ("link", "draft", "wait", "compute", "total")
+    means = {f"{n}_seconds": sum(getattr(t, f"{n}_ns") for t in counted) / NUM_ROUNDS / 1e9 for n in names}
+    return {"link_busy": means["link_seconds"] / means["total_seconds"], **means}
+
+
+def link_busy_at(speeds: Sequence[int], model: Path) -> dict[str, Any]:
+    """The pipeline in a process of its own for each speed of the link in bytes per second; 0 is as it comes."""
+    results = {}
+    for speed in speeds:
+        with limited(read_bytes_per_second=speed, disk_of=model) as prefix:
+            command = [*prefix, sys.executable, "-m", "loadtest.sweep", "--parts", "rounds"]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        results[speed] = json.loads(output.splitlines()[-1])
     return {
-        "link_busy": round(sum(timings.link_ns for timings in counted) / total, 4),
-        "round_seconds": round(total / len(counted) / 1e9, 4),
-        "draft_seconds": round(sum(timings.draft_ns for timings in counted) / len(counted) / 1e9, 4),
+        "link_busy": round(results[max(speeds)]["link_busy"], 4),
+        "link_busy_unlimited": round(results[0]["link_busy"], 4),
+        "rounds": {f"{speed / 1e9} GB/s" if speed else "unlimited": figures for speed, figures in results.items()},
     }
 
 
@@ -191,23 +209,30 @@ def main() -> None:
     packed = model.with_name(f"{model.name}-4bit")
     if not (packed / "config.json").is_file() and "packed" in arguments.parts:
         subprocess.run([sys.executable, "-m", "bough.cli", "pack", str(model), "--out", str(packed)], check=True)
+    slow_link = int(arguments.slow_link * 1e9)
     figures: dict[str, Any] = {}
     for part in arguments.parts:
         _tell(f"== {part}")
         match part:
             case "sweep":
                 new = sweep_ratios(model, arguments.memory, arguments.turns, arguments.repeats)
-            case "busy":
+            case "rounds":
                 new = asyncio.run(link_busy())
+            case "busy":
+                new = link_busy_at([0, slow_link] if can_limit() else [0], model)
             case "accelerate":
                 new = accelerate_ratio(model, arguments.memory, arguments.turns)
             case "packed":
-                new = packed_ratio(model, packed, int(arguments.slow_link * 1e9), arguments.turns)
+                new = packed_ratio(model, packed, slow_link, arguments.turns)
             case _:
                 new = peak_over_budget(model)
         print(json.dumps(new), flush=True)
         figures |= new
     print(json.dumps({"model": model.name, "cores": os.cpu_count(), **figures}))
+
+
+def _quiet(_: str) -> None:
+    """Instead of what the pipeline waits for."""
 
 
 def _tell(text: str) -> None:
@@ -217,9 +242,9 @@ def _tell(text: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ["sweep", "busy", "accelerate", "packed", "memory"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--parts", nargs="+", choices=[*parts, "rounds"], default=parts)
     parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("1.5GB"), help="limit of the control group")
-    parser.add_argument("--slow-link", type=float, default=0.5, help="GB/s at which a link is surely the limit")
+    parser.add_argument("--slow-link", type=float, default=0.8, help="GB/s at which a link is surely the limit")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="sweeps in a row in each turn")
     return parser.parse_args()

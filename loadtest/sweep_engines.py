@@ -39,6 +39,10 @@ class Engine(Protocol):
         """Seconds and more of `repeats` passes, one right after another."""
         ...
 
+    def close(self) -> None:
+        """Ends what the engine has started."""
+        ...
+
 
 def random_tree(num_nodes: int, root: int, seed: int) -> Tree:
     """Of the kind that best-first growth makes: most nodes near the root."""
@@ -100,6 +104,10 @@ class Bough:
         """Bytes: the peak of this process, and what it took before it knew of a model."""
         return {"peak": _status("VmHWM"), "baseline": self._baseline, "start_seconds": self._start_seconds}
 
+    def close(self) -> None:
+        """Ends the worker's threads."""
+        self._worker.close()
+
 
 class Transformers:
     """The model whole in memory, run by transformers as it comes."""
@@ -120,6 +128,9 @@ class Transformers:
             self._model(torch.arange(1000, 1000 + num_tokens)[None], past_key_values=cache)
             figures.append({"seconds": time.perf_counter() - began})
         return figures
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class Accelerate:
@@ -149,6 +160,10 @@ class Accelerate:
             figures.append({"seconds": time.perf_counter() - began})
         return figures
 
+    def close(self) -> None:
+        """Removes what it has written."""
+        self._folder.cleanup()
+
 
 def _status(name: str) -> int:
     """Bytes, from /proc/self/status."""
@@ -171,6 +186,7 @@ def main() -> None:
         name, *numbers = json.loads(line)
         answer: Any = getattr(engine, name)(*numbers)
         print(json.dumps(answer), flush=True)
+    engine.close()
 
 
 if __name__ == "__main__":
