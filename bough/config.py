@@ -49,6 +49,13 @@ def parse_dtype(text: str) -> str:
     return text
 
 
+def parse_device(text: str) -> str:
+    """A device as torch spells it, or "auto"; whether it is there is seen when the model is loaded."""
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:
+        raise ValueError("auto, cpu, cuda or cuda:1 would do")
+    return text
+
+
 def _number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
@@ -92,6 +99,7 @@ class WorkerConfig(ServiceConfig):
     model: str = setting(MISSING, str, "model folder, or hub id in the local cache")
     model_name: str = setting("", str, "name that users know the model by; its folder's name by default")
     dtype: str = setting("bfloat16", parse_dtype, "data type to compute in")
+    device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
     threads: int = setting(os.cpu_count() or 1, _count, "CPU threads that compute")
     max_context: int = setting(2048, _count, "most tokens of a session, prompt and output")
     max_nodes: int = setting(512, _count, "most nodes of a tree")
@@ -114,7 +122,12 @@ class TargetConfig(WorkerConfig):
 
     rows: int = setting(64, _count, "rows of every matrix product: equal sizes make equal bits (DESIGN.md, rule 2)")
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
-    ring_memory: int = setting(512 * 1000**2, parse_bytes, "of that, at most so much for layers that were read ahead")
+    host_memory: int = setting(0, parse_bytes, "beside a GPU: pinned memory for layers; 0 takes most of what is free")
+    ring_memory: int = setting(
+        0,
+        parse_bytes,
+        "of it, at most so much for layers that were read ahead; 0 is 512MB, or three layers where those are more",
+    )
     resident_layers: int = setting(-1, _number(int, -1), "most layers that stay in memory; -1 is as many as fit")
     link_threads: int = setting(4, _count, "threads that read weights")
     max_sweep_tokens: int = setting(1024, _count, "most tokens of one sweep, all sessions together")

@@ -15,18 +15,20 @@ from bough.config import TargetConfig
 from bough.errors import ConfigError
 from bough.messages import Context, VerifyCall, VerifyResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
+from bough.model.device import choose_device
 from bough.model.kv import KVSlot
 from bough.model.loading import DTYPES, build_skeleton
-from bough.model.memory import SHARE, activation_bytes, free_device_bytes, resident_bytes
+from bough.model.memory import activation_bytes, resident_bytes, unpacking_bytes
 from bough.model.pack import read_checksums
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.placement import Budgets, Fixed, Placement, gigabytes, place
+from bough.placement import Fixed, Placement
 from bough.sampling import SamplingParams
 from bough.tree import Tree
+from target_worker.budgets import choose_places
 from target_worker.engine import Engine
 from target_worker.slots import SlotPool
 from target_worker.sweep import StreamedModel
-from target_worker.tiers import Tiers
+from target_worker.tiers import Tiers, lanes_of
 from target_worker.weights import plan_layer
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class TargetWorker:
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
         self._fingerprint = checkpoint.fingerprint()
         self._name = config.model_name or checkpoint.folder.name
-        self._device = torch.device("cpu")
+        self._device = choose_device(config.device)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
         self._layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
         self.vocab_size = self._skeleton.vocab_size
@@ -54,9 +56,10 @@ class TargetWorker:
         pool = self._make_pool()
         self._placement = self._place(pool)
         self._resources = ExitStack()
-        tiers = Tiers(self._layers, self._placement, config.link_threads, read_checksums(checkpoint.folder))
+        checksums, lanes = read_checksums(checkpoint.folder), lanes_of(self._device)
+        tiers = Tiers(self._layers, self._placement, config.link_threads, checksums, lanes)
         self._resources.enter_context(tiers)
-        self._is_direct = tiers.is_direct
+        self._tiers = tiers
         model = StreamedModel(self._skeleton, tiers, config.rows, self._device)
         self._engine = Engine(model, pool, self._max_sweep_tokens, self._max_context)
         self._engine.start()
@@ -81,7 +84,6 @@ class TargetWorker:
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
-        unused = self._skeleton.unused
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,
@@ -95,18 +97,22 @@ class TargetWorker:
             max_sessions=self._engine.pool.num_slots,
             num_sessions=len(self._engine.pool),
             link_bytes_per_pass=self._placement.link_bytes,
-            notes=(
-                f"memory: {self._placement}; {self._placement.fixed}",
-                *(() if self._is_direct else ("reads go through the page cache: the file system refuses O_DIRECT",)),
-                f"every matrix product has {self._config.rows} rows",
-                *(
-                    [f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}"]
-                    if unused
-                    else []
-                ),
-            ),
+            notes=self._notes(),
             bough_version=__version__,
         )
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [f"memory: {self._placement}; {self._placement.fixed}"]
+        if self._device.type != "cpu":
+            notes.append(f"computes on {self._device}, {torch.cuda.get_device_name(self._device)}")
+        if not self._tiers.is_pinned:
+            notes.append("host memory could not be pinned: copies to the GPU are slower than they might be")
+        if not self._tiers.is_direct:
+            notes.append("reads go through the page cache: the file system refuses O_DIRECT")
+        notes.append(f"every matrix product has {self._config.rows} rows")
+        if unused := self._skeleton.unused:
+            notes.append(f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}")
+        return tuple(notes)
 
     @property
     def _slot_rows(self) -> int:
@@ -130,23 +136,14 @@ class TargetWorker:
     def _place(self, pool: SlotPool) -> Placement:
         """Decides where each layer lives, and says so."""
         config, skeleton = self._config, self._skeleton
-        free = free_device_bytes(self._device)
         fixed = Fixed(
             resident_bytes(skeleton),
             pool.num_slots * self._slot_rows * skeleton.kv_shape().row_bytes,
             activation_bytes(skeleton, config.rows, self._max_sweep_tokens, config.max_nodes, self._max_context),
-            max(layer.scratch_bytes(skeleton.dtype) for layer in self._layers),
+            max(layer.scratch_bytes(skeleton.dtype) for layer in self._layers)
+            + unpacking_bytes(skeleton, self._device),
         )
-        budgets = Budgets(
-            device=config.device_memory or int(free * SHARE),
-            host=0,
-            ring=config.ring_memory,
-            max_resident=len(self._layers) if config.resident_layers < 0 else config.resident_layers,
-        )
-        placement = place([layer.num_bytes for layer in self._layers], fixed, budgets)
-        said = "as told" if config.device_memory else f"{SHARE:.0%} of the {gigabytes(free)} that are free"
-        logger.info("memory budget %s (%s): %s; %s", gigabytes(budgets.device), said, placement, fixed)
-        return placement
+        return choose_places([layer.num_bytes for layer in self._layers], fixed, config, self._device)
 
     def _warm_up(self) -> None:
         """One sweep before anyone waits for one: every byte is read once, and the kernels are compiled."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from bough.model.loading import Skeleton
+from bough.model.packed import BLOCK_BYTES, BLOCK_ELEMENTS
 
 SHARE = 0.8  # of what is free: others live here too
 HIDDEN_COPIES = 8  # of a batch's hidden states at once: residuals, norms, queries, attention's result, rotary tables
@@ -40,6 +41,11 @@ def activation_bytes(skeleton: Skeleton, rows: int, max_sweep_tokens: int, max_n
     head = tokens * skeleton.vocab_size * size * 2  # in parts, then in one piece
     judged = max_nodes * skeleton.vocab_size * FLOAT32_BYTES + 8 * skeleton.vocab_size * FLOAT64_BYTES
     return hidden + intermediate + attention + head + judged
+
+
+def unpacking_bytes(skeleton: Skeleton, device: torch.device) -> int:
+    """What unpacking takes for a moment where no kernel of ours does it; nothing on the CPU."""
+    return 0 if device.type == "cpu" or skeleton.quantization is None else BLOCK_ELEMENTS * BLOCK_BYTES
 
 
 def resident_bytes(skeleton: Skeleton) -> int:
