@@ -16,14 +16,14 @@ from bough.model.batch import Piece
 
 BLOCK = 64  # keys that share one step of the running softmax
 MIN_DOT = 16  # rows and columns that a tile of a GPU's matrix units has at least
-NUM_WARPS = 4
+NUM_WARPS, NUM_STAGES = 4, 3
 
 # What changes from call to call must not be specialised on: each special case is a program of its own, with a rounding
 # of its own.
 _VARYING = ("base", "tail_width", "window", "scale")
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # (num_rows, num_heads, head_dim)
     keys,  # (num_keys, num_kv_heads, head_dim)
@@ -107,6 +107,7 @@ def attend_by_triton(
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
+    in_halves = _in_halves(queries.dtype, keys.dtype)
     _attend[(num_rows, num_kv_heads)](
         queries,
         keys,
@@ -124,11 +125,13 @@ def attend_by_triton(
         HEAD_DIM=head_dim,
         SOFTCAP=float(softcap),
         HAS_SINKS=sinks is not None,
-        IN_HALVES=_in_halves(queries.dtype, keys.dtype),
+        IN_HALVES=in_halves,
         BLOCK=BLOCK,
         GROUP_PADDED=max(MIN_DOT, triton.next_power_of_2(group)),
         DIM_PADDED=max(MIN_DOT, triton.next_power_of_2(head_dim)),
         num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES if in_halves else 1,  # float32 tiles fill the shared memory of a small GPU as it is
+        enable_fp_fusion=True,  # versions of Triton differ in their default, and so would the bits
     )
     return out
 
