@@ -7,15 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from conftest import TINY, save_model
 from fake_lanes import FakeLanes
-from models import plain_logits, streamed
+from models import new_slot, plain_logits, streamed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bough.errors import StreamError
+from bough.model.batch import Batch, Segment
+from bough.model.pack import pack
 from bough.placement import Tier
+from bough.tree import Tree
 from target_worker.copy_ring import DeviceRing
 from target_worker.lanes import CudaLanes, InlineLanes
 
@@ -23,6 +28,7 @@ INDICES = (0, 2, 3, 5, 6)  # the others are resident
 SIZE = 1000
 STAYING = frozenset({2, 3})
 GIVEN_BACK = 255
+STOPPING = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "unique", "_unique2", "masked_select", "equal"}
 
 
 class FakeHost:
@@ -177,3 +183,31 @@ def test_where_pinning_is_refused_memory_serves_that_is_not(
         assert asked[-1][0] % 4096 == 0
         assert (len(memory), lanes.is_pinned) == (8192, is_pinned)
     assert "0.00 GB of host memory could not be pinned (CUDA error 1)" in caplog.text
+
+
+class Recorded(TorchDispatchMode):
+    """Remembers which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func.overloadpacket).removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_a_layer_asks_the_device_for_no_number(tiny: Path, tmp_path: Path, bits: int) -> None:
+    """Whatever comes back to the host stops the sweep, and the link after it. In float16, 4 bits go by way of torch."""
+    folder = tiny
+    if bits:
+        folder = tmp_path / "packed"
+        pack(str(tiny), bits, folder)
+    with streamed(folder, torch.float16, lanes=InlineLanes(), host_layers=4) as model:
+        slot = new_slot(model)
+        batch = Batch([Segment.context(slot, 0, [1, 2]), Segment.tree(slot, 2, Tree.root(3))], model.rows, model.device)
+        with Recorded() as recorded:
+            model.sweep(batch)
+    assert "linear" in recorded.names
+    assert not recorded.names & STOPPING
