@@ -23,6 +23,35 @@ NUM_WARPS, NUM_STAGES = 4, 3
 _VARYING = ("base", "tail_width", "window", "scale")
 
 
+@triton.jit
+def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def,untyped-decorator]
+    """(GROUP_PADDED, BLOCK) float32; -inf where a key is not to be seen."""
+    if IN_HALVES:
+        scores = tl.dot(query, tl.trans(key)) * scale
+    else:
+        scores = tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee") * scale
+    if SOFTCAP > 0:
+        scores = SOFTCAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFTCAP)) + 1.0))  # tanh
+    return tl.where(is_seen[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def,untyped-decorator]
+    """Folds a block into the running softmax: its highest score, the sum of weights, and the weighted values."""
+    peak = tl.maximum(highest, tl.max(scores, 1))
+    decay = tl.exp(highest - peak)
+    weights = tl.exp(scores - peak[:, None])
+    total = total * decay + tl.sum(weights, 1)
+    result = result * decay[:, None]
+    if IN_HALVES:  # a weight is the sum of two 16-bit numbers, as good as exactly
+        high = weights.to(value.dtype)
+        low = (weights - high.to(tl.float32)).to(value.dtype)
+        result = tl.dot(low, value, tl.dot(high, value, result))
+    else:
+        result = tl.dot(weights, value.to(tl.float32), result, input_precision="ieee")
+    return peak, total, result
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # (num_rows, num_heads, head_dim)
@@ -69,26 +98,9 @@ def _attend(  # type: ignore[no-untyped-def]
         places = (rows[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
         is_there = is_seen[:, None] & is_dim[None, :]
         key = tl.load(keys + places, mask=is_there, other=0.0)
-        if IN_HALVES:
-            scores = tl.dot(query, tl.trans(key)) * scale
-        else:
-            scores = tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee") * scale
-        if SOFTCAP > 0:
-            scores = SOFTCAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFTCAP)) + 1.0))  # tanh
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        peak = tl.maximum(highest, tl.max(scores, 1))
-        decay = tl.exp(highest - peak)
-        weights = tl.exp(scores - peak[:, None])
-        highest = peak
-        total = total * decay + tl.sum(weights, 1)
-        result = result * decay[:, None]
+        scores = _scores(query, key, is_seen, scale, SOFTCAP, IN_HALVES)
         value = tl.load(values + places, mask=is_there, other=0.0)
-        if IN_HALVES:  # a weight is the sum of two 16-bit numbers, as good as exactly
-            high = weights.to(value.dtype)
-            low = (weights - high.to(tl.float32)).to(value.dtype)
-            result = tl.dot(low, value, tl.dot(high, value, result))
-        else:
-            result = tl.dot(weights, value.to(tl.float32), result, input_precision="ieee")
+        highest, total, result = _fold(scores, value, highest, total, result, IN_HALVES)
     tl.store(out + cells, (result / total[:, None]).to(out.dtype.element_ty), mask=is_cell)
 
 
