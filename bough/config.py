@@ -49,6 +49,13 @@ def parse_dtype(text: str) -> str:
     return text
 
 
+def parse_device(text: str) -> str:
+    """A device as torch spells it, or "auto"; whether it is there is seen when the model is loaded."""
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:
+        raise ValueError("auto, cpu, cuda or cuda:1 would do")
+    return text
+
+
 def _number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
@@ -114,6 +121,7 @@ class WorkerConfig(ServiceConfig):
     model: str = setting(MISSING, str, "model folder, or hub id in the local cache")
     model_name: str = setting("", str, "name that users know the model by; its folder's name by default")
     dtype: str = setting("bfloat16", parse_dtype, "data type to compute in")
+    device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
     threads: int = setting(os.cpu_count() or 1, _count, "CPU threads that compute")
     max_context: int = setting(2048, _count, "most tokens of a session, prompt and output")
     max_nodes: int = setting(512, _count, "most nodes of a tree")
@@ -136,8 +144,11 @@ class TargetConfig(WorkerConfig):
 
     rows: int = setting(64, _count, "rows of every matrix product: equal sizes make equal bits (DESIGN.md, rule 2)")
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
+    host_memory: int = setting(0, parse_bytes, "beside a GPU: pinned memory for layers; 0 takes most of what is free")
     ring_memory: int = setting(
-        0, parse_bytes, "of that, at most so much for layers that were read ahead; 0 takes 512MB, or two large layers"
+        0,
+        parse_bytes,
+        "of it, at most so much for layers that were read ahead; 0 is 512MB, or three layers where those are more",
     )
     resident_layers: int = setting(-1, _number(int, -1), "most layers that stay in memory; -1 is as many as fit")
     link_threads: int = setting(4, _count, "threads that read weights")
@@ -152,7 +163,6 @@ class PlanConfig(TargetConfig):
     draft: str = setting("", str, "model folder or hub id of the draft, which then takes its time in every round")
     bits: int = setting(0, _one_of(0, 4, 8, 16), "bits of the layers' matrices: 4 or 8 as `bough pack` writes them")
     device: str = setting("", _one_of("", "cpu", "gpu"), "cpu, or gpu: one with memory of its own; what is here")
-    host_memory: int = setting(0, parse_bytes, "memory of the host in which layers may live, beside a gpu's")
     link_speed: float = setting(0.0, _speed, "GB/s from disk; measured where it is not given")
     host_link_speed: float = setting(0.0, _speed, "GB/s from the host's memory to a gpu's; measured")
     compute_speed: float = setting(0.0, _speed, "TFLOP/s of matrix products of --rows rows; measured")

@@ -14,6 +14,7 @@ from bough.config import DraftConfig
 from bough.errors import ConfigError, InvalidRequest, NotFound
 from bough.messages import GrowCall, GrowResult, Timings, WorkerInfo
 from bough.model.checkpoint import Checkpoint
+from bough.model.device import choose_device
 from bough.model.kv import KVSlot
 from bough.model.tokenizer_files import load_tokenizer_files
 from draft_worker.session import DraftSession
@@ -34,7 +35,7 @@ class DraftWorker:
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
         self._fingerprint = checkpoint.fingerprint()
         self._name = config.model_name or checkpoint.folder.name
-        self._model = load_draft(checkpoint, config.drop_layers, config.dtype, torch.device("cpu"))
+        self._model = load_draft(checkpoint, config.drop_layers, config.dtype, choose_device(config.device))
         skeleton = self._model.skeleton
         self.vocab_size = skeleton.vocab_size
         self._max_context = min(config.max_context, skeleton.max_positions)
@@ -62,7 +63,11 @@ class DraftWorker:
     def info(self) -> WorkerInfo:
         """Model and limits."""
         dropped = self._config.drop_layers
-        notes = (f"substitute draft: layers {', '.join(map(str, dropped))} left out",) if dropped else ()
+        device = self._model.device
+        notes = (
+            *([f"substitute draft: layers {', '.join(map(str, dropped))} left out"] if dropped else []),
+            *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
+        )
         return WorkerInfo(
             kind="draft",
             worker_id=self._worker_id,

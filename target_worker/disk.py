@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,8 @@ from target_worker.weights import ALIGNMENT, Extent, LayerWeights
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 * 1024 * 1024  # one read
+
+Allocate = Callable[[int], memoryview]  # of page-aligned memory, by the number of its bytes
 
 
 class Piece(NamedTuple):
@@ -35,14 +37,14 @@ class Slab(NamedTuple):
     view: memoryview  # of the same memory, for system calls
 
     @classmethod
-    def allocate(cls, num_bytes: int) -> Slab:
-        """Taken from the system when it is first written to."""
-        return cls.over(mmap.mmap(-1, num_bytes))  # anonymous, hence page-aligned
-
-    @classmethod
-    def over(cls, memory: mmap.mmap | memoryview) -> Slab:
+    def over(cls, memory: memoryview) -> Slab:
         """Of memory that is there."""
-        return cls(torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory))
+        return cls(torch.frombuffer(memory, dtype=torch.uint8), memory)
+
+
+def pageable_memory(num_bytes: int) -> memoryview:
+    """Page-aligned memory, taken from the system when it is first written to."""
+    return memoryview(mmap.mmap(-1, num_bytes))
 
 
 class _File(NamedTuple):

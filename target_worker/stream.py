@@ -6,7 +6,6 @@ arrive while trees are being grown. Knows nothing of models; a layer is a list o
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from types import TracebackType
 import torch
 
 from bough.errors import StreamError
-from target_worker.disk import Disk, Piece, ReadError, Slab, cut, stream_error
+from target_worker.disk import Allocate, Disk, Piece, ReadError, Slab, cut, pageable_memory, stream_error
 from target_worker.weights import LayerWeights
 
 
@@ -36,12 +35,19 @@ class Ring:
     Sequence number s stands for layer s % num_layers, in slab s % num_slabs.
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], disk: Disk, num_slabs: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        disk: Disk,
+        num_slabs: int,
+        num_threads: int,
+        allocate: Allocate = pageable_memory,
+    ) -> None:
         self.layers = tuple(layers)
         self.num_slabs = num_slabs
         self._disk = disk
         slab_bytes = max(layer.num_bytes for layer in layers)
-        memory = memoryview(mmap.mmap(-1, slab_bytes * num_slabs))  # in one piece, which is page-aligned
+        memory = allocate(slab_bytes * num_slabs)
         self._slabs = [Slab.over(memory[i * slab_bytes : (i + 1) * slab_bytes]) for i in range(num_slabs)]
         self._pieces = [cut(layer.extents) for layer in layers]
         self._state = threading.Condition()

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from bough.model.batch import Batch, Chunk
-from bough.model.loading import Skeleton, bind_resident, fixed_rows
+from bough.model.device import working_on
+from bough.model.loading import Skeleton, bind_resident, fixed_rows, move_buffers
 from bough.model.source import ReusedMemory
 from target_worker.tiers import Tiers
 
@@ -40,6 +41,7 @@ class StreamedModel:
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
         self._bound: set[int] = set()  # layers whose parameters are views of memory that stays
         bind_resident(skeleton.resident_slots, skeleton.dtype, device)
+        move_buffers(skeleton.model, device)
         for index, layer in enumerate(skeleton.layers):
             layer.forward = self._streamed(index, layer.forward)
         decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
@@ -48,20 +50,22 @@ class StreamedModel:
 
     @torch.inference_mode()
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
-        """(num_logit_rows, vocab_size) logits of the rows that want them, and where the time went.
+        """(num_logit_rows, vocab_size) logits of the rows that want them, on the CPU, and where the time went.
 
         Raises:
             StreamError: a layer could not be read; the ring has begun again and the next sweep may succeed.
         """
         began = time.perf_counter_ns()
         try:
-            output = self.skeleton.model(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                use_cache=False,
-                logits_to_keep=batch.logit_rows,
-                batch=batch,
-            )
+            with working_on(self.device):
+                output = self.skeleton.model(
+                    input_ids=batch.input_ids,
+                    position_ids=batch.position_ids,
+                    use_cache=False,
+                    logits_to_keep=batch.logit_rows,
+                    batch=batch,
+                )
+                logits = output.logits[0].cpu()  # of a GPU's sweep, the one place that waits for it
         except BaseException:
             self.tiers.restart()
             raise
@@ -72,7 +76,7 @@ class StreamedModel:
             self._figures.busy_ns - before.busy_ns,
             self._figures.num_bytes - before.num_bytes,
         )
-        return output.logits[0], figures
+        return logits, figures
 
     def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:

@@ -9,15 +9,21 @@ from types import TracebackType
 import torch
 
 from bough.placement import Placement, Tier
-from target_worker.disk import Disk, Slab
-from target_worker.stream import LinkFigures, Ring
+from target_worker.copy_ring import DeviceRing
+from target_worker.disk import Slab, pageable_memory
+from target_worker.host import HostLayers
+from target_worker.lanes import CudaLanes, Lanes
+from target_worker.stream import LinkFigures
 from target_worker.weights import LayerWeights
-
-NO_LINK = LinkFigures(0, 0, 0)
 
 
 class Tiers:
-    """Resident layers are read once, when the block begins; the others come through a ring, sweep after sweep."""
+    """Resident layers are read once, when the block begins; the others come through rings, sweep after sweep.
+
+    Where the CPU computes, layers are resident in the host's memory or come from disk. An accelerator with memory of
+    its own has one more tier between: layers in pinned memory of the host, from which, as from the ring that reads
+    the disk, a second ring copies to the device.
+    """
 
     def __init__(
         self,
@@ -25,39 +31,50 @@ class Tiers:
         placement: Placement,
         num_threads: int,
         checksums: Mapping[str, int] | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
-        """`checksums` (crc32 by tensor name) are compared when a layer is seen for the first time."""
+        """`checksums` (crc32 by tensor name) are compared when a layer is first seen; `lanes` are None on the CPU."""
         self.layers = tuple(layers)
         self.placement = placement
-        self._num_threads = num_threads
-        self._checksums = dict(checksums or {})
-        self._unseen = set(range(len(layers))) if checksums else set()
+        self._lanes = lanes
+        self._host = HostLayers(
+            layers,
+            placement.layers(Tier.RESIDENT if lanes is None else Tier.HOST),
+            placement.layers(Tier.DISK),
+            placement.num_slabs if lanes is None else placement.num_host_slabs,
+            num_threads,
+            checksums or {},
+            pageable_memory if lanes is None else lanes.host_memory,
+        )
         self._resources = ExitStack()
-        self._disk = Disk(extent.file for layer in layers for extent in layer.extents)
-        self._resident: dict[int, Slab] = {}
-        streamed = [index for index in range(len(layers)) if index not in placement.layers(Tier.RESIDENT)]
-        self._place_in_ring = {index: number for number, index in enumerate(streamed)}
-        self._ring: Ring | None = None
-        if streamed:
-            self._ring = Ring([self.layers[i] for i in streamed], self._disk, placement.num_slabs, num_threads)
+        self._staying = frozenset(placement.layers(Tier.RESIDENT))
+        self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8 on the device, where that has its own memory
+        self._copies: DeviceRing | None = None
 
     @property
     def is_direct(self) -> bool:
         """Whether all reads go past the page cache."""
-        return self._disk.is_direct
+        return self._host.is_direct
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the accelerator can copy the host's layers directly; so it can where there is none."""
+        return self._lanes is None or self._lanes.is_pinned
 
     def is_resident(self, index: int) -> bool:
-        """Whether a layer's bytes stay where they are."""
-        return index in self._resident
+        """Whether a layer's bytes stay where they are computed on."""
+        return index in self._staying
 
     def __enter__(self) -> Tiers:
-        self._resources.callback(self._disk.close)
         try:
-            self._resident = {i: Slab.allocate(self.layers[i].num_bytes) for i in self.placement.layers(Tier.RESIDENT)}
-            loaded = [self.layers[index] for index in self._resident]
-            self._disk.load(loaded, list(self._resident.values()), self._num_threads)
-            if self._ring is not None:
-                self._resources.enter_context(self._ring)
+            if self._lanes is not None:
+                self._resources.callback(self._lanes.close)
+            self._resources.enter_context(self._host)
+            if self._lanes is not None:
+                self._upload(self._lanes)
+            self._host.fill()
+            if self._lanes is not None and self.placement.num_slabs:
+                self._copies = self._resources.enter_context(self._device_ring(self._lanes))
         except BaseException:
             self._resources.close()
             raise
@@ -68,33 +85,42 @@ class Tiers:
     ) -> None:
         self._resources.close()
 
+    def _upload(self, lanes: Lanes) -> None:
+        """Puts resident layers on the device, one by one through a slab that is not kept."""
+        resident = self.placement.layers(Tier.RESIDENT)
+        if resident:
+            staging = Slab.over(pageable_memory(max(self.layers[index].num_bytes for index in resident)))
+            for index in resident:
+                data = self._host.read(index, staging)
+                self._resident[index] = lanes.device_memory(len(data)).copy_(data)
+
+    def _device_ring(self, lanes: Lanes) -> DeviceRing:
+        streamed = [index for index in range(len(self.layers)) if index not in self._resident]
+        sizes = [self.layers[index].num_bytes for index in streamed]
+        return DeviceRing(streamed, sizes, self._host, lanes, self.placement.num_slabs)
+
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
-        """A layer's slab, uint8, valid until the block ends. Layers that stream are taken in order.
+        """A layer's slab, uint8 where it is computed on, valid until the block ends. What streams is taken in order.
 
         Raises:
             StreamError: it could not be read, or is not what was written; call `restart` before the next sweep.
         """
-        resident = self._resident.get(index)
-        if resident is not None:
-            self._check(index, resident.bytes)
-            yield resident.bytes
+        if index in self._resident:
+            yield self._resident[index]
             return
-        assert self._ring is not None, "a layer that is not resident streams"
-        with self._ring.layer(self._place_in_ring[index]) as slab:
-            self._check(index, slab)
+        with (self._host if self._copies is None else self._copies).layer(index) as slab:
             yield slab
 
     def restart(self) -> None:
         """Begins again with layer 0, after an error or a sweep that was given up."""
-        if self._ring is not None:
-            self._ring.restart()
+        (self._host if self._copies is None else self._copies).restart()
 
     def figures(self) -> LinkFigures:
-        """Counters of the link since the start."""
-        return self._ring.figures() if self._ring is not None else NO_LINK
+        """Counters, since the start, of the link over which the weights reach what computes."""
+        return (self._host if self._copies is None else self._copies).figures()
 
-    def _check(self, index: int, slab: torch.Tensor) -> None:
-        if index in self._unseen:
-            self.layers[index].verify(slab, self._checksums)
-            self._unseen.discard(index)
+
+def lanes_of(device: torch.device) -> Lanes | None:
+    """The lanes of an accelerator with memory of its own; None for the CPU."""
+    return None if device.type == "cpu" else CudaLanes(device)

@@ -14,26 +14,20 @@ from bough import __version__
 from bough.config import TargetConfig
 from bough.messages import Context, VerifyCall, VerifyResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
+from bough.model.device import choose_device
 from bough.model.kv import KVSlot
 from bough.model.loading import DTYPES, build_skeleton
-from bough.model.memory import (
-    SHARE,
-    Limits,
-    activation_bytes,
-    budgets,
-    free_device_bytes,
-    num_kv_slots,
-    resident_bytes,
-)
+from bough.model.memory import Limits, activation_bytes, num_kv_slots, resident_bytes, unpacking_bytes
 from bough.model.pack import read_checksums
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.placement import Fixed, Placement, Tier, gigabytes, place
+from bough.placement import Fixed, Placement, Tier
 from bough.sampling import SamplingParams
 from bough.tree import Tree
+from target_worker.budgets import choose_places
 from target_worker.engine import Engine
 from target_worker.slots import SlotPool
 from target_worker.sweep import StreamedModel
-from target_worker.tiers import Tiers
+from target_worker.tiers import Tiers, lanes_of
 from target_worker.weights import plan_layer
 
 logger = logging.getLogger(__name__)
@@ -51,7 +45,7 @@ class TargetWorker:
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
         self._fingerprint = checkpoint.fingerprint()
         self._name = config.model_name or checkpoint.folder.name
-        self._device = torch.device("cpu")
+        self._device = choose_device(config.device)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
         self.vocab_size = self._skeleton.vocab_size
@@ -60,9 +54,10 @@ class TargetWorker:
         pool = self._make_pool()
         self._placement = self._place(pool)
         self._resources = ExitStack()
-        tiers = Tiers(self.layers, self._placement, config.link_threads, read_checksums(checkpoint.folder))
+        checksums, lanes = read_checksums(checkpoint.folder), lanes_of(self._device)
+        tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes)
         self._resources.enter_context(tiers)
-        self._is_direct = tiers.is_direct
+        self._tiers = tiers
         model = StreamedModel(self._skeleton, tiers, config.rows, self._device)
         self._engine = Engine(model, pool, self._limits.max_sweep_tokens, self._limits.max_context)
         self._engine.start()
@@ -92,7 +87,6 @@ class TargetWorker:
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
-        unused = self._skeleton.unused
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,
@@ -106,18 +100,22 @@ class TargetWorker:
             max_sessions=self._engine.pool.num_slots,
             num_sessions=len(self._engine.pool),
             link_bytes_per_pass=self._placement.link_bytes,
-            notes=(
-                f"memory: {self._placement}; {self._placement.fixed}",
-                *(() if self._is_direct else ("reads go through the page cache: the file system refuses O_DIRECT",)),
-                f"every matrix product has {self._config.rows} rows",
-                *(
-                    [f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}"]
-                    if unused
-                    else []
-                ),
-            ),
+            notes=self._notes(),
             bough_version=__version__,
         )
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [f"memory: {self._placement}; {self._placement.fixed}"]
+        if self._device.type != "cpu":
+            notes.append(f"computes on {self._device}, {torch.cuda.get_device_name(self._device)}")
+        if not self._tiers.is_pinned:
+            notes.append("host memory could not be pinned: copies to the GPU are slower than they might be")
+        if not self._tiers.is_direct:
+            notes.append("reads go through the page cache: the file system refuses O_DIRECT")
+        notes.append(f"every matrix product has {self._config.rows} rows")
+        if unused := self._skeleton.unused:
+            notes.append(f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}")
+        return tuple(notes)
 
     def _make_pool(self) -> SlotPool:
         shape, num_rows = self._skeleton.kv_shape(), self._limits.slot_rows
@@ -130,19 +128,13 @@ class TargetWorker:
     def _place(self, pool: SlotPool) -> Placement:
         """Decides where each layer lives, and says so."""
         config, skeleton = self._config, self._skeleton
-        free = free_device_bytes(self._device)
         fixed = Fixed(
             resident_bytes(skeleton),
             pool.num_slots * self._limits.slot_rows * skeleton.kv_shape().row_bytes,
             activation_bytes(skeleton.config, skeleton.kv_shape(), self._limits),
-            max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers),
+            max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers) + unpacking_bytes(skeleton, self._device),
         )
-        sizes = [layer.num_bytes for layer in self.layers]
-        allowed = budgets(config, sizes, device=config.device_memory or int(free * SHARE), host=0)
-        placement = place(sizes, fixed, allowed)
-        said = "as told" if config.device_memory else f"{SHARE:.0%} of the {gigabytes(free)} that are free"
-        logger.info("memory budget %s (%s): %s; %s", gigabytes(allowed.device), said, placement, fixed)
-        return placement
+        return choose_places([layer.num_bytes for layer in self.layers], fixed, config, self._device)
 
     def _warm_up(self) -> None:
         """One sweep before anyone waits for one: every byte is read once, and the kernels are compiled."""

@@ -15,6 +15,7 @@ from bough.model.loading import build_skeleton
 from bough.model.pack import read_checksums
 from bough.placement import Budgets, Fixed, place
 from bough.tree import Tree
+from target_worker.lanes import Lanes
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
 from target_worker.weights import plan_layer
@@ -23,14 +24,25 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def streamed(folder: Path, dtype: torch.dtype, rows: int = 16, max_resident: int = 0) -> Iterator[StreamedModel]:
-    """A model whose layers stream through two slabs, but for `max_resident` of them."""
+def streamed(
+    folder: Path,
+    dtype: torch.dtype,
+    rows: int = 16,
+    max_resident: int = 0,
+    lanes: Lanes | None = None,
+    host_layers: int = 0,
+) -> Iterator[StreamedModel]:
+    """A model whose layers stream through two slabs, but for `max_resident` of them.
+
+    With `lanes` there is a device with memory of its own, and in the host's room for `host_layers`.
+    """
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)
     layers = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
     sizes = [layer.num_bytes for layer in layers]
-    budgets = Budgets(device=sum(sizes) * 2, host=0, ring=2 * max(sizes), max_resident=max_resident)
+    host = host_layers * max(sizes)
+    budgets = Budgets(device=sum(sizes) * 2, host=host, ring=2 * max(sizes), max_resident=max_resident)
     placement = place(sizes, Fixed(0, 0, 0, 0), budgets)
-    with Tiers(layers, placement, num_threads=2, checksums=read_checksums(folder)) as tiers:
+    with Tiers(layers, placement, 2, read_checksums(folder), lanes) as tiers:
         yield StreamedModel(skeleton, tiers, rows, CPU)
 
 

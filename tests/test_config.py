@@ -33,6 +33,7 @@ def test_flags_make_an_equal_value() -> None:
         (["--model", "m", "--port", "70000"], {}, "--port: '70000': int of 0 to 65535"),
         (["--model", "m", "--dtype", "int3"], {}, "--dtype: 'int3': bfloat16"),
         (["--model", "m", "--kv-memory", "lots"], {}, "--kv-memory: 'lots': a size such as"),
+        (["--model", "m", "--device", "gpu"], {}, "--device: 'gpu': auto, cpu, cuda or cuda:1"),
         (["--model", "m", "--lease-seconds", "nan"], {}, "--lease-seconds: 'nan'"),
         (["--model", "m"], {"BOUGH_TARGET_PROT": "1"}, "BOUGH_TARGET_PROT: no such setting"),
         (["--model", "m"], {"BOUGH_TARGET_PORT": "x"}, "BOUGH_TARGET_PORT: 'x'"),

@@ -7,6 +7,9 @@ batch.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numba
@@ -15,6 +18,8 @@ import torch
 from transformers import AttentionInterface
 
 from bough.model.batch import Chunk, Piece
+
+logger = logging.getLogger(__name__)
 
 NAME = "bough"
 NO_SINKS = np.zeros(0, np.float32)
@@ -129,12 +134,13 @@ def attend_on_cpu(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of a piece's rows, float32 on the CPU; shapes as in `_attend`."""
+    """Attention of a piece's rows on the CPU, float32 out; shapes as in `_attend`, any floating types in."""
+    queries = queries.float().contiguous()
     out = torch.empty_like(queries)
     _attend(
         queries.numpy(),
-        keys.numpy(),
-        values.numpy(),
+        keys.float().numpy(),
+        values.float().numpy(),
         piece.base,
         piece.tail,
         piece.lengths,
@@ -157,7 +163,11 @@ def attend_by_mask(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same on any device, by gathering each row's path: right, but neither lean nor bitwise reproducible."""
+    """The same on any device, by gathering each row's path: right, but neither lean nor bitwise reproducible.
+
+    The reference for the kernels, and what runs on a GPU where there is no Triton.
+    """
+    queries, keys, values = queries.float(), keys.float(), values.float()
     longest = int(piece.lengths.max())
     positions = np.arange(longest)
     tail_index = np.clip(positions - piece.base, 0, max(piece.tail.shape[1] - 1, 0))
@@ -196,19 +206,30 @@ def tree_attention(
     keyword arguments; the mask is ours to derive, so none is given.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    attend = attend_on_cpu if query.device.type == "cpu" else attend_by_mask
-    queries = query[0].transpose(0, 1).float().contiguous()
+    attend = attend_on_cpu if query.device.type == "cpu" else _gpu_attention()
+    queries = query[0].transpose(0, 1).contiguous()
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     sinks = None if s_aux is None else s_aux.float()
     out = torch.zeros_like(queries)  # padding rows have no path and stay 0
     for piece in chunk.pieces:
         piece.slot.write(layer, piece.rows, keys[piece.span], values[piece.span])
-        held_keys = piece.slot.keys[layer, : piece.num_keys].float()
-        held_values = piece.slot.values[layer, : piece.num_keys].float()
+        held_keys = piece.slot.keys[layer, : piece.num_keys]
+        held_values = piece.slot.values[layer, : piece.num_keys]
         out[piece.span] = attend(
             queries[piece.span], held_keys, held_values, piece, scaling, sliding_window or 0, softcap or 0.0, sinks
         )
-    return out.to(query.dtype)[None], None
+    return out[None], None
+
+
+@cache
+def _gpu_attention() -> Callable[..., torch.Tensor]:
+    """The kernel for GPUs; where Triton is missing, with a warning, the reference."""
+    try:
+        from bough.model.attention_triton import attend_by_triton
+    except ImportError as exc:
+        logger.warning("tree attention gathers every path, slowly and not bit for bit: Triton is missing (%s)", exc)
+        return attend_by_mask
+    return attend_by_triton
 
 
 AttentionInterface.register(NAME, tree_attention)

@@ -72,6 +72,8 @@ class Piece:
         self.base = segment.base
         self.tail = np.ascontiguousarray(segment.tail)
         self.lengths = segment.positions + np.int32(1)  # keys on each row's path
+        self.tail_on_device = torch.from_numpy(self.tail).to(device)  # on the CPU, the same memory
+        self.lengths_on_device = torch.from_numpy(self.lengths).to(device)
 
 
 @dataclass(frozen=True, slots=True)

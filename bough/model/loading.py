@@ -234,6 +234,14 @@ def bind_resident(slots: Sequence[ParameterSlot], dtype: torch.dtype, device: to
         loaded[slot.source.places] = (slot.module, slot.key)
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Moves what a model holds beside its parameters, such as rotary frequencies; layers without weights stay so."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[key] = buffer.to(device)
+
+
 def read_place(place: TensorPlace) -> torch.Tensor:
     """The bytes of a tensor, (num_bytes,) uint8."""
     try:

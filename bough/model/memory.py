@@ -13,10 +13,12 @@ from bough.config import TargetConfig
 from bough.errors import ConfigError
 from bough.model.kv import KVShape
 from bough.model.loading import Skeleton, max_positions
-from bough.placement import MIN_SLABS, Budgets
+from bough.model.packed import BLOCK_BYTES, BLOCK_ELEMENTS
+from bough.placement import Budgets
 
 SHARE = 0.8  # of what is free: others live here too
-RING_BYTES = 512 * 1000**2  # reads ahead far enough; more is better used for layers that stay
+RING_BYTES = 512 * 1000**2  # or RING_LAYERS, where those are more: what a ring takes unless it is told
+RING_LAYERS = 3  # one that is computed on, one that arrives, one that has; more is better used for layers that stay
 HIDDEN_COPIES = 8  # of a batch's hidden states at once: residuals, norms, queries, attention's result, rotary tables
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 
@@ -79,7 +81,7 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
     return Budgets(
         device=device,
         host=host,
-        ring=settings.ring_memory or max(RING_BYTES, MIN_SLABS * max(layer_bytes)),
+        ring=settings.ring_memory or max(RING_BYTES, RING_LAYERS * max(layer_bytes)),
         max_resident=len(layer_bytes) if settings.resident_layers < 0 else settings.resident_layers,
     )
 
@@ -95,6 +97,11 @@ def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -
     head = tokens * vocab_size * size * 2  # in parts, then in one piece
     judged = max_nodes * vocab_size * FLOAT32_BYTES + 8 * vocab_size * FLOAT64_BYTES
     return hidden + intermediate + attention + head + judged
+
+
+def unpacking_bytes(skeleton: Skeleton, device: torch.device) -> int:
+    """What unpacking takes for a moment where no kernel of ours does it; nothing on the CPU."""
+    return 0 if device.type == "cpu" or skeleton.quantization is None else BLOCK_ELEMENTS * BLOCK_BYTES
 
 
 def resident_bytes(skeleton: Skeleton) -> int:

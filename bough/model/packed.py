@@ -19,6 +19,11 @@ from bough.model.source import Scratch, room_bytes, typed
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # that the kernels below write; any other goes by way of torch
 
+# What goes by way of torch goes in blocks: whole matrices in float32 would want several times a layer's memory.
+BLOCK_ELEMENTS = 1 << 24
+BLOCK_BYTES = 32  # at most, for each element of a block while it is made
+BLOCK_ROWS = 32  # blocks are multiples of it, hence whole words of any packing
+
 _compiled = numba.njit(cache=True, error_model="numpy", inline="always")
 _parallel = numba.njit(cache=True, error_model="numpy", parallel=True)
 
@@ -104,11 +109,14 @@ def _unpack_words_across(words, zeros, scales, group_size, out, is_bf16):  # typ
 
 
 def _write(
-    out: torch.Tensor, kernel: Callable[..., None], by_torch: Callable[[], torch.Tensor], *inputs: object
+    out: torch.Tensor, kernel: Callable[..., None], by_torch: Callable[[slice], torch.Tensor], *inputs: object
 ) -> None:
-    """Fills `out` by a kernel where there is one, otherwise from what `by_torch` gives in float32."""
+    """Fills `out` by a kernel where there is one, otherwise from what `by_torch` gives in float32 for some rows."""
     if out.device.type != "cpu" or out.dtype not in _KERNEL_DTYPES:
-        out.copy_(by_torch())
+        step = max(BLOCK_ELEMENTS // out.shape[1] // BLOCK_ROWS, 1) * BLOCK_ROWS
+        for begin in range(0, len(out), step):
+            rows = slice(begin, min(begin + step, len(out)))
+            out[rows] = by_torch(rows)
         return
     is_bf16 = out.dtype == torch.bfloat16
     target = out.view(torch.uint16) if is_bf16 else out
@@ -143,7 +151,7 @@ class Packed:
         packed, scales = typed(raw[0], self.packed), typed(raw[1], self.scales).float()
         out = scratch.take(self.shape, dtype)
         kernel = _unpack4 if self.bits == 4 else _unpack8
-        _write(out, kernel, lambda: self._by_torch(packed, scales), packed, scales)
+        _write(out, kernel, lambda rows: self._by_torch(packed[rows], scales[rows]), packed, scales)
         return out
 
     def _by_torch(self, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -151,7 +159,7 @@ class Packed:
         integers = packed.view(rows, groups, -1)
         if self.bits == 4:
             integers = torch.cat((integers & 15, integers >> 4), dim=2).to(torch.int8) - 8
-        return (integers.float() * scales[:, :, None]).view(self.shape)
+        return (integers.float() * scales[:, :, None]).view(rows, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +198,10 @@ class Gptq:
             else torch.arange(num_inputs, device=words.device, dtype=torch.int32) // (num_inputs // len(scales))
         )
 
-        def by_torch() -> torch.Tensor:
-            integers = (words[:, None, :] >> shifts[:, None] & mask).flatten(0, 1).float()
-            return (integers - zeros[groups.long()]) * scales[groups.long()]
+        def by_torch(rows: slice) -> torch.Tensor:
+            some = words[rows.start * self.bits // 32 : -(-rows.stop * self.bits // 32)]
+            integers = (some[:, None, :] >> shifts[:, None] & mask).flatten(0, 1).float()
+            return (integers - zeros[groups[rows].long()]) * scales[groups[rows].long()]
 
         out = scratch.take((num_inputs, num_outputs), dtype)
         _write(out, _unpack_words_down, by_torch, words, zeros, scales, groups, self.bits)
@@ -226,10 +235,9 @@ class Awq:
         num_outputs, num_inputs = self.shape
         group_size = num_inputs // len(scales)
 
-        def by_torch() -> torch.Tensor:
-            return (_awq_integers(words) - zeros.repeat_interleave(group_size, 0)) * scales.repeat_interleave(
-                group_size, 0
-            )
+        def by_torch(rows: slice) -> torch.Tensor:
+            groups = torch.arange(rows.start, rows.stop, device=words.device) // group_size
+            return (_awq_integers(words[rows]) - zeros[groups]) * scales[groups]
 
         out = scratch.take((num_inputs, num_outputs), dtype)
         _write(out, _unpack_words_across, by_torch, words, zeros, scales, group_size)
@@ -238,5 +246,6 @@ class Awq:
 
 def _awq_integers(words: torch.Tensor) -> torch.Tensor:
     """(rows, n / 8) int32 to (rows, n) float32: column c of eight stands at nibble c / 2, the odd ones four further."""
-    nibbles = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device=words.device, dtype=torch.int32)
+    column = torch.arange(8, device=words.device, dtype=torch.int32)  # made there: a copy would stop the sweep
+    nibbles = column // 2 + 4 * (column % 2)
     return ((words[:, :, None] >> (4 * nibbles)) & 15).flatten(1).float()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from bough.model.batch import Batch
-from bough.model.loading import Skeleton, bind_resident
+from bough.model.device import working_on
+from bough.model.loading import Skeleton, bind_resident, move_buffers
 
 
 class ResidentModel:
@@ -17,18 +18,19 @@ class ResidentModel:
         bind_resident(skeleton.resident_slots, skeleton.dtype, device)
         for slots in skeleton.layer_slots:
             bind_resident(slots, skeleton.dtype, device)
-        skeleton.model.to(device)  # type: ignore[arg-type]  # transformers' wrapper loses the self of `to`
+        move_buffers(skeleton.model, device)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
         """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`."""
         (chunk,) = batch.chunks
-        output = self.skeleton.model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            chunk=chunk,
-        )
+        with working_on(self.device):
+            output = self.skeleton.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                chunk=chunk,
+            )
         logits: torch.Tensor = output.logits[0].float()
         return logits

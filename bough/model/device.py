@@ -1,0 +1,34 @@
+"""The accelerator of a worker: chosen by name, refused by name."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from bough.errors import ConfigError
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a setting, "auto", "cpu", "cuda" or "cuda:1"; `auto` is the first GPU where torch finds one.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        why = "finds none" if torch.version.cuda else f"{torch.__version__} is a build without CUDA"
+        raise ConfigError(f"--device: {name} asks for a GPU, but torch {why}; cpu or auto would do")
+    index = 0 if name == "auto" else torch.device(name).index or 0
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"--device: {name}; torch finds cuda:0" + (f" to cuda:{count - 1}" if count > 1 else " alone")
+        )
+    return torch.device("cuda", index)
+
+
+def working_on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the one that kernels of this thread are launched on."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)

@@ -1,0 +1,112 @@
+"""Random models of any size for measurements: a few distinct layers on disk, which the others repeat."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from bough.model.checkpoint import INDEX_NAME, Checkpoint
+from bough.model.loading import Skeleton, build_skeleton
+from bough.model.memory import activation_bytes, resident_bytes, unpacking_bytes
+from bough.placement import Budgets, Fixed, Placement, Tier, place
+from target_worker.lanes import Lanes
+from target_worker.sweep import StreamedModel
+from target_worker.tiers import Tiers
+from target_worker.weights import LayerWeights, plan_layer
+
+ROWS = 64  # of every matrix product
+LINK_THREADS = 8
+LAYER_NAME = re.compile(r"(.*\.layers\.)(\d+)(\..*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a measurement may use."""
+
+    device: torch.device
+    lanes: Lanes
+    device_memory: int  # bytes, as a placement counts them
+    host_memory: int  # bytes
+    max_resident: int  # layers at most
+
+
+def write_random(folder: Path, config: LlamaConfig, device: torch.device) -> Checkpoint:
+    """Writes a model of random bfloat16 weights, one file for each layer and one for the rest."""
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, meta in model.state_dict().items():
+        layer = LAYER_NAME.match(name)
+        shape = tuple(meta.shape)
+        value = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.03
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            file = f"layer-{layer[2]}.safetensors" if layer else "rest.safetensors"
+            files.setdefault(file, {})[name] = value.to(torch.bfloat16).cpu()
+    folder.mkdir(parents=True)
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    config.save_pretrained(folder)
+    return Checkpoint.open(folder)
+
+
+def repeated(checkpoint: Checkpoint, num_layers: int, folder: Path) -> Checkpoint:
+    """The same model with more layers: layer i is layer i % n of the n on disk. `folder` takes its configuration."""
+    config = json.loads((checkpoint.folder / "config.json").read_text())
+    num_distinct, config["num_hidden_layers"] = config["num_hidden_layers"], num_layers
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, tensor in checkpoint.tensors.items():
+        layer = LAYER_NAME.match(name)
+        numbers = range(int(layer[2]), num_layers, num_distinct) if layer else ()
+        names = [f"{layer[1]}{number}{layer[3]}" for number in numbers] if layer else [name]
+        tensors.update({new: replace(tensor, name=new) for new in names})
+    return Checkpoint(folder, tensors)
+
+
+def planned(skeleton: Skeleton) -> list[LayerWeights]:
+    """What to read for each layer."""
+    return [plan_layer(f"layer {index}", slots) for index, slots in enumerate(skeleton.layer_slots)]
+
+
+def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int) -> Placement:
+    """Places the first layers of a model, beside a KV slot of `num_rows` tokens, within what the machine has."""
+    layers = planned(skeleton)[:num_layers]
+    sizes = [layer.num_bytes for layer in layers]
+    fixed = Fixed(
+        resident_bytes(skeleton),
+        num_rows * skeleton.kv_shape().row_bytes,
+        activation_bytes(skeleton, ROWS, num_rows, num_rows, num_rows),
+        max(layer.scratch_bytes(skeleton.dtype) for layer in layers) + unpacking_bytes(skeleton, machine.device),
+    )
+    budgets = Budgets(machine.device_memory, machine.host_memory, 3 * max(sizes), machine.max_resident)
+    return place(sizes, fixed, budgets)
+
+
+def layers_without_disk(checkpoint: Checkpoint, machine: Machine, num_rows: int) -> int:
+    """How many of its layers the memories of device and host hold together."""
+    skeleton = build_skeleton(checkpoint, torch.bfloat16)
+    fits = (
+        n for n in range(len(skeleton.layers), 1, -1) if not placed(skeleton, machine, n, num_rows).layers(Tier.DISK)
+    )
+    return next(fits, 1)
+
+
+@contextmanager
+def streamed(checkpoint: Checkpoint, machine: Machine, num_rows: int) -> Iterator[StreamedModel]:
+    """The model as a target runs it, with room for a slot of `num_rows` tokens."""
+    skeleton = build_skeleton(checkpoint, torch.bfloat16)
+    placement = placed(skeleton, machine, len(skeleton.layers), num_rows)
+    with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.lanes) as tiers:
+        yield StreamedModel(skeleton, tiers, ROWS, machine.device)

@@ -1,0 +1,177 @@
+"""Parts of the GPU check that need no large model: the kernel, exactness, and what a draft step costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+
+from bough.model.attention import attend_by_mask, attend_on_cpu
+from bough.model.batch import Batch, Piece, Segment
+from bough.model.device import working_on
+from bough.model.kv import KVSlot
+from bough.model.loading import build_skeleton
+from bough.model.runner import ResidentModel
+from bough.placement import Tier
+from bough.tree import Tree
+from loadtest.gpu_model import Machine, planned, repeated, streamed, write_random
+from target_worker.lanes import Lanes
+from target_worker.sweep import StreamedModel
+
+REPEATS = 20
+TREE, BASE, NUM_ROWS = 40, 70, 160
+DRAFT_WIDTHS, DRAFT_CONTEXT = (1, 16), 512
+CLOSE = 0.02  # of attention's results in bfloat16, whose steps are 0.004 to 0.016 there
+
+
+def describe(device: torch.device) -> str:
+    """Its name."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def milliseconds(act: Callable[[], object], device: torch.device) -> float:
+    """Of one call, over several in a row, after some that do not count."""
+    repeats = REPEATS if device.type != "cpu" else 1
+    for _ in range(min(repeats, 3)):
+        act()
+    _finish(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        act()
+    _finish(device)
+    return round((time.perf_counter() - began) / repeats * 1e3, 3)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def attention(device: torch.device) -> dict[str, Any]:
+    """The kernel against the reference, 64 rows of a 70B's heads over 1,024 keys in bfloat16; times of both."""
+    torch.manual_seed(0)
+    attend = attend_on_cpu
+    if device.type != "cpu":
+        from bough.model.attention_triton import attend_by_triton as attend
+    base = 960 if device.type != "cpu" else 60
+    keys, values = torch.randn(2, base + 64, 8, 128, device=device, dtype=torch.bfloat16)
+    queries = torch.randn(64, 64, 128, device=device, dtype=torch.bfloat16)
+    tree = _comb(64)
+    piece = Piece(0, Segment.tree(KVSlot.__new__(KVSlot), base, tree), device)
+    arguments = (queries, keys, values, piece, 128**-0.5, 0, 0.0, None)
+    with working_on(device):
+        difference = float((attend(*arguments).float() - attend_by_mask(*arguments)).abs().max())
+        return {
+            "kernel": attend.__name__,
+            "largest_difference": round(difference, 6),
+            "is_close": difference < CLOSE,
+            "kernel_ms": milliseconds(lambda: attend(*arguments), device),
+            "by_mask_ms": milliseconds(lambda: attend_by_mask(*arguments), device),
+        }
+
+
+def _comb(size: int) -> Tree:
+    """A spine with a leaf at each of its nodes."""
+    parents = [-1] + [max(node - 2, 0) if node % 2 else max(node - 1, 0) for node in range(1, size)]
+    return Tree.of(list(range(size)), parents, [0.0] * size)
+
+
+def equality(
+    machine: Machine,
+    config: LlamaConfig,
+    num_compared: int,
+    folder: Path,
+    new_lanes: Callable[[torch.device], Lanes],
+) -> list[dict[str, Any]]:
+    """Logits of a tree's last nodes against plain decoding, bit for bit, with layers here and there."""
+    checkpoint = write_random(folder / "written", config, machine.device)
+    checkpoint = repeated(checkpoint, config.num_hidden_layers, folder / "read")
+    layer_bytes = max(layer.num_bytes for layer in planned(build_skeleton(checkpoint, torch.bfloat16)))
+    cases, first = [], None
+    for host_layers in (config.num_hidden_layers + 2, 3):  # all that stream; one, and two slabs for the disk's
+        small = replace(machine, host_memory=host_layers * layer_bytes, lanes=new_lanes(machine.device))
+        with streamed(checkpoint, small, NUM_ROWS) as model:
+            logits = _tree_logits(model)
+            equal = sum(
+                torch.equal(logits[node], _plain_logits(model, node)) for node in range(TREE - num_compared, TREE)
+            )
+            placement = model.tiers.placement
+        cases.append(
+            {
+                "layers": {tier.value: len(placement.layers(tier)) for tier in Tier},
+                "compared": num_compared + 1,  # and the whole tree with the first placement's
+                "equal": equal + int(first is None or torch.equal(first, logits)),
+            }
+        )
+        first = logits if first is None else first
+    return cases
+
+
+def _tree(size: int = TREE) -> Tree:
+    rng = np.random.default_rng(1)
+    parents = [-1] + [int(rng.integers(max(0, node - 6), node)) for node in range(1, size)]
+    return Tree.of([7 + node for node in range(size)], parents, [0.0] * size)
+
+
+def _tree_logits(model: StreamedModel) -> torch.Tensor:
+    """Of a tree's nodes, beside another session's context."""
+    shape, prompt = model.skeleton.kv_shape(), list(range(BASE))
+    slot, other = (KVSlot(shape, NUM_ROWS, model.device) for _ in range(2))
+    segments = [
+        Segment.context(slot, 0, prompt),
+        Segment.context(other, 0, [3, 2, 1]),
+        Segment.tree(slot, BASE, _tree()),
+    ]
+    return model.sweep(Batch(segments, model.rows, model.device))[0]
+
+
+def _plain_logits(model: StreamedModel, node: int) -> torch.Tensor:
+    """Of the same node, when its path is decoded one token at a time."""
+    slot, prompt, tree = KVSlot(model.skeleton.kv_shape(), NUM_ROWS, model.device), list(range(BASE)), _tree()
+    model.sweep(Batch([Segment.context(slot, 0, prompt)], model.rows, model.device))
+    logits = torch.empty(0)
+    for depth, step in enumerate(tree.path(node)):
+        root = Tree.root(int(tree.tokens[step]))
+        logits = model.sweep(Batch([Segment.tree(slot, BASE + depth, root)], model.rows, model.device))[0][0]
+    return logits
+
+
+def draft_steps(device: torch.device, config: LlamaConfig, folder: Path) -> list[dict[str, Any]]:
+    """Time of a draft step by its width: as the worker runs it, and replayed as a CUDA graph.
+
+    The worker does not use graphs yet: a replay has the same context length every time. It shows what they would save.
+    """
+    one_layer = LlamaConfig.from_dict({**config.to_dict(), "num_hidden_layers": 1})
+    checkpoint = repeated(
+        write_random(folder / "written", one_layer, device), config.num_hidden_layers, folder / "read"
+    )
+    model = ResidentModel(build_skeleton(checkpoint, torch.bfloat16), device)
+    slot = KVSlot(model.skeleton.kv_shape(), DRAFT_CONTEXT + max(DRAFT_WIDTHS), device)
+    rows = []
+    for width in DRAFT_WIDTHS:
+        tree = Tree.of(list(range(width)), [-1] + [0] * (width - 1), [0.0] * width)
+        batch = Batch([Segment.tree(slot, DRAFT_CONTEXT, tree)], None, device)
+        eager = milliseconds(lambda batch=batch: model.logits(batch), device)
+        rows.append({"width": width, "eager_ms": eager, **_graphed(model, batch)})
+    return rows
+
+
+def _graphed(model: ResidentModel, batch: Batch) -> dict[str, Any]:
+    if model.device.type == "cpu":
+        return {"graph_ms": None, "why_no_graph": "the CPU has none"}
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(model.device)
+    try:
+        with torch.cuda.stream(side):
+            model.logits(batch)  # what is prepared once must not be captured
+        torch.cuda.synchronize(model.device)
+        with torch.cuda.graph(graph):
+            model.logits(batch)
+        return {"graph_ms": milliseconds(graph.replay, model.device), "why_no_graph": None}
+    except RuntimeError as exc:
+        return {"graph_ms": None, "why_no_graph": str(exc).splitlines()[0]}

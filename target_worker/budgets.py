@@ -1,0 +1,47 @@
+"""What memory a target may take, from its settings and from what is free, and where its layers then live."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from bough.config import TargetConfig
+from bough.errors import ConfigError
+from bough.model.memory import SHARE, budgets, free_device_bytes, free_host_bytes
+from bough.placement import MIN_SLABS, Fixed, Placement, Tier, gigabytes, place
+
+logger = logging.getLogger(__name__)
+
+
+def choose_places(layer_bytes: Sequence[int], fixed: Fixed, config: TargetConfig, device: torch.device) -> Placement:
+    """A place for each layer.
+
+    Raises:
+        ConfigError: naming the setting that leaves too little room, or that has no meaning on this device.
+    """
+    free = free_device_bytes(device)
+    allowed = budgets(config, layer_bytes, config.device_memory or int(free * SHARE), _host_budget(config, device))
+    placement = place(layer_bytes, fixed, allowed)
+    if device.type != "cpu" and placement.layers(Tier.DISK) and not placement.num_host_slabs:
+        raise ConfigError(
+            f"--host-memory: {gigabytes(allowed.host)}; layers pass from disk to the GPU through pinned memory, which "
+            f"must hold {MIN_SLABS}: {gigabytes(MIN_SLABS * placement.slab_bytes)} or more would do"
+        )
+    said = "as told" if config.device_memory else f"{SHARE:.0%} of the {gigabytes(free)} that are free"
+    beside = f", {gigabytes(allowed.host)} of the host's" if allowed.host else ""
+    logger.info("memory budget %s (%s)%s: %s; %s", gigabytes(allowed.device), said, beside, placement, fixed)
+    return placement
+
+
+def _host_budget(config: TargetConfig, device: torch.device) -> int:
+    """Bytes of the host's memory for layers; 0 where the host is the accelerator."""
+    if device.type != "cpu":
+        return config.host_memory or int(free_host_bytes() * SHARE)
+    if config.host_memory:
+        raise ConfigError(
+            f"--host-memory: {gigabytes(config.host_memory)}; on the CPU host and device have one memory, "
+            "which --device-memory limits"
+        )
+    return 0

@@ -1,0 +1,85 @@
+"""Devices and the memory beside them: chosen by name, refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bough.config import DraftConfig, TargetConfig, parse
+from bough.errors import ConfigError
+from bough.model.device import choose_device
+from bough.placement import Fixed, Tier
+from draft_worker.worker import DraftWorker
+from target_worker import budgets
+from target_worker.budgets import choose_places
+from target_worker.worker import TargetWorker
+
+GB = 1000**3
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_auto_takes_a_gpu_where_there_is_one(two_gpus: None) -> None:
+    assert [choose_device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == [
+        GPU,
+        torch.device("cpu"),
+        GPU,
+        torch.device("cuda", 1),
+    ]
+    with pytest.raises(ConfigError, match="--device: cuda:2; torch finds cuda:0 to cuda:1"):
+        choose_device("cuda:2")
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_workers_refuse_to_be_told_otherwise(no_gpu: None, tiny: Path) -> None:
+    assert choose_device("auto") == torch.device("cpu")
+    flags = ["--model", str(tiny), "--device", "cuda"]
+    with pytest.raises(ConfigError, match=r"--device: cuda asks for a GPU, but torch .*; cpu or auto would do"):
+        TargetWorker(parse(TargetConfig, "t", flags, {}), "t")
+    with pytest.raises(ConfigError, match="--device: cuda asks for a GPU"):
+        DraftWorker(parse(DraftConfig, "d", flags, {}), "d")
+
+
+def test_host_memory_means_nothing_on_the_cpu(tiny: Path) -> None:
+    flags = ["--model", str(tiny), "--device", "cpu", "--host-memory", "1GB"]
+    with pytest.raises(ConfigError, match=r"--host-memory: 1\.00 GB; on the CPU .* --device-memory"):
+        TargetWorker(parse(TargetConfig, "t", flags, {}), "t")
+
+
+def gpu_settings(*flags: str) -> TargetConfig:
+    return parse(TargetConfig, "t", ["--model", "m", "--device-memory", "24GB", *flags], {})
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """140 GB free on the device, 100 GB on the host."""
+    monkeypatch.setattr(budgets, "free_device_bytes", lambda _: 140 * GB)
+    monkeypatch.setattr(budgets, "free_host_bytes", lambda: 100 * GB)
+
+
+def test_a_gpu_has_three_tiers(free: None) -> None:
+    """A model of 70B in 16 bits: 80 layers of 1.7 GB."""
+    sizes, fixed = [1_700_000_000] * 80, Fixed(4 * GB, 2 * GB, GB, 0)
+    placement = choose_places(sizes, fixed, gpu_settings(), GPU)
+    assert placement.device_bytes <= 24 * GB
+    assert placement.host_bytes <= 80 * GB
+    assert placement.num_slabs == 2
+    assert all(placement.layers(tier) for tier in Tier)
+    all_in_ram = choose_places(sizes, fixed, gpu_settings("--host-memory", "200GB"), GPU)
+    assert not all_in_ram.layers(Tier.DISK)
+
+
+def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:
+    with pytest.raises(ConfigError, match=r"--host-memory: 1\.00 GB; .* must hold 2: 3\.40 GB or more would do"):
+        choose_places([1_700_000_000] * 80, Fixed(0, 0, 0, 0), gpu_settings("--host-memory", "1GB"), GPU)
