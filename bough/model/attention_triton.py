@@ -23,8 +23,8 @@ NUM_WARPS, NUM_STAGES = 4, 3
 _VARYING = ("base", "tail_width", "window", "scale")
 
 
-@triton.jit
-def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def,untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
     """(GROUP_PADDED, BLOCK) float32; -inf where a key is not to be seen."""
     if IN_HALVES:
         scores = tl.dot(query, tl.trans(key)) * scale
@@ -35,8 +35,8 @@ def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.con
     return tl.where(is_seen[None, :], scores, float("-inf"))
 
 
-@triton.jit
-def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def,untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
+def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Folds a block into the running softmax: its highest score, the sum of weights, and the weighted values."""
     peak = tl.maximum(highest, tl.max(scores, 1))
     decay = tl.exp(highest - peak)
