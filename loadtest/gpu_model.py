@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bough.model.checkpoint import INDEX_NAME, Checkpoint
 from bough.model.loading import Skeleton, build_skeleton
-from bough.model.memory import activation_bytes, resident_bytes, unpacking_bytes
+from bough.model.memory import Limits, activation_bytes, resident_bytes, unpacking_bytes
 from bough.placement import Budgets, Fixed, Placement, Tier, place
 from target_worker.lanes import Lanes
 from target_worker.sweep import StreamedModel
@@ -87,7 +87,7 @@ def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int)
     fixed = Fixed(
         resident_bytes(skeleton),
         num_rows * skeleton.kv_shape().row_bytes,
-        activation_bytes(skeleton, ROWS, num_rows, num_rows, num_rows),
+        activation_bytes(skeleton.config, skeleton.kv_shape(), Limits(ROWS, num_rows, num_rows, num_rows)),
         max(layer.scratch_bytes(skeleton.dtype) for layer in layers) + unpacking_bytes(skeleton, machine.device),
     )
     budgets = Budgets(machine.device_memory, machine.host_memory, 3 * max(sizes), machine.max_resident)
