@@ -27,12 +27,12 @@ from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace
 from bough.model.experts import Experts
 from bough.model.loading import ParameterSlot, build_skeleton, read_place
 from bough.model.naming import PACKED_SUFFIX, SCALES_SUFFIX
+from bough.model.quantize import GROUP_SIZES, SCALE_BYTES, quantize
 from bough.model.source import Joined, Source, Stored, crc32, typed
 
 MANIFEST_NAME = "bough_pack.json"
-GROUP_SIZES = {4: 32, 8: 64}  # inputs that share a scale: 4.5 and 8.25 bits for a weight
+FORMAT = 2  # 4 bits with offsets
 SHARD_BYTES = 1_000_000_000
-SHRINKS = (1.0, 0.94, 0.88, 0.82, 0.76)  # of the 4-bit scale, among which each group takes the one that errs least
 
 
 def read_checksums(folder: Path) -> dict[str, int]:
@@ -67,38 +67,6 @@ def pack(model: str, bits: int, folder: Path, shard_bytes: int = SHARD_BYTES) ->
     _write_rest(checkpoint, folder, manifest, bits)
 
 
-def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packs a matrix (rows, columns): the integers and the scales of `bough.model.packed.Packed`.
-
-    In 4 bits each group takes, of a few scales, the one with the least squared error; among them the one that maps the
-    largest value to -8, which finds again what was packed in this way before.
-    """
-    rows, columns = weight.shape
-    groups = weight.float().view(rows, -1, GROUP_SIZES[bits])
-    if bits == 8:
-        scales = _half(groups.abs().amax(2) / 127)
-        return _integers(groups, scales, 127).to(torch.int8).view(rows, columns), scales.half()
-    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True)).squeeze(2)
-    candidates = [_half(largest / -8), *(_half(largest.abs() / 7 * shrink) for shrink in SHRINKS)]
-    best, least = candidates[0], torch.full_like(largest, torch.inf)
-    for scales in candidates:
-        error = (_integers(groups, scales, 7) * scales[:, :, None] - groups).square_().sum(2)
-        best, least = torch.where(error < least, scales, best), torch.minimum(error, least)
-    integers = (_integers(groups, best, 7) + 8).to(torch.uint8)
-    low, high = integers.chunk(2, dim=2)
-    return (low | high << 4).view(rows, columns // 2), best.half()
-
-
-def _integers(groups: torch.Tensor, scales: torch.Tensor, highest: int) -> torch.Tensor:
-    lowest = -8 if highest == 7 else -highest
-    return (groups / torch.where(scales == 0, 1, scales)[:, :, None]).round_().clamp_(lowest, highest)
-
-
-def _half(scales: torch.Tensor) -> torch.Tensor:
-    """As they will be stored."""
-    return scales.half().float()
-
-
 @dataclass(slots=True)
 class _Manifest:
     """What has been written so far."""
@@ -112,7 +80,7 @@ class _Manifest:
         if folder.resolve() == checkpoint.folder.resolve():
             raise ConfigError(f"--out: {folder} is the model itself; another folder would do")
         path = folder / MANIFEST_NAME
-        origin = {"format": 1, "bits": bits, "group_size": GROUP_SIZES[bits], "source": checkpoint.fingerprint()}
+        origin = {"format": FORMAT, "bits": bits, "group_size": GROUP_SIZES[bits], "source": checkpoint.fingerprint()}
         if path.is_file():
             content = json.loads(path.read_text())
             if {name: content.get(name) for name in origin} != origin:
@@ -173,7 +141,7 @@ def _stored(source: Source | Experts) -> Iterator[TensorPlace]:
 def packed_bytes(shape: Sequence[int], bits: int) -> int:
     """What a matrix, or several of one shape in a stack, takes when it is packed."""
     size = math.prod(shape)
-    return size * bits // 8 + size // GROUP_SIZES[bits] * 2
+    return size * bits // 8 + size // GROUP_SIZES[bits] * SCALE_BYTES[bits]
 
 
 def _tensors(place: TensorPlace, bits: int, is_packed: bool) -> list[tuple[str, torch.Tensor]]:

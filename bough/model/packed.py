@@ -1,8 +1,8 @@
 """Weights in 4 or 8 bits: bough's own packing, and what GPTQ and AWQ checkpoints hold. Knows no files.
 
-Every format says the same thing: weight = scale x (integer - zero), one scale and zero for each group of inputs. The
-product is rounded once, to the data type that is computed in, so that a packed model gives bit for bit what the same
-model with its weights written out would give.
+Every format says the same thing: a weight is an integer times its group's scale, from a zero point on. That is reckoned
+in float32 and rounded to the data type that is computed in: a packed model gives bit for bit what the same model with
+its weights written out would give.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ def _rounded(value):  # type: ignore[no-untyped-def]
 
 @_parallel
 def _unpack4(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
-    """packed (rows, columns / 2) uint8, scales (rows, groups) float32, out (rows, columns)."""
-    rows, groups = scales.shape
+    """packed (rows, columns / 2) uint8, scales (2, rows, groups) float32, out (rows, columns)."""
+    _, rows, groups = scales.shape
     half = packed.shape[1] // groups
     for row in numba.prange(rows):
         for group in range(groups):
-            scale, begin = scales[row, group], 2 * half * group
+            scale, offset, begin = scales[0, row, group], scales[1, row, group], 2 * half * group
             if is_bf16:
                 for j in range(half):
                     byte = np.int32(packed[row, half * group + j])
-                    out[row, begin + j] = _rounded(np.float32((byte & 15) - 8) * scale)
-                    out[row, begin + half + j] = _rounded(np.float32((byte >> 4) - 8) * scale)
+                    out[row, begin + j] = _rounded(np.float32(byte & 15) * scale + offset)
+                    out[row, begin + half + j] = _rounded(np.float32(byte >> 4) * scale + offset)
             else:
                 for j in range(half):
                     byte = np.int32(packed[row, half * group + j])
-                    out[row, begin + j] = np.float32((byte & 15) - 8) * scale
-                    out[row, begin + half + j] = np.float32((byte >> 4) - 8) * scale
+                    out[row, begin + j] = np.float32(byte & 15) * scale + offset
+                    out[row, begin + half + j] = np.float32(byte >> 4) * scale + offset
 
 
 @_parallel
 def _unpack8(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
-    """packed (rows, columns) int8, scales (rows, groups) float32, out (rows, columns)."""
-    rows, groups = scales.shape
+    """packed (rows, columns) int8, scales (1, rows, groups) float32, out (rows, columns)."""
+    _, rows, groups = scales.shape
     size = packed.shape[1] // groups
     for row in numba.prange(rows):
         for group in range(groups):
-            scale = scales[row, group]
+            scale = scales[0, row, group]
             if is_bf16:
                 for column in range(size * group, size * (group + 1)):
                     out[row, column] = _rounded(np.float32(packed[row, column]) * scale)
@@ -125,13 +125,13 @@ def _write(
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """bough's own: signed integers in groups along each row, symmetric about zero.
+    """bough's own: integers in groups along each row; in 8 bits signed, in 4 bits from 0 to 15, from an offset on.
 
-    In 4 bits a byte holds elements j and j + group / 2 of its group, each plus 8: a group unpacks into two runs.
+    In 4 bits a byte holds elements j and j + group / 2 of its group: a group unpacks into two runs.
     """
 
     packed: TensorPlace  # (rows, columns / 2) U8, or (rows, columns) I8
-    scales: TensorPlace  # (rows, groups) F16
+    scales: TensorPlace  # (1, rows, groups) F16, or in 4 bits (2, rows, groups): scales, then offsets
     bits: int
 
     @property
@@ -151,15 +151,16 @@ class Packed:
         packed, scales = typed(raw[0], self.packed), typed(raw[1], self.scales).float()
         out = scratch.take(self.shape, dtype)
         kernel = _unpack4 if self.bits == 4 else _unpack8
-        _write(out, kernel, lambda rows: self._by_torch(packed[rows], scales[rows]), packed, scales)
+        _write(out, kernel, lambda rows: self._by_torch(packed[rows], scales[:, rows]), packed, scales)
         return out
 
     def _by_torch(self, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        rows, groups = scales.shape
+        _, rows, groups = scales.shape
         integers = packed.view(rows, groups, -1)
-        if self.bits == 4:
-            integers = torch.cat((integers & 15, integers >> 4), dim=2).to(torch.int8) - 8
-        return (integers.float() * scales[:, :, None]).view(rows, -1)
+        if self.bits == 8:
+            return (integers.float() * scales[0, :, :, None]).view(rows, -1)
+        integers = torch.cat((integers & 15, integers >> 4), dim=2)
+        return (integers.float() * scales[0, :, :, None] + scales[1, :, :, None]).view(rows, -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
 import tempfile
@@ -20,6 +21,7 @@ import torch
 from bough.errors import ConfigError
 from bough.model.checkpoint import TensorPlace
 from bough.model.packed import Packed
+from bough.model.quantize import GROUP_SIZES, SCALE_BYTES
 from bough.model.source import FreshMemory
 from bough.planning import Speed
 
@@ -114,10 +116,10 @@ def unpack_speed(bits: int, dtype: torch.dtype, device: torch.device) -> Speed:
     outputs, inputs = UNPACK_SHAPE
     nowhere = Path()
     shape = (outputs, inputs * bits // 8)
-    groups = (outputs, inputs // 64)
+    groups = (SCALE_BYTES[bits] // 2, outputs, inputs // GROUP_SIZES[bits])
     packed = Packed(
         TensorPlace("packed", nowhere, 0, shape[0] * shape[1], "U8" if bits == 4 else "I8", shape),
-        TensorPlace("scales", nowhere, 0, groups[0] * groups[1] * 2, "F16", groups),
+        TensorPlace("scales", nowhere, 0, math.prod(groups) * 2, "F16", groups),
         bits,
     )
     raw = [torch.ones(place.num_bytes, dtype=torch.uint8, device=device) for place in packed.places]

@@ -21,7 +21,8 @@ from bough.model.kv import KVShape
 from bough.model.loading import DTYPES, build_empty, describe, load_config
 from bough.model.memory import Limits, activation_bytes, num_kv_slots
 from bough.model.naming import Quantization
-from bough.model.pack import GROUP_SIZES, is_packable, packed_bytes
+from bough.model.pack import is_packable, packed_bytes
+from bough.model.quantize import GROUP_SIZES
 from bough.model.source import room_bytes
 from bough.placement import Fixed
 from bough.planning import Work
