@@ -116,7 +116,7 @@ def test_a_70b_from_its_config_alone(llama_70b: str, capsys: pytest.CaptureFixtu
     assert packed["device_bytes"] <= 24e9
     assert packed["host_bytes"] <= 128e9
     assert packed["link_seconds"] == pytest.approx(packed["sweep_bytes"]["link"] / 25e9)
-    assert packed["knee_tokens"] == 512
+    assert packed["knee_tokens"] == 640
     assert packed["speeds"]["compute"] == {"per_second": 80e12, "origin": "as told by --compute-speed"}
 
 

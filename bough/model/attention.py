@@ -15,6 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from numba.extending import overload
 from transformers import AttentionInterface
 
 from bough.model.batch import Chunk, Piece
@@ -22,8 +23,8 @@ from bough.model.batch import Chunk, Piece
 logger = logging.getLogger(__name__)
 
 NAME = "bough"
-NO_SINKS = np.zeros(0, np.float32)
 BLOCK = 64  # keys that share one step of the running softmax
+TASK_ROWS = 8  # rows that share the keys which are laid out for them
 
 # Sums may be vectorised; whatever order the compiler chose is the order for every row and every call.
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
@@ -33,95 +34,147 @@ _compiled = numba.njit(fastmath=_FASTMATH, cache=True, error_model="numpy")
 _parallel = numba.njit(fastmath=_FASTMATH, cache=True, error_model="numpy", parallel=True)
 
 
+def _wide(stored: Any) -> Any:
+    """A stored number as float32: bfloat16 comes as the uint16 of its bits. Only within kernels."""
+    raise NotImplementedError
+
+
+@overload(_wide, inline="always")
+def _wide_in_kernels(stored):  # type: ignore[no-untyped-def]
+    if isinstance(stored, numba.types.Integer):
+        return lambda stored: np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
+    return lambda stored: stored
+
+
 # Arrays are passed whole and indexed inside: a slice would hide from the compiler that its last axis is contiguous.
 
 
 @_compiled
-def _score_block(queries, keys, row, kv_head, base, tail, begin, first, length, scale, scores):  # type: ignore[no-untyped-def]
-    """Scores of one row's heads, (group, BLOCK), with the keys of one block; -inf where a key is not to be seen."""
-    group, head_dim = scores.shape[0], queries.shape[2]
+def _fill(keys, values, row, kv_head, base, tail, begin, first, length, key_block, value_block):  # type: ignore[no-untyped-def]
+    """A block of a row's path as float32: key_block (head_dim, BLOCK), value_block (BLOCK, head_dim); 0 if unseen."""
+    head_dim = key_block.shape[0]
     for j in range(BLOCK):
         position = begin + j
         if first <= position < length:
-            key_row = position if position < base else tail[row, position - base]
-            for g in range(group):
-                dot = np.float32(0)
-                for d in range(head_dim):
-                    dot += queries[row, kv_head * group + g, d] * keys[key_row, kv_head, d]
-                scores[g, j] = dot * scale
-        else:
-            for g in range(group):
-                scores[g, j] = -np.inf
-
-
-@_compiled
-def _fold_block(values, scores, row, kv_head, base, tail, begin, first, length, highest, total, result):  # type: ignore[no-untyped-def]
-    """Folds a block into the running softmax of one row's heads.
-
-    `highest` and `total` (group,), `result` their sums.
-    """
-    group, head_dim = result.shape
-    for g in range(group):
-        peak = highest[g]
-        for j in range(BLOCK):
-            peak = max(peak, scores[g, j])
-        decay = np.exp(highest[g] - peak)
-        highest[g] = peak
-        block_total = np.float32(0)
-        for j in range(BLOCK):
-            weight = np.exp(scores[g, j] - peak)
-            scores[g, j] = weight
-            block_total += weight
-        total[g] = total[g] * decay + block_total
-        for d in range(head_dim):
-            result[g, d] *= decay
-    for j in range(max(first - begin, 0), min(BLOCK, length - begin)):
-        position = begin + j
-        value_row = position if position < base else tail[row, position - base]
-        for g in range(group):
-            weight = scores[g, j]
+            stored = position if position < base else tail[row, position - base]
             for d in range(head_dim):
-                result[g, d] += weight * values[value_row, kv_head, d]
+                key_block[d, j] = _wide(keys[stored, kv_head, d])
+                value_block[j, d] = _wide(values[stored, kv_head, d])
+        else:
+            for d in range(head_dim):
+                key_block[d, j] = np.float32(0)
+                value_block[j, d] = np.float32(0)
 
 
 @_compiled
-def _cap(scores, softcap):  # type: ignore[no-untyped-def]
-    """Soft-capping (Gemma 2), leaving -inf as it is."""
-    for g in range(scores.shape[0]):
+def _exp(x):  # type: ignore[no-untyped-def]
+    """e to the power of x <= 0, float32, good to a few units in the last place, 0 below -87.
+
+    By hand, so that it is compiled into vector instructions: the library's would be called number by number.
+    """
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4) * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    power = np.int32(np.int32(np.int32(max(n, np.float32(-126))) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return p * power if x > np.float32(-87) else np.float32(0)
+
+
+@_compiled
+def _score(queries, row, head, key_block, begin, first, length, scale, softcap, scores):  # type: ignore[no-untyped-def]
+    """Scores (BLOCK,) of one head with the keys of a block; -inf where a key is not to be seen."""
+    head_dim = key_block.shape[0]
+    for j in range(BLOCK):
+        scores[j] = np.float32(0)
+    for d in range(0, head_dim - 3, 4):  # four at a time: fewer trips of the sums to memory
+        q0, q1 = queries[row, head, d], queries[row, head, d + 1]
+        q2, q3 = queries[row, head, d + 2], queries[row, head, d + 3]
         for j in range(BLOCK):
-            if scores[g, j] > -np.inf:
-                scores[g, j] = softcap * np.tanh(scores[g, j] / softcap)
+            near = q0 * key_block[d, j] + q1 * key_block[d + 1, j]
+            scores[j] += near + (q2 * key_block[d + 2, j] + q3 * key_block[d + 3, j])
+    for d in range(head_dim // 4 * 4, head_dim):
+        for j in range(BLOCK):
+            scores[j] += queries[row, head, d] * key_block[d, j]
+    for j in range(BLOCK):
+        scores[j] *= scale
+    if softcap > 0:
+        for j in range(BLOCK):
+            scores[j] = softcap * np.tanh(scores[j] / softcap)
+    for j in range(max(0, first - begin)):
+        scores[j] = -np.inf
+    for j in range(min(BLOCK, length - begin), BLOCK):
+        scores[j] = -np.inf
+
+
+@_compiled
+def _fold(scores, value_block, row, head, highest, total, out):  # type: ignore[no-untyped-def]
+    """Folds a block into the running softmax of one head: highest score, sum of weights, weighted sum of values."""
+    head_dim = out.shape[2]
+    peak = highest[row, head]
+    for j in range(BLOCK):
+        peak = max(peak, scores[j])
+    decay = _exp(highest[row, head] - peak)
+    highest[row, head] = peak
+    block_total = np.float32(0)
+    for j in range(BLOCK):
+        scores[j] = _exp(scores[j] - peak)
+    for j in range(BLOCK):
+        block_total += scores[j]
+    total[row, head] = total[row, head] * decay + block_total
+    for d in range(head_dim):
+        out[row, head, d] *= decay
+    for j in range(0, BLOCK, 4):
+        w0, w1, w2, w3 = scores[j], scores[j + 1], scores[j + 2], scores[j + 3]
+        for d in range(head_dim):
+            near = w0 * value_block[j, d] + w1 * value_block[j + 1, d]
+            out[row, head, d] += near + (w2 * value_block[j + 2, d] + w3 * value_block[j + 3, d])
 
 
 @_parallel
-def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, sinks, out):  # type: ignore[no-untyped-def]
-    """Running softmax over blocks of keys (arXiv 2205.14135), one row and one KV head at a time.
+def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, highest, total, out):  # type: ignore[no-untyped-def]
+    """Running softmax over blocks of keys (arXiv 2205.14135), a few rows and one KV head at a time.
 
-    queries, out (num_rows, num_heads, head_dim); keys, values (num_keys, num_kv_heads, head_dim), all float32;
-    tail (num_rows, width), lengths (num_rows,) int32; window 0 and softcap 0 are off; sinks (num_heads,) are scores of
-    keys without a value, empty where there are none.
+    queries, out (num_rows, num_heads, head_dim) float32; keys, values (num_keys, num_kv_heads, head_dim), float32 or
+    the bits of bfloat16; tail (num_rows, width), lengths (num_rows,) int32; window 0 and softcap 0 are off; highest and
+    total (num_rows, num_heads) begin with the attention's sinks. A block of committed keys is laid out once for all the
+    rows of a task; however a block was laid out, one piece of code computes with it, so that its bits are the same.
     """
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
-    for task in numba.prange(num_rows * num_kv_heads):
-        row, kv_head = task % num_rows, task // num_rows
-        length = lengths[row]
-        first = max(0, length - window) if window > 0 else 0
-        scores = np.empty((group, BLOCK), np.float32)
-        highest = np.full(group, -np.inf, np.float32)
-        total = np.zeros(group, np.float32)
-        for g in range(group if len(sinks) else 0):
-            highest[g], total[g] = sinks[kv_head * group + g], np.float32(1)
-        result = np.zeros((group, head_dim), np.float32)
-        for begin in range(first // BLOCK * BLOCK, length, BLOCK):
-            _score_block(queries, keys, row, kv_head, base, tail, begin, first, length, scale, scores)
-            if softcap > 0:
-                _cap(scores, softcap)
-            _fold_block(values, scores, row, kv_head, base, tail, begin, first, length, highest, total, result)
-        for g in range(group):
-            for d in range(head_dim):
-                out[row, kv_head * group + g, d] = result[g, d] / total[g]
+    num_tasks = (num_rows + TASK_ROWS - 1) // TASK_ROWS
+    for task in numba.prange(num_tasks * num_kv_heads):
+        kv_head = task // num_tasks
+        begin_row = task % num_tasks * TASK_ROWS
+        end_row = min(begin_row + TASK_ROWS, num_rows)
+        scores = np.empty(BLOCK, np.float32)
+        key_blocks = np.empty((2, head_dim, BLOCK), np.float32)  # shared by the task's rows, and one row's own
+        value_blocks = np.empty((2, BLOCK, head_dim), np.float32)
+        for begin in range(0, lengths[begin_row:end_row].max(), BLOCK):
+            is_shared = begin + BLOCK <= base
+            is_filled = False
+            for row in range(begin_row, end_row):
+                length = lengths[row]
+                first = max(0, length - window) if window > 0 else 0
+                if begin >= length or begin + BLOCK <= first:
+                    continue
+                which = 0 if is_shared else 1
+                if not is_shared:
+                    _fill(keys, values, row, kv_head, base, tail, begin, first, length, key_blocks[1], value_blocks[1])
+                elif not is_filled:
+                    _fill(keys, values, row, kv_head, base, tail, begin, 0, base, key_blocks[0], value_blocks[0])
+                    is_filled = True
+                for head in range(kv_head * group, (kv_head + 1) * group):
+                    _score(queries, row, head, key_blocks[which], begin, first, length, scale, softcap, scores)
+                    _fold(scores, value_blocks[which], row, head, highest, total, out)
+        for row in range(begin_row, end_row):
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                for d in range(head_dim):
+                    out[row, head, d] /= total[row, head]
 
 
 def attend_on_cpu(
@@ -136,21 +189,34 @@ def attend_on_cpu(
 ) -> torch.Tensor:
     """Attention of a piece's rows on the CPU, float32 out; shapes as in `_attend`, any floating types in."""
     queries = queries.float().contiguous()
-    out = torch.empty_like(queries)
+    num_rows, num_heads, _ = queries.shape
+    highest = np.full((num_rows, num_heads), -np.inf, np.float32)
+    total = np.zeros((num_rows, num_heads), np.float32)
+    if sinks is not None:
+        highest[:], total[:] = sinks.numpy(), 1.0
+    out = torch.zeros_like(queries)
     _attend(
         queries.numpy(),
-        keys.float().numpy(),
-        values.float().numpy(),
+        _stored(keys),
+        _stored(values),
         piece.base,
         piece.tail,
         piece.lengths,
         np.float32(scale),
         window,
         np.float32(softcap),
-        NO_SINKS if sinks is None else sinks.numpy(),
+        highest,
+        total,
         out.numpy(),
     )
     return out
+
+
+def _stored(numbers: torch.Tensor) -> np.ndarray:
+    """As the kernel reads them: without a copy, but for float16."""
+    if numbers.dtype == torch.bfloat16:
+        return numbers.view(torch.uint16).numpy()
+    return numbers.float().numpy()
 
 
 def attend_by_mask(
