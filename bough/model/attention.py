@@ -50,20 +50,11 @@ def _wide_in_kernels(stored):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _fill(keys, values, row, kv_head, base, tail, begin, first, length, key_block, value_block):  # type: ignore[no-untyped-def]
-    """A block of a row's path as float32: key_block (head_dim, BLOCK), value_block (BLOCK, head_dim); 0 if unseen."""
-    head_dim = key_block.shape[0]
-    for j in range(BLOCK):
-        position = begin + j
-        if first <= position < length:
-            stored = position if position < base else tail[row, position - base]
-            for d in range(head_dim):
-                key_block[d, j] = _wide(keys[stored, kv_head, d])
-                value_block[j, d] = _wide(values[stored, kv_head, d])
-        else:
-            for d in range(head_dim):
-                key_block[d, j] = np.float32(0)
-                value_block[j, d] = np.float32(0)
+def _lay_out(keys, values, stored, kv_head, j, key_block, value_block):  # type: ignore[no-untyped-def]
+    """A key and value at place j of a block, as float32: key_block (head_dim, BLOCK), value_block (BLOCK, head_dim)."""
+    for d in range(key_block.shape[0]):
+        key_block[d, j] = _wide(keys[stored, kv_head, d])
+        value_block[j, d] = _wide(values[stored, kv_head, d])
 
 
 @_compiled
@@ -140,8 +131,7 @@ def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, 
 
     queries, out (num_rows, num_heads, head_dim) float32; keys, values (num_keys, num_kv_heads, head_dim), float32 or
     the bits of bfloat16; tail (num_rows, width), lengths (num_rows,) int32; window 0 and softcap 0 are off; highest and
-    total (num_rows, num_heads) begin with the attention's sinks. A block of committed keys is laid out once for all the
-    rows of a task; however a block was laid out, one piece of code computes with it, so that its bits are the same.
+    total (num_rows, num_heads) begin with the attention's sinks. Keys that are unseen weigh exactly 0.
     """
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
@@ -152,25 +142,24 @@ def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, 
         begin_row = task % num_tasks * TASK_ROWS
         end_row = min(begin_row + TASK_ROWS, num_rows)
         scores = np.empty(BLOCK, np.float32)
-        key_blocks = np.empty((2, head_dim, BLOCK), np.float32)  # shared by the task's rows, and one row's own
-        value_blocks = np.empty((2, BLOCK, head_dim), np.float32)
+        key_block, value_block = np.empty((head_dim, BLOCK), np.float32), np.empty((BLOCK, head_dim), np.float32)
         for begin in range(0, lengths[begin_row:end_row].max(), BLOCK):
-            is_shared = begin + BLOCK <= base
-            is_filled = False
+            # Keys that all rows share are laid out once, then each row's own on top; what is unseen must be finite.
+            num_shared = max(0, min(begin + BLOCK, base, len(keys)) - begin)
+            for j in range(num_shared):
+                _lay_out(keys, values, begin + j, kv_head, j, key_block, value_block)
+            key_block[:, num_shared:] = 0
+            value_block[num_shared:] = 0
             for row in range(begin_row, end_row):
                 length = lengths[row]
                 first = max(0, length - window) if window > 0 else 0
                 if begin >= length or begin + BLOCK <= first:
                     continue
-                which = 0 if is_shared else 1
-                if not is_shared:
-                    _fill(keys, values, row, kv_head, base, tail, begin, first, length, key_blocks[1], value_blocks[1])
-                elif not is_filled:
-                    _fill(keys, values, row, kv_head, base, tail, begin, 0, base, key_blocks[0], value_blocks[0])
-                    is_filled = True
+                for j in range(num_shared, min(BLOCK, length - begin)):
+                    _lay_out(keys, values, tail[row, begin + j - base], kv_head, j, key_block, value_block)
                 for head in range(kv_head * group, (kv_head + 1) * group):
-                    _score(queries, row, head, key_blocks[which], begin, first, length, scale, softcap, scores)
-                    _fold(scores, value_blocks[which], row, head, highest, total, out)
+                    _score(queries, row, head, key_block, begin, first, length, scale, softcap, scores)
+                    _fold(scores, value_block, row, head, highest, total, out)
         for row in range(begin_row, end_row):
             for head in range(kv_head * group, (kv_head + 1) * group):
                 for d in range(head_dim):
