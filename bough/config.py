@@ -152,6 +152,7 @@ class TargetConfig(WorkerConfig):
     )
     resident_layers: int = setting(-1, _number(int, -1), "most layers that stay in memory; -1 is as many as fit")
     link_threads: int = setting(4, _count, "threads that read weights")
+    metrics_port: int = setting(0, _number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     max_sweep_tokens: int = setting(1024, _count, "most tokens of one sweep, all sessions together")
     lease_seconds: float = setting(60.0, _seconds, "idle time after which a session may lose its slot to another")
 

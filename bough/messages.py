@@ -46,6 +46,7 @@ class Timings:
     link_ns: int = 0  # the link was at work
     link_bytes: int = 0
     num_passes: int = 0  # sweeps or draft steps
+    link_ideal_ns: int = 0  # link_bytes at the best speed that the link has shown
 
 
 class TreeLimits(NamedTuple):
@@ -116,6 +117,12 @@ class RoundTimings:
     compute_ns: int = 0  # of target_ns
     link_ns: int = 0
     link_bytes: int = 0
+    link_ideal_ns: int = 0  # these bytes at the best speed that the link has shown
+
+    @property
+    def link_efficiency(self) -> float:
+        """Ideal over actual time: 1 where nothing but the link is waited for, 0 where nothing crosses it."""
+        return self.link_ideal_ns / self.total_ns if self.total_ns else 0.0
 
     def __add__(self, other: RoundTimings) -> RoundTimings:
         return RoundTimings(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

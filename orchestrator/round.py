@@ -120,6 +120,7 @@ def _timings(began_ns: int, drafting: Timed, result: VerifyResult, verifying: Ti
         compute_ns=target.compute_ns,
         link_ns=target.link_ns,
         link_bytes=target.link_bytes,
+        link_ideal_ns=target.link_ideal_ns,
     )
 
 

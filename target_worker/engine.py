@@ -69,8 +69,17 @@ class Part(NamedTuple):
 class Engine:
     """Verifies trees of many sessions, one sweep at a time."""
 
-    def __init__(self, model: SweepModel, pool: SlotPool, max_sweep_tokens: int, max_context: int) -> None:
+    def __init__(
+        self,
+        model: SweepModel,
+        pool: SlotPool,
+        max_sweep_tokens: int,
+        max_context: int,
+        observe: Callable[[int, SweepFigures], None] = lambda *_: None,
+    ) -> None:
+        """`observe` hears of every sweep, on the sweep thread: its tokens, and where its time went."""
         self.pool = pool
+        self._observe = observe
         self._model = model
         self._max_sweep_tokens = max_sweep_tokens
         self._max_context = max_context
@@ -115,6 +124,7 @@ class Engine:
             try:
                 batch = Batch(self._segments(parts), self._model.rows, self._model.device)
                 logits, figures = self._model.sweep(batch)
+                self._observe(batch.num_tokens, figures)
                 self._finish(parts, logits, figures, began_ns)
             except Exception as exc:  # the thread outlives whatever a sweep can do; its callers are told
                 logger.exception("a sweep failed")
@@ -268,5 +278,6 @@ def _add_sweep(job: Job, figures: SweepFigures, began_ns: int) -> Timings:
         compute_ns=before.compute_ns + figures.total_ns - figures.wait_ns,
         link_ns=before.link_ns + figures.link_ns,
         link_bytes=before.link_bytes + figures.link_bytes,
+        link_ideal_ns=before.link_ideal_ns + figures.link_ideal_ns,
         num_passes=before.num_passes + 1,
     )

@@ -22,6 +22,7 @@ class SweepFigures(NamedTuple):
     wait_ns: int  # for layers that had not arrived
     link_ns: int  # the link was at work, since the last sweep ended
     link_bytes: int
+    link_ideal_ns: int  # link_bytes at the best speed that the link has shown
 
 
 class StreamedModel:
@@ -37,6 +38,7 @@ class StreamedModel:
         self.rows = rows
         self.device = device
         self._figures = tiers.figures()
+        self._best_speed = 0.0  # of the link over a sweep, in bytes per nanosecond
         scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
         self._bound: set[int] = set()  # layers whose parameters are views of memory that stays
@@ -69,14 +71,15 @@ class StreamedModel:
         except BaseException:
             self.tiers.restart()
             raise
+        return logits, self._account(time.perf_counter_ns() - began)
+
+    def _account(self, total_ns: int) -> SweepFigures:
+        """What the link has done since the last sweep."""
         before, self._figures = self._figures, self.tiers.figures()
-        figures = SweepFigures(
-            time.perf_counter_ns() - began,
-            self._figures.wait_ns - before.wait_ns,
-            self._figures.busy_ns - before.busy_ns,
-            self._figures.num_bytes - before.num_bytes,
-        )
-        return logits, figures
+        link_ns, link_bytes = self._figures.busy_ns - before.busy_ns, self._figures.num_bytes - before.num_bytes
+        self._best_speed = max(self._best_speed, link_bytes / link_ns if link_ns else 0.0)
+        ideal_ns = round(link_bytes / self._best_speed) if self._best_speed else 0
+        return SweepFigures(total_ns, self._figures.wait_ns - before.wait_ns, link_ns, link_bytes, ideal_ns)
 
     def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:

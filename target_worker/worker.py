@@ -25,6 +25,7 @@ from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.budgets import choose_places
 from target_worker.engine import Engine
+from target_worker.metrics import Metrics
 from target_worker.slots import SlotPool
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers, lanes_of
@@ -59,10 +60,14 @@ class TargetWorker:
         self._resources.enter_context(tiers)
         self._tiers = tiers
         model = StreamedModel(self._skeleton, tiers, config.rows, self._device)
-        self._engine = Engine(model, pool, self._limits.max_sweep_tokens, self._limits.max_context)
+        self._metrics = Metrics(self._name, lambda: len(pool) / pool.num_slots)
+        limits = self._limits
+        self._engine = Engine(model, pool, limits.max_sweep_tokens, limits.max_context, self._metrics.observe)
         self._engine.start()
         self._resources.callback(self._engine.stop)
+        self._resources.callback(self._metrics.close)
         try:
+            self._metrics.serve(config.host, config.metrics_port)
             self._warm_up()
         except BaseException:
             self.close()
@@ -113,6 +118,8 @@ class TargetWorker:
         if not self._tiers.is_direct:
             notes.append("reads go through the page cache: the file system refuses O_DIRECT")
         notes.append(f"every matrix product has {self._config.rows} rows")
+        if self._metrics.port >= 0:
+            notes.append(f"metrics at http://{self._config.host}:{self._metrics.port}/metrics")
         if unused := self._skeleton.unused:
             notes.append(f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}")
         return tuple(notes)

@@ -46,7 +46,7 @@ class FakeModel:
             error, self.error = self.error, None
             raise error
         tokens = batch.input_ids[0, batch.logit_rows]
-        return torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float(), SweepFigures(100, 40, 80, 1000)
+        return torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float(), SweepFigures(100, 40, 80, 1000, 60)
 
 
 class Clock:

@@ -112,6 +112,7 @@ def _print_table(fast: Run, plain: Run, *, is_same: bool) -> None:
         ("  network", lambda run: run.mean_seconds("network_ns")),
         ("  target: waiting for weights", lambda run: run.mean_seconds("wait_ns")),
         ("  target: compute", lambda run: run.mean_seconds("compute_ns")),
+        ("link efficiency", lambda run: run.mean_seconds("link_ideal_ns") / run.mean_seconds("total_ns")),
     )
     print(f"\n{'':34}{'speculation':>12}{'plain':>10}")
     for title, value in figures:

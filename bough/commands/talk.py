@@ -107,7 +107,10 @@ class Answer:
             "finish_reason": finished.finish_reason,
             "stop_reason": finished.stop_reason,
             "usage": asdict(finished.usage),
-            "metrics": {"speculation": asdict(finished.speculation), "timings": asdict(finished.timings)},
+            "metrics": {
+                "speculation": asdict(finished.speculation),
+                "timings": {**asdict(finished.timings), "link_efficiency": round(finished.timings.link_efficiency, 4)},
+            },
             "warnings": list(finished.warnings),
             **({"logprobs": logprobs} if logprobs else {}),
         }

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62ough/pb/common.proto\x12\x08\x62ough.v1\":\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\"\xdc\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.bough.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"^\n\x10PositionLogprobs\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.bough.v1.TokenLogprob\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.bough.v1.TokenLogprob\"p\n\x07\x43ontext\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rcontext_start\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x15\n\rprompt_length\x18\x05 \x01(\r\"\x8b\x01\n\x07Timings\x12\x10\n\x08total_ns\x18\x01 \x01(\x04\x12\x10\n\x08queue_ns\x18\x02 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x03 \x01(\x04\x12\x12\n\ncompute_ns\x18\x04 \x01(\x04\x12\x0f\n\x07link_ns\x18\x05 \x01(\x04\x12\x12\n\nlink_bytes\x18\x06 \x01(\x04\x12\x12\n\nnum_passes\x18\x07 \x01(\r\"\xdb\x02\n\nWorkerInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rbough_version\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x12\n\nmodel_name\x18\x05 \x01(\t\x12\x19\n\x11model_description\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x13\n\x0bmax_context\x18\n \x01(\r\x12\x11\n\tmax_nodes\x18\x0b \x01(\r\x12\x14\n\x0cmax_sessions\x18\x0c \x01(\r\x12\x14\n\x0cnum_sessions\x18\r \x01(\r\x12\x1b\n\x13link_bytes_per_pass\x18\x0e \x01(\x04\x12\r\n\x05notes\x18\x0f \x03(\t\"\x16\n\x14GetServerInfoRequest\"\x15\n\x13GetTokenizerRequest\"|\n\x0eTokenizerChunk\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x15\n\rchat_template\x18\x02 \x01(\t\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x11\n\tbos_token\x18\x04 \x01(\t\x12\x11\n\teos_token\x18\x05 \x01(\t\"$\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62ough/pb/common.proto\x12\x08\x62ough.v1\":\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\"\xdc\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.bough.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"^\n\x10PositionLogprobs\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.bough.v1.TokenLogprob\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.bough.v1.TokenLogprob\"p\n\x07\x43ontext\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rcontext_start\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x15\n\rprompt_length\x18\x05 \x01(\r\"\xa2\x01\n\x07Timings\x12\x10\n\x08total_ns\x18\x01 \x01(\x04\x12\x10\n\x08queue_ns\x18\x02 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x03 \x01(\x04\x12\x12\n\ncompute_ns\x18\x04 \x01(\x04\x12\x0f\n\x07link_ns\x18\x05 \x01(\x04\x12\x12\n\nlink_bytes\x18\x06 \x01(\x04\x12\x12\n\nnum_passes\x18\x07 \x01(\r\x12\x15\n\rlink_ideal_ns\x18\x08 \x01(\x04\"\xdb\x02\n\nWorkerInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rbough_version\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x12\n\nmodel_name\x18\x05 \x01(\t\x12\x19\n\x11model_description\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x13\n\x0bmax_context\x18\n \x01(\r\x12\x11\n\tmax_nodes\x18\x0b \x01(\r\x12\x14\n\x0cmax_sessions\x18\x0c \x01(\r\x12\x14\n\x0cnum_sessions\x18\r \x01(\r\x12\x1b\n\x13link_bytes_per_pass\x18\x0e \x01(\x04\x12\r\n\x05notes\x18\x0f \x03(\t\"\x16\n\x14GetServerInfoRequest\"\x15\n\x13GetTokenizerRequest\"|\n\x0eTokenizerChunk\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x15\n\rchat_template\x18\x02 \x01(\t\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x11\n\tbos_token\x18\x04 \x01(\t\x12\x11\n\teos_token\x18\x05 \x01(\t\"$\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,17 +46,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTEXT']._serialized_start=593
   _globals['_CONTEXT']._serialized_end=705
   _globals['_TIMINGS']._serialized_start=708
-  _globals['_TIMINGS']._serialized_end=847
-  _globals['_WORKERINFO']._serialized_start=850
-  _globals['_WORKERINFO']._serialized_end=1197
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1199
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1221
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1223
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1244
-  _globals['_TOKENIZERCHUNK']._serialized_start=1246
-  _globals['_TOKENIZERCHUNK']._serialized_end=1370
-  _globals['_RELEASEREQUEST']._serialized_start=1372
-  _globals['_RELEASEREQUEST']._serialized_end=1408
-  _globals['_RELEASEREPLY']._serialized_start=1410
-  _globals['_RELEASEREPLY']._serialized_end=1424
+  _globals['_TIMINGS']._serialized_end=870
+  _globals['_WORKERINFO']._serialized_start=873
+  _globals['_WORKERINFO']._serialized_end=1220
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1222
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1244
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1246
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1267
+  _globals['_TOKENIZERCHUNK']._serialized_start=1269
+  _globals['_TOKENIZERCHUNK']._serialized_end=1393
+  _globals['_RELEASEREQUEST']._serialized_start=1395
+  _globals['_RELEASEREQUEST']._serialized_end=1431
+  _globals['_RELEASEREPLY']._serialized_start=1433
+  _globals['_RELEASEREPLY']._serialized_end=1447
 # @@protoc_insertion_point(module_scope)

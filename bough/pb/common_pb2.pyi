@@ -80,7 +80,7 @@ class Context(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., context_start: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("total_ns", "queue_ns", "wait_ns", "compute_ns", "link_ns", "link_bytes", "num_passes")
+    __slots__ = ("total_ns", "queue_ns", "wait_ns", "compute_ns", "link_ns", "link_bytes", "num_passes", "link_ideal_ns")
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     WAIT_NS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class Timings(_message.Message):
     LINK_NS_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
+    LINK_IDEAL_NS_FIELD_NUMBER: _ClassVar[int]
     total_ns: int
     queue_ns: int
     wait_ns: int
@@ -95,7 +96,8 @@ class Timings(_message.Message):
     link_ns: int
     link_bytes: int
     num_passes: int
-    def __init__(self, total_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., link_bytes: _Optional[int] = ..., num_passes: _Optional[int] = ...) -> None: ...
+    link_ideal_ns: int
+    def __init__(self, total_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., link_bytes: _Optional[int] = ..., num_passes: _Optional[int] = ..., link_ideal_ns: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("protocol_version", "bough_version", "kind", "worker_id", "model_name", "model_description", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "max_context", "max_nodes", "max_sessions", "num_sessions", "link_bytes_per_pass", "notes")

@@ -103,7 +103,7 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., model_name: _Optional[str] = ...) -> None: ...
 
 class RoundTimings(_message.Message):
-    __slots__ = ("total_ns", "draft_ns", "network_ns", "target_ns", "queue_ns", "wait_ns", "compute_ns", "link_ns", "link_bytes")
+    __slots__ = ("total_ns", "draft_ns", "network_ns", "target_ns", "queue_ns", "wait_ns", "compute_ns", "link_ns", "link_bytes", "link_ideal_ns")
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_NS_FIELD_NUMBER: _ClassVar[int]
     NETWORK_NS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class RoundTimings(_message.Message):
     COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
     LINK_NS_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LINK_IDEAL_NS_FIELD_NUMBER: _ClassVar[int]
     total_ns: int
     draft_ns: int
     network_ns: int
@@ -122,7 +123,8 @@ class RoundTimings(_message.Message):
     compute_ns: int
     link_ns: int
     link_bytes: int
-    def __init__(self, total_ns: _Optional[int] = ..., draft_ns: _Optional[int] = ..., network_ns: _Optional[int] = ..., target_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., link_bytes: _Optional[int] = ...) -> None: ...
+    link_ideal_ns: int
+    def __init__(self, total_ns: _Optional[int] = ..., draft_ns: _Optional[int] = ..., network_ns: _Optional[int] = ..., target_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., link_bytes: _Optional[int] = ..., link_ideal_ns: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("token_ids", "drafted", "texts", "logprobs", "num_nodes", "tree_depth", "timings")

@@ -1,0 +1,77 @@
+"""What a target tells Prometheus: the link, the sweeps and the slots, at http://HOST:PORT/metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from bough.errors import ConfigError
+from target_worker.sweep import SweepFigures
+
+NANO = 1e-9
+
+
+class Metrics:
+    """Counters of one target worker; its owner tells of every sweep."""
+
+    def __init__(self, model_name: str, kv_usage: Callable[[], float]) -> None:
+        """`kv_usage` says what share of the KV slots is in use, 0 to 1."""
+        self._registry = CollectorRegistry()
+        self._server: tuple[WSGIServer, Thread] | None = None
+        self._model_name = model_name
+        self._bytes = self._counter("bough_link_bytes", "Bytes of weights that crossed the link")
+        self._link = self._counter("bough_link_seconds", "Time during which the link carried weights")
+        self._ideal = self._counter("bough_link_ideal_seconds", "The same bytes at the best speed the link has shown")
+        self._wait = self._counter("bough_wait_seconds", "Time during which sweeps waited for weights")
+        self._compute = self._counter("bough_compute_seconds", "Time during which sweeps computed")
+        self._sweeps = self._counter("bough_sweeps", "Passes over the target's layers")
+        self._tokens = self._counter("bough_sweep_tokens", "Tokens of context and nodes of trees in these passes")
+        efficiency = "Of the last sweep: the time its weights ideally take on the link, over the time it took"
+        self._efficiency = self._gauge("bough_link_efficiency", efficiency)
+        self._gauge("vllm:kv_cache_usage_perc", "Share of the KV slots in use").set_function(kv_usage)
+
+    @property
+    def port(self) -> int:
+        """Where /metrics is served; -1 for nowhere."""
+        return int(self._server[0].server_port) if self._server else -1
+
+    def serve(self, host: str, port: int) -> None:
+        """Serves /metrics from a thread of its own; port 0 takes a free one, -1 serves none.
+
+        Raises:
+            ConfigError: the port is in use.
+        """
+        if port < 0:
+            return
+        try:
+            self._server = start_http_server(port, host, self._registry)
+        except OSError as exc:
+            raise ConfigError(f"--metrics-port: cannot listen on {host}:{port}: {exc}; 0 takes a free one") from exc
+
+    def close(self) -> None:
+        """Ends the server."""
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def observe(self, num_tokens: int, figures: SweepFigures) -> None:
+        """After a sweep; any thread."""
+        self._bytes.inc(figures.link_bytes)
+        self._link.inc(figures.link_ns * NANO)
+        self._ideal.inc(figures.link_ideal_ns * NANO)
+        self._wait.inc(figures.wait_ns * NANO)
+        self._compute.inc((figures.total_ns - figures.wait_ns) * NANO)
+        self._sweeps.inc()
+        self._tokens.inc(num_tokens)
+        self._efficiency.set(min(1.0, figures.link_ideal_ns / figures.total_ns))
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self._registry).labels(self._model_name)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ["model_name"], registry=self._registry).labels(self._model_name)

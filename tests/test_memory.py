@@ -1,0 +1,77 @@
+"""Memory budgets, measured: the peak of a process that streams, against what it was told it may take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bough.config import parse_bytes
+from bough.model.memory import free_host_bytes
+
+SPARE_BYTES = (
+    120_000_000  # tokenizer, compiled kernels, stacks of threads: what has nothing to do with the model's size
+)
+
+# 28 MB of layers, each 0.9 MB; the embeddings of SmolLM2 are another 57 MB in bfloat16.
+MEASURE = """
+import json, sys
+from pathlib import Path
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+from bough.config import TargetConfig, parse
+from bough.messages import Context, VerifyCall
+from bough.sampling import SamplingParams
+from bough.tree import Tree
+from target_worker.worker import TargetWorker
+import numba, transformers.models.llama.modeling_llama
+numba.njit(lambda x: x + 1)(1)
+
+before = status("VmRSS")
+worker = TargetWorker(parse(TargetConfig, "t", sys.argv[1:], {}), "measured")
+tokens = list(range(100, 400))
+tree = Tree.of([7] + list(range(1000, 1127)), [-1] + list(range(127)), [0.0] * 128)
+call = VerifyCall(Context.of("s", [*tokens, 7], 0, 301), 1, 0, tree, SamplingParams(temperature=0.0))
+worker.verify(call).result()
+result = {"peak": status("VmHWM"), "before": before, "link_bytes": worker.info().link_bytes_per_pass}
+worker.close()
+print(json.dumps(result))
+"""
+
+
+@pytest.mark.parametrize("budget", ["280MB", "400MB", "2GB"])
+def test_the_peak_stays_within_the_budget_and_a_constant(smollm: Path, budget: str) -> None:
+    flags = ["--model", str(smollm), "--device-memory", budget, "--kv-memory", "60MB", "--max-context", "1024"]
+    flags += ["--max-nodes", "128", "--max-sweep-tokens", "256", "--ring-memory", "40MB", "--metrics-port", "-1"]
+    command = [sys.executable, "-c", MEASURE, *flags]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    measured = json.loads(output.splitlines()[-1])
+    taken = measured["peak"] - measured["before"]
+    assert taken <= parse_bytes(budget) + SPARE_BYTES
+    is_whole = budget == "2GB"
+    assert (measured["link_bytes"] == 0) == is_whole, "what fits stays"
+
+
+def test_the_limit_of_a_control_group_counts(tmp_path: Path) -> None:
+    """Of both versions, the nearest limit wins; a file that says "max" is none."""
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    8000 kB\n")
+    (proc / "self" / "cgroup").write_text("4:memory:/box\n0::/box\n")
+    assert free_host_bytes(proc, cgroup) == 8_192_000
+    old, new = cgroup / "memory" / "box", cgroup / "box"
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    (new / "memory.max").write_text("max\n")
+    (new / "memory.current").write_text("5\n")
+    (old / "memory.limit_in_bytes").write_text("3000000\n")
+    (old / "memory.usage_in_bytes").write_text("1000000\n")
+    assert free_host_bytes(proc, cgroup) == 2_000_000
+    (new / "memory.max").write_text("1500005\n")
+    assert free_host_bytes(proc, cgroup) == 1_500_000

@@ -1,0 +1,46 @@
+"""/metrics: the counters that a sweep moves, and a port that cannot be had."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import pytest
+
+from bough.errors import ConfigError
+from target_worker.metrics import Metrics
+from target_worker.sweep import SweepFigures
+
+
+def test_sweeps_are_counted_and_served() -> None:
+    metrics = Metrics("tiny", lambda: 0.25)
+    metrics.serve("127.0.0.1", 0)
+    try:
+        for _ in range(2):
+            metrics.observe(64, SweepFigures(2_000_000_000, 500_000_000, 1_800_000_000, 1000, 1_000_000_000))
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=5) as reply:
+            text = reply.read().decode()
+        other = Metrics("other", lambda: 0.0)
+        with pytest.raises(ConfigError, match=rf"--metrics-port: cannot listen on 127\.0\.0\.1:{metrics.port}"):
+            other.serve("127.0.0.1", metrics.port)
+    finally:
+        metrics.close()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    label = '{model_name="tiny"}'
+    assert {name.removesuffix(label): float(value) for name, value in values.items() if "created" not in name} == {
+        "bough_link_bytes_total": 2000,
+        "bough_link_seconds_total": 3.6,
+        "bough_link_ideal_seconds_total": 2.0,
+        "bough_wait_seconds_total": 1.0,
+        "bough_compute_seconds_total": 3.0,
+        "bough_sweeps_total": 2,
+        "bough_sweep_tokens_total": 128,
+        "bough_link_efficiency": 0.5,
+        "vllm:kv_cache_usage_perc": 0.25,
+    }
+
+
+def test_no_port_is_no_server() -> None:
+    metrics = Metrics("tiny", lambda: 0.0)
+    metrics.serve("127.0.0.1", -1)
+    assert metrics.port == -1
+    metrics.close()
