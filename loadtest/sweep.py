@@ -6,7 +6,8 @@ Writes the demonstration target and a 4-bit pack of it, unless they are there. E
 they take turns, so that whatever else the machine does falls on all alike; figures are medians over the turns. Ends
 with one JSON line:
 
-sweep_ratio      for 1, 64 and 256 tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory)
+sweep_ratio      for 1, 64 and 256 tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory), in
+                 the same turn; sweep_ratio_slow_link is the same on a link slowed down to --slow-link
 link_busy        share of ten consecutive rounds with drafting during which the link was reading, a link slowed down to
                  --slow-link; link_busy_unlimited is the same on the disk as it is
 accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit
@@ -43,6 +44,7 @@ SIZES = (1, 64, 256)
 SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256", "--max-sweep-tokens", "256"]
 INTERPRETER_BYTES = 600_000_000  # what Python, torch and transformers take before there is a model
 NUM_ROUNDS = 10
+SLOW_TURNS = 2  # a slow link is steady
 
 
 class Contestant:
@@ -80,35 +82,48 @@ class Contestant:
         return json.loads(line)
 
 
-def sweep_ratios(model: Path, memory: int, turns: int, repeats: int) -> dict[str, Any]:
-    """Streaming within the memory limit, against the bare link and against the bare processor."""
+def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, repeats: int) -> dict[str, Any]:
+    """Streaming within the memory limit, against the bare link and the bare processor, turn by turn.
+
+    `link_speed` in bytes per second slows the link down; 0 leaves it as it is.
+    """
     raw: list[float] = []
-    streamed: dict[int, list[float]] = {size: [] for size in SIZES}
-    resident: dict[int, list[float]] = {size: [] for size in SIZES}
     own: list[float] = []
+    seconds: dict[str, dict[int, list[float]]] = {
+        name: {size: [] for size in SIZES} for name in ("streamed", "resident")
+    }
+    ratios: dict[int, list[float]] = {size: [] for size in SIZES}
     budget = ["--device-memory", str(memory - INTERPRETER_BYTES), "--ring-memory", "256MB"]
     with ExitStack() as stack:
-        prefix = stack.enter_context(limited(memory_bytes=memory)) if can_limit() else []
+        prefix = stack.enter_context(limited(memory, link_speed, model)) if can_limit() else []
         flags = ["bough", "--model", str(model), *SMALL]
         link = stack.enter_context(Contestant(*flags, "--resident-layers", "0", *budget, prefix=prefix))
         everything = stack.enter_context(Contestant(*flags, prefix=[]))
         transformers = stack.enter_context(Contestant("transformers", str(model), prefix=[]))
         for turn in range(turns):
-            for size in SIZES:
-                raw.append(link.ask("raw")["seconds"])
-                streamed[size].append(link.seconds(size, repeats))
-                resident[size].append(everything.seconds(size, repeats))
             own.append(transformers.seconds(64, repeats))
-            _tell(f"turn {turn + 1} of {turns}: raw {raw[-1]:.3f} s, streamed 64 {streamed[64][-1]:.3f} s")
+            for size in SIZES:
+                before = link.ask("raw")["seconds"]
+                streamed = link.seconds(size, repeats)
+                after = link.ask("raw")["seconds"]
+                resident = everything.seconds(size, repeats)
+                raw += [before, after]
+                seconds["streamed"][size].append(streamed)
+                seconds["resident"][size].append(resident)
+                ratios[size].append(streamed / max((before + after) / 2, resident))
+                _tell(
+                    f"turn {turn + 1} of {turns}: {size} tokens: raw {raw[-1]:.3f}, {streamed=:.3f}, {resident=:.3f} s"
+                )
         num_bytes = link.ask("raw")["bytes"]
-    ideal = {size: max(median(raw), median(resident[size])) for size in SIZES}
     return {
-        "sweep_ratio": {size: round(median(streamed[size]) / ideal[size], 3) for size in SIZES},
+        "sweep_ratio": {size: round(median(values), 3) for size, values in ratios.items()},
         "raw_read_seconds": round(median(raw), 4),
         "link_gigabytes_per_second": round(num_bytes / median(raw) / 1e9, 3),
-        "streamed_seconds": {size: round(median(streamed[size]), 4) for size in SIZES},
-        "resident_seconds": {size: round(median(resident[size]), 4) for size in SIZES},
-        "resident_ratio": round(median(resident[64]) / median(own), 3),
+        **{
+            f"{name}_seconds": {size: round(median(values), 4) for size, values in by_size.items()}
+            for name, by_size in seconds.items()
+        },
+        "resident_ratio": round(median(r / o for r, o in zip(seconds["resident"][64], own, strict=True)), 3),
         "memory_limited": can_limit(),
     }
 
@@ -215,7 +230,10 @@ def main() -> None:
         _tell(f"== {part}")
         match part:
             case "sweep":
-                new = sweep_ratios(model, arguments.memory, arguments.turns, arguments.repeats)
+                new = sweep_ratios(model, arguments.memory, 0, arguments.turns, arguments.repeats)
+                if can_limit():
+                    slow = sweep_ratios(model, arguments.memory, slow_link, SLOW_TURNS, 1)
+                    new |= {"sweep_ratio_slow_link": slow["sweep_ratio"], "slow_link": slow}
             case "rounds":
                 new = asyncio.run(link_busy())
             case "busy":

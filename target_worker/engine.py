@@ -14,9 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bough.errors import BoughError, InvalidRequest, PrefixMissing, StaleEpoch
 from bough.messages import Timings, Verdict, VerifyCall, VerifyResult
@@ -222,7 +220,7 @@ class Engine:
             job.num_prefilled += num_context
             job.timings = _add_sweep(job, figures, began_ns)
             if has_tree:
-                rows = logits[first_row : first_row + len(job.call.tree)].float().cpu().numpy()
+                rows = logits[first_row : first_row + len(job.call.tree)]
                 first_row += len(job.call.tree)
                 try:
                     self._answer(job, rows)
@@ -230,7 +228,7 @@ class Engine:
                     self._drop(context.session_id, exc)
         self.pool.check_integrity()
 
-    def _answer(self, job: Job, logits: NDArray[np.float32]) -> None:
+    def _answer(self, job: Job, logits: torch.Tensor) -> None:
         call, session = job.call, job.session
         verdict = judge(call, [*session.slot.tokens], logits)
         path = (0, *verdict.accepted_nodes)
@@ -245,13 +243,13 @@ class Engine:
             future.set_result(result)
 
 
-def judge(call: VerifyCall, held: Sequence[int], logits: NDArray[np.float32]) -> Verdict:
+def judge(call: VerifyCall, held: Sequence[int], logits: torch.Tensor) -> Verdict:
     """The verdict on a tree from its (num_nodes, vocab_size) logits; `held` are the tokens before the root."""
     tree, params, base = call.tree, call.sampling, call.context.base_length
     logprobs = []
 
     def target_token(path: Sequence[int]) -> int:
-        raw = logits[path[-1]].astype(np.float64)
+        raw = logits[path[-1]].double().numpy()  # few rows are ever asked for
         history = [*held, *(int(tree.tokens[node]) for node in path)] if params.has_penalties else ()
         token = draw(adjusted(raw, params, history, call.context.prompt_length), params, base + len(path))
         if params.logprobs is not None:

@@ -89,13 +89,13 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
 def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -> int:
     """What a sweep takes at most beside weights and slots; an estimate from above, checked by tests/test_memory.py."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
-    rows, max_nodes = limits.rows, limits.max_nodes
+    rows = limits.rows
     tokens = -(-limits.max_sweep_tokens // rows) * rows
     hidden = tokens * int(config.hidden_size) * size * HIDDEN_COPIES
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
     attention = 2 * limits.slot_rows * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
     head = tokens * vocab_size * size * 2  # in parts, then in one piece
-    judged = max_nodes * vocab_size * FLOAT32_BYTES + 8 * vocab_size * FLOAT64_BYTES
+    judged = 8 * vocab_size * FLOAT64_BYTES  # a row at a time
     return hidden + intermediate + attention + head + judged
 
 
