@@ -9,6 +9,7 @@ import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -124,7 +125,10 @@ async def serve_worker(
     registry = Registry(config.index_url, config.namespace)
     await registry.wait()
     async with serving(config.host, config.port, service, lambda server: add(servicer, server)) as served:
-        worker = await asyncio.to_thread(load)
+        # On a thread that then ends: one that had computed and stayed would keep a team of OpenMP's threads (see
+        # `bough.model.threads`).
+        with ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
+            worker = await asyncio.get_running_loop().run_in_executor(loader, load)
         try:
             await refuse_misfits(registry, kind, worker.tokenizer)
             servicer.loaded = worker

@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numba
 import torch
 
 from bough import __version__
@@ -16,6 +15,7 @@ from bough.messages import GrowCall, GrowResult, Timings, WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
 from bough.model.kv import KVSlot
+from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from draft_worker.session import DraftSession
 from draft_worker.sources import load_draft
@@ -27,8 +27,7 @@ class DraftWorker:
     """Grows trees, one call at a time. The session used longest ago gives way: losing its KV costs time only."""
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
-        torch.set_num_threads(config.threads)
-        numba.set_num_threads(min(config.threads, numba.get_num_threads()))
+        compute_with(config.threads)
         self._config = config
         self._worker_id = worker_id
         checkpoint = Checkpoint.open(config.model)
@@ -46,7 +45,7 @@ class DraftWorker:
         if self._max_sessions < 1:
             raise ConfigError(f"--kv-memory: {config.kv_memory} bytes hold no session; one takes {session_bytes}")
         self._sessions: OrderedDict[str, DraftSession] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft")
+        self._thread = ThreadPoolExecutor(1, "draft", compute_with, (config.threads,))
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         """Queues a call; the future raises InvalidRequest or PrefixMissing."""

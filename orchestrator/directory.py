@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -83,8 +83,7 @@ class Directory:
         finally:
             for running in (task, *self._meetings.values()):
                 running.cancel()
-                with suppress(asyncio.CancelledError):
-                    await running
+            await asyncio.gather(task, *self._meetings.values(), return_exceptions=True)
             for known in self._everyone():
                 await known.client.close()
 
@@ -175,6 +174,9 @@ class Directory:
         except BoughError as exc:
             logger.warning("%s is registered at %s, but: %s", record.worker_id, record.address, exc)
             return
+        except Exception:  # whatever a stranger's answer does to us, the others are still served
+            logger.exception("%s is registered at %s, but could not be met", record.worker_id, record.address)
+            return
         logger.info("%s at %s", record.worker_id, record.address)
 
     async def _forget_unlisted(self) -> None:
@@ -197,19 +199,17 @@ def _fit(draft: Known[DraftClient] | Known[TargetClient], target: Known[TargetCl
 
 
 async def _introduce(record: WorkerRecord, client: AnyClient) -> Known[AnyClient]:
-    """Asks a worker what it is. Raises Unavailable where it does not answer."""
+    """Asks a worker what it is. Raises Unavailable where it does not answer, or not with sense."""
     try:
         info = await client.info()
         async with open_channel(record.address) as channel:
             tokenizer = await fetch_tokenizer(channel, record.kind)
-    except (BoughError, grpc.aio.AioRpcError) as exc:
-        await client.close()
-        raise Unavailable(f"it does not tell what it serves: {exc}") from exc
-    try:
         known = Known(record, client, info, tokenizer, last_listed=time.monotonic())
-    except Exception as exc:  # the tokenizers library raises bare ones
+    except BaseException as exc:
         await client.close()
-        raise Unavailable(f"its tokenizer cannot be read: {exc}") from exc
+        if isinstance(exc, BoughError | grpc.aio.AioRpcError):
+            raise Unavailable(f"it does not tell what it serves: {exc}") from exc
+        raise
     if info.protocol_version != PROTOCOL_VERSION:
         known.problem = f"it speaks protocol version {info.protocol_version}; this is version {PROTOCOL_VERSION}"
     return known

@@ -85,8 +85,9 @@ class Engine:
         self._jobs: dict[str, Job] = {}  # by session, in order of arrival
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
 
-    def start(self) -> None:
-        """Starts the thread."""
+    def start(self, prepare: Callable[[], None] = lambda: None) -> None:
+        """Starts the thread; `prepare` is called on it before anything else."""
+        self._inbox.put(prepare)
         self._thread.start()
 
     def stop(self) -> None:

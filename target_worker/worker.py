@@ -7,7 +7,6 @@ import time
 from concurrent.futures import Future
 from contextlib import ExitStack
 
-import numba
 import torch
 
 from bough import __version__
@@ -19,6 +18,7 @@ from bough.model.kv import KVSlot
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import Limits, activation_bytes, num_kv_slots, resident_bytes, unpacking_bytes
 from bough.model.pack import read_checksums
+from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Fixed, Placement, Tier
 from bough.sampling import SamplingParams
@@ -38,8 +38,7 @@ class TargetWorker:
     """Owns everything that the target needs; closed once."""
 
     def __init__(self, config: TargetConfig, worker_id: str) -> None:
-        torch.set_num_threads(config.threads)
-        numba.set_num_threads(min(config.threads, numba.get_num_threads()))
+        compute_with(config.threads)
         self._config = config
         self._worker_id = worker_id
         checkpoint = Checkpoint.open(config.model)
@@ -63,7 +62,7 @@ class TargetWorker:
         self._metrics = Metrics(self._name, lambda: len(pool) / pool.num_slots)
         limits = self._limits
         self._engine = Engine(model, pool, limits.max_sweep_tokens, limits.max_context, self._metrics.observe)
-        self._engine.start()
+        self._engine.start(lambda: compute_with(config.threads))
         self._resources.callback(self._engine.stop)
         self._resources.callback(self._metrics.close)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -316,3 +317,34 @@ def test_a_byte_that_has_changed_is_found_and_named(tiny: Path, tmp_path: Path, 
         if max_resident == 0:
             flip()
             assert len(plain_logits(model, TOKENS)) == len(TOKENS), "it goes on when the file is whole again"
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("scales", lambda t: t[:-1], r"qzeros has shape \[2, 12\]; \[1, 12\] would fit its weight"),
+        ("qzeros", lambda t: t[:, :-1], r"qzeros has shape \[2, 11\]; \[2, 12\] would fit its weight"),
+        ("scales", lambda t: torch.cat((t, t[:1])), r"inputs are not so many groups|would fit its weight"),
+    ],
+)
+def test_packed_tensors_that_do_not_fit_one_another_are_named(
+    tiny: Path,
+    tmp_path: Path,
+    part: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    message: str,
+) -> None:
+    """The kernels would read beyond the end of whatever is too short."""
+    rng, packed = np.random.default_rng(5), {}
+    for name, tensor in tensors_of(tiny).items():
+        if "proj" not in name:
+            packed[name] = tensor
+            continue
+        parts, _ = awq(tensor, 4, 32, rng, True)
+        packed.update({f"{name.removesuffix('.weight')}.{key}": data for key, data in parts.items()})
+    victim = f"model.layers.1.mlp.up_proj.{part}"
+    packed[victim] = change(packed[victim])
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    folder = rewrite(tiny, tmp_path / "model", packed, quantization)
+    with pytest.raises(CheckpointError, match=message):
+        build_skeleton(Checkpoint.open(folder), torch.float32)

@@ -45,7 +45,7 @@ async def chat(arguments: argparse.Namespace) -> int:
         while line := await _read_line():
             if not line.strip():
                 continue
-            messages.append(Message("user", line))
+            messages.append(Message("user", line.rstrip("\r\n")))
             answer = await Answer.read(client, ChatPrompt(tuple(messages)), options, is_shown=True)
             messages.append(Message("assistant", answer.text))
     return 0

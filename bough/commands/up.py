@@ -47,7 +47,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
             "for a substitute made of the target's own layers"
         )
     target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
-    if target == str(demonstration_folder()):
+    if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
         target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
     return Settings(
         target=parse(TargetConfig, "target_worker", target_flags, os.environ),

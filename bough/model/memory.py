@@ -28,7 +28,8 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     available = _meminfo(proc)["MemAvailable"]
     for limit, usage in _cgroup_files(proc, cgroup):
         try:
-            available = min(available, int(limit.read_text()) - int(usage.read_text()))
+            used = int(usage.read_text()) - _page_cache_bytes(usage.with_name("memory.stat"))
+            available = min(available, int(limit.read_text()) - used)
         except (OSError, ValueError):
             continue  # not there, or "max"
     return max(available, 0)
@@ -113,6 +114,15 @@ def resident_bytes(skeleton: Skeleton) -> int:
 def _meminfo(proc: Path) -> dict[str, int]:
     lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) >= 2}
+
+
+def _page_cache_bytes(stat: Path) -> int:
+    """What a control group holds of files' pages, which it gives up when memory is wanted; 0 where it does not say."""
+    if not stat.is_file():
+        return 0
+    values = dict(line.split() for line in stat.read_text().splitlines())
+    prefix = "total_" if "total_inactive_file" in values else ""  # version 1 counts the groups below apart
+    return sum(int(values.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
 def _cgroup_files(proc: Path, cgroup: Path) -> list[tuple[Path, Path]]:

@@ -102,14 +102,42 @@ def _packed_source(name: str, quantization: Quantization, left: dict[str, Tensor
     if quantization.method == "bough":
         base = name.removesuffix(PACKED_SUFFIX)
         packed = take(name, ("U8",) if quantization.bits == 4 else ("I8",))
-        return Packed(packed, take(base + SCALES_SUFFIX, ("F16",)), quantization.bits)
+        scales = take(base + SCALES_SUFFIX, ("F16",))
+        _require_groups(scales, packed.shape[1] * 8 // quantization.bits, scales.shape[-1] if scales.shape else 0)
+        _require_shape(scales, (2 if quantization.bits == 4 else 1, packed.shape[0], scales.shape[-1]))
+        return Packed(packed, scales, quantization.bits)
     base = name.removesuffix(".qweight")
     words, zeros = take(name, ("I32",)), take(f"{base}.qzeros", ("I32",))
     scales = take(f"{base}.scales", VALUE_DTYPES)
-    if quantization.method == "awq":
-        return Awq(words, zeros, scales)
-    groups = take(f"{base}.g_idx", ("I32",)) if f"{base}.g_idx" in left else None
-    return Gptq(words, zeros, scales, groups, quantization.bits, quantization.zero_offset)
+    num_groups, per_word = scales.shape[0] if scales.shape else 0, 32 // quantization.bits
+    source: Awq | Gptq = Awq(words, zeros, scales)
+    if quantization.method == "gptq":
+        groups = take(f"{base}.g_idx", ("I32",)) if f"{base}.g_idx" in left else None
+        source = Gptq(words, zeros, scales, groups, quantization.bits, quantization.zero_offset)
+    outputs, inputs = source.shape
+    _require_shape(scales, (num_groups, outputs))
+    _require_shape(zeros, (num_groups, outputs // per_word))
+    if isinstance(source, Gptq) and source.groups is not None:
+        _require_shape(source.groups, (inputs,))
+    else:
+        _require_groups(scales, inputs, num_groups)
+    return source
+
+
+def _require_shape(place: TensorPlace, shape: tuple[int, ...]) -> None:
+    """Kernels take shapes at their word."""
+    if place.shape != shape:
+        raise CheckpointError(
+            f"{place.file}: tensor {place.name} has shape {list(place.shape)}; {list(shape)} would fit its weight"
+        )
+
+
+def _require_groups(scales: TensorPlace, inputs: int, num_groups: int) -> None:
+    if num_groups < 1 or inputs % num_groups:
+        raise CheckpointError(
+            f"{scales.file}: tensor {scales.name} has shape {list(scales.shape)}; {inputs} inputs are not so "
+            "many groups of equal size"
+        )
 
 
 AnySource = Source | Experts

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 import torch
 
+from bough.errors import StreamError
 from bough.model.checkpoint import TensorPlace
 from bough.model.source import Scratch, room_bytes, typed
 
@@ -194,7 +195,7 @@ class Gptq:
         zeros = (typed(raw[1], self.zeros)[:, :, None] >> shifts & mask).flatten(1).float() + self.zero_offset
         num_outputs, num_inputs = self.shape
         groups = (
-            typed(raw[3], self.groups)
+            self._checked(typed(raw[3], self.groups))
             if self.groups
             else torch.arange(num_inputs, device=words.device, dtype=torch.int32) // (num_inputs // len(scales))
         )
@@ -207,6 +208,13 @@ class Gptq:
         out = scratch.take((num_inputs, num_outputs), dtype)
         _write(out, _unpack_words_down, by_torch, words, zeros, scales, groups, self.bits)
         return out.t()
+
+    def _checked(self, groups: torch.Tensor) -> torch.Tensor:
+        """Kernels take groups at their word; on a GPU torch checks its own."""
+        num_groups = self.scales.shape[0]
+        if groups.device.type == "cpu" and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
+            raise StreamError(f"{self.words.file}: g_idx of {self.words.name} names groups beyond its {num_groups}")
+        return groups
 
 
 @dataclass(frozen=True, slots=True)
