@@ -14,4 +14,5 @@ def compute_with(num_threads: int) -> None:
     products take twice their time.
     """
     torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined])
+    available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    numba.set_num_threads(min(num_threads, available))
