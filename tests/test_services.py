@@ -309,7 +309,7 @@ async def test_workers_that_cannot_start_say_why(tiny_cluster: Cluster, tiny: Pa
     victim = sorted(broken.glob("*.safetensors"))[0]
     victim.write_bytes(victim.read_bytes()[:-10])
     streaming = ["--model", str(tiny), "--resident-layers", "0"]
-    for module, flags, message in (
+    cases = (
         ("target_worker", ["--model", str(tmp_path / "nowhere")], "nowhere is not there"),
         ("target_worker", ["--model", str(broken)], f"{victim.name}"),
         ("target_worker", ["--model", str(tiny), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
@@ -319,7 +319,13 @@ async def test_workers_that_cannot_start_say_why(tiny_cluster: Cluster, tiny: Pa
         ("draft_worker", ["--model", str(tiny), "--drop-layers", "7"], "--drop-layers: 7"),
         ("draft_worker", ["--model", str(other)], "token 5 is"),
         ("target_worker", ["--model", str(other)], "token 5 is"),
-    ):
-        ended = await asyncio.to_thread(run_worker, module, *flags, *index)
+    )
+    at_once = asyncio.Semaphore(2)
+
+    async def check(module: str, flags: list[str], message: str) -> None:
+        async with at_once:
+            ended = await asyncio.to_thread(run_worker, module, *flags, *index)
         assert ended.returncode == 2, ended.stderr
         assert message in ended.stderr.splitlines()[-1]
+
+    await asyncio.gather(*(check(*case) for case in cases))
