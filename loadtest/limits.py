@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from bough.demonstration import cache_folder
+
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -47,9 +49,9 @@ def drop_cached(folder: Path) -> None:
 
 
 def can_limit() -> bool:
-    """Whether `limited` works here."""
+    """Whether `limited` works here, for memory and for the disk of the demonstration's models."""
     try:
-        with limited(memory_bytes=1 << 40):
+        with limited(memory_bytes=1 << 40, read_bytes_per_second=1 << 40, disk_of=cache_folder()):
             return True
     except OSError:
         return False

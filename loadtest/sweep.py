@@ -210,7 +210,7 @@ def link_busy_at(speeds: Sequence[int], model: Path) -> dict[str, Any]:
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         results[speed] = json.loads(output.splitlines()[-1])
     return {
-        "link_busy": round(results[max(speeds)]["link_busy"], 4),
+        "link_busy": round(results[max(speeds)]["link_busy"], 4) if max(speeds) else None,
         "link_busy_unlimited": round(results[0]["link_busy"], 4),
         "rounds": {f"{speed / 1e9} GB/s" if speed else "unlimited": figures for speed, figures in results.items()},
     }
