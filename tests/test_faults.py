@@ -155,6 +155,7 @@ async def test_bough_up_leaves_no_process_behind(
     marker = tmp_path / "marked"
     marker.symlink_to(tiny)
     command = [sys.executable, "-m", "bough.cli", "up", "--target", str(marker), "--drop-layers", "2", "--port", "0"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background inherits it ignored
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     await asyncio.sleep(delay)
     process.send_signal(number)

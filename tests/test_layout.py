@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,12 @@ def test_files_and_functions_stay_short() -> None:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
+
+
+def test_how_openmp_waits_is_settled_before_torch_is_there() -> None:
+    """Two workers on the same processors were many times slower than one after another."""
+    for package in ("target_worker", "draft_worker", "loadtest", "bough.model"):
+        code = f"import os, sys, {package}; assert 'torch' not in sys.modules; print(os.environ['GOMP_SPINCOUNT'])"
+        environ = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+        output = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, text=True)
+        assert output.stdout == "1000\n"
