@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from bough.growth import Growth, Guess, Scheme
 from bough.messages import RoundTimings, WorkerInfo
 from bough.sampling import PositionLogprobs
 
@@ -43,12 +44,18 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How to speculate; None leaves a size to the planner. It never changes the output."""
+    """How to speculate; None leaves a choice to the planner. It never changes the output.
+
+    But for a scheme other than Scheme.TARGET, which changes it as another seed would.
+    """
 
     disabled: bool = False
     budget: int | None = None
     width: int | None = None
     depth: int | None = None
+    growth: Growth | None = None
+    scheme: Scheme = Scheme.TARGET
+    guess: Guess = Guess.SAMPLE
 
 
 @dataclass(frozen=True, slots=True)

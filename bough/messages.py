@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from bough.growth import Scheme, TreePlan
 from bough.prefix import prefix_hash
 from bough.sampling import PositionLogprobs, SamplingParams
 from bough.tree import Tree
@@ -49,14 +50,6 @@ class Timings:
     link_ideal_ns: int = 0  # link_bytes at the best speed that the link has shown
 
 
-class TreeLimits(NamedTuple):
-    """How large a tree may grow."""
-
-    budget: int  # nodes, the root included
-    width: int  # nodes expanded in one draft step
-    depth: int  # levels below the root
-
-
 @dataclass(frozen=True, slots=True)
 class GrowCall:
     """Asks the draft worker for a tree."""
@@ -64,7 +57,8 @@ class GrowCall:
     context: Context
     root_token: int
     sampling: SamplingParams
-    limits: TreeLimits
+    round: int  # of the session: its number sets this tree's random numbers apart from all others'
+    plan: TreePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +79,7 @@ class VerifyCall:
     round: int
     tree: Tree
     sampling: SamplingParams
+    scheme: Scheme = Scheme.TARGET
 
 
 class Verdict(NamedTuple):

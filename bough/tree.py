@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bough.draft_probs import DraftProbs
 from bough.errors import InvalidTree
 
 IntArray = NDArray[np.int32]
@@ -25,6 +26,8 @@ class Tree:
     tokens: IntArray  # (num_nodes,)
     parents: IntArray  # (num_nodes,) index of the parent; -1 at the root
     log_probs: FloatArray  # (num_nodes,) draft's conditional log-probability; 0 at the root
+    draft_probs: DraftProbs | None = None  # what children were sampled from, where verification asks for it
+    draws: IntArray | None = None  # (num_draws,) nodes in the order in which they were sampled, one as often as it was
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> Tree:
@@ -46,12 +49,13 @@ class Tree:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tree):
             return NotImplemented
-        return all(
-            np.array_equal(mine, theirs)
+        return self.draft_probs == other.draft_probs and all(
+            np.array_equal(mine, theirs)  # type: ignore[arg-type]  # None equals None
             for mine, theirs in (
                 (self.tokens, other.tokens),
                 (self.parents, other.parents),
                 (self.log_probs, other.log_probs),
+                (self.draws, other.draws),
             )
         )
 
@@ -105,8 +109,9 @@ class Tree:
         """The `budget` best-scoring nodes in their old order.
 
         A node never scores above its parent (log-probabilities are not positive) and ties go to the earlier node, so
-        the result stays connected.
+        the result stays connected. Only for trees that were not sampled: what is left of a sample is none.
         """
+        assert self.draft_probs is None, "a sample cannot be trimmed"
         if budget < 1:
             raise InvalidTree(f"budget: {budget} is no tree size; 1 or more would do")
         if len(self) <= budget:
@@ -135,6 +140,10 @@ class Tree:
         for node in range(size):
             self._validate_node(node, vocab_size)
         self._validate_siblings()
+        if self.draft_probs is not None:
+            self.draft_probs.validate(size, vocab_size)
+        if self.draws is not None and set(self.draws.tolist()) != set(range(1, size)):
+            raise InvalidTree(f"tree.draws: every node from 1 to {size - 1}, and no other, was drawn at least once")
 
     def _validate_node(self, node: int, vocab_size: int) -> None:
         token, parent, log_prob = int(self.tokens[node]), int(self.parents[node]), float(self.log_probs[node])

@@ -5,37 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-import numpy as np
-
 from bough import messages as m
-from bough.errors import InvalidRequest, InvalidTree
+from bough.errors import InvalidRequest
+from bough.growth import Guess, TreePlan, require_growth
 from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2
 from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
 from bough.tokenizer import TokenizerFiles
-from bough.tree import Tree
+from bough.wire_trees import (
+    SCHEMES,
+    growth_from_wire,
+    growth_to_wire,
+    guess_from_wire,
+    scheme_from_wire,
+    tree_from_wire,
+    tree_to_wire,
+)
 
 TOKENIZER_CHUNK_BYTES = 1024 * 1024
-
-
-def tree_to_wire(tree: Tree) -> common_pb2.Tree:
-    """The root's parent and log-probability are implied."""
-    return common_pb2.Tree(
-        tokens=tree.tokens.tolist(), parents=tree.parents[1:].tolist(), log_probs=tree.log_probs[1:].tolist()
-    )
-
-
-def tree_from_wire(message: common_pb2.Tree) -> Tree:
-    """Raises InvalidTree where the fields have different lengths; the rest is for `Tree.validate`."""
-    size = len(message.tokens)
-    if size == 0 or len(message.parents) != size - 1 or len(message.log_probs) != size - 1:
-        raise InvalidTree(
-            f"tree: {size} tokens, {len(message.parents)} parents and {len(message.log_probs)} log_probs; "
-            "a tree has a root, and a parent and a log_prob for every other node"
-        )
-    parents = np.concatenate(([-1], np.minimum(message.parents, 2**31 - 1))).astype(np.int32)
-    return Tree(
-        np.asarray(message.tokens, np.int32), parents, np.concatenate(([0.0], message.log_probs)).astype(np.float32)
-    )
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -106,25 +92,26 @@ def grow_call_to_wire(call: m.GrowCall) -> draft_pb2.GrowRequest:
         context=context_to_wire(call.context),
         root_token=call.root_token,
         sampling=sampling_to_wire(call.sampling),
-        budget=call.limits.budget,
-        width=call.limits.width,
-        depth=call.limits.depth,
+        round=call.round,
+        growth=growth_to_wire(call.plan.growth),
+        scheme=SCHEMES[call.plan.scheme],
+        guess_distribution=call.plan.guess is Guess.DISTRIBUTION,
     )
 
 
 def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nodes: int) -> m.GrowCall:
     """Checks everything; raises InvalidRequest."""
     require_tokens("root_token", [message.root_token], vocab_size)
-    for name, most in (("budget", max_nodes), ("width", max_nodes), ("depth", max_nodes)):
-        if not 1 <= getattr(message, name) <= most:
-            raise InvalidRequest(f"{name}: {getattr(message, name)}; 1 to {most} would do")
+    growth = growth_from_wire(message.growth)
+    require_growth("growth", growth, max_nodes)
     sampling = sampling_from_wire(message.sampling)
     sampling.validate(vocab_size)
     return m.GrowCall(
         context_from_wire(message.context, vocab_size),
         message.root_token,
         sampling,
-        m.TreeLimits(message.budget, message.width, message.depth),
+        message.round,
+        TreePlan(growth, scheme_from_wire("scheme", message.scheme), guess_from_wire(message.guess_distribution)),
     )
 
 
@@ -148,6 +135,7 @@ def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
         round=call.round,
         tree=tree_to_wire(call.tree),
         sampling=sampling_to_wire(call.sampling),
+        scheme=SCHEMES[call.scheme],
     )
 
 
@@ -157,7 +145,9 @@ def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, ma
     tree.validate(vocab_size, max_nodes)
     sampling = sampling_from_wire(message.sampling)
     sampling.validate(vocab_size)
-    return m.VerifyCall(context_from_wire(message.context, vocab_size), message.epoch, message.round, tree, sampling)
+    scheme = scheme_from_wire("scheme", message.scheme)
+    context = context_from_wire(message.context, vocab_size)
+    return m.VerifyCall(context, message.epoch, message.round, tree, sampling, scheme)
 
 
 def verify_result_to_wire(result: m.VerifyResult) -> target_pb2.VerifyReply:

@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 
 from bough import generation as g
 from bough.errors import InvalidRequest
+from bough.growth import Guess
 from bough.pb import generation_pb2 as pb
 from bough.wire import (
     info_from_wire,
@@ -15,6 +16,7 @@ from bough.wire import (
     round_timings_from_wire,
     round_timings_to_wire,
 )
+from bough.wire_trees import SCHEMES, growth_from_wire, growth_to_wire, guess_from_wire, scheme_from_wire
 
 # Optional fields: unset means the default of GenerateOptions. The names are the same on both sides.
 _OPTIONAL = (
@@ -40,7 +42,7 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
         stop=options.stop,
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
-        speculation=pb.Speculation(**asdict(options.speculation)),
+        speculation=_speculation_to_wire(options.speculation),
     )
     defaults = g.GenerateOptions()
     for name in _OPTIONAL:
@@ -62,11 +64,6 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
 def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.GenerateOptions]:
     """Raises InvalidRequest where there is no prompt; ranges are checked by whoever knows the model."""
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    spec = message.speculation
-    speculation = g.Speculation(
-        spec.disabled,
-        *(getattr(spec, name) if spec.HasField(name) else None for name in ("budget", "width", "depth")),
-    )
     options = g.GenerateOptions(
         request_id=message.request_id,
         session_id=message.session_id,
@@ -74,10 +71,34 @@ def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.Generate
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
-        speculation=speculation,
+        speculation=_speculation_from_wire(message.speculation),
         **given,
     )
     return _prompt_from_wire(message), options
+
+
+def _speculation_to_wire(speculation: g.Speculation) -> pb.Speculation:
+    return pb.Speculation(
+        disabled=speculation.disabled,
+        budget=speculation.budget,
+        width=speculation.width,
+        depth=speculation.depth,
+        growth=None if speculation.growth is None else growth_to_wire(speculation.growth),
+        scheme=SCHEMES[speculation.scheme],
+        guess_distribution=speculation.guess is Guess.DISTRIBUTION,
+    )
+
+
+def _speculation_from_wire(message: pb.Speculation) -> g.Speculation:
+    return g.Speculation(
+        disabled=message.disabled,
+        budget=message.budget if message.HasField("budget") else None,
+        width=message.width if message.HasField("width") else None,
+        depth=message.depth if message.HasField("depth") else None,
+        growth=growth_from_wire(message.growth) if message.HasField("growth") else None,
+        scheme=scheme_from_wire("speculation.scheme", message.scheme),
+        guess=guess_from_wire(message.guess_distribution),
+    )
 
 
 def _prompt_from_wire(message: pb.GenerateRequest) -> g.Prompt:

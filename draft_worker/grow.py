@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.messages import TreeLimits
+from bough.growth import BestFirst
 from bough.tree import Tree
 
 
@@ -37,7 +37,7 @@ class Growth:
         scores = self.scores[: self.num_nodes]
         return float(np.partition(scores, -budget)[-budget]) if self.num_nodes > budget else -np.inf
 
-    def frontier(self, limits: TreeLimits) -> NDArray[np.intp]:
+    def frontier(self, limits: BestFirst) -> NDArray[np.intp]:
         """The `width` best open nodes among the `budget` best nodes, in order of discovery."""
         count = self.num_nodes
         eligible = self.is_open[:count] & (self.scores[:count] >= self.threshold(limits.budget))
@@ -71,7 +71,7 @@ class Growth:
 
 def grow_best_first(
     root_token: int,
-    limits: TreeLimits,
+    limits: BestFirst,
     closed: frozenset[int],
     expand: Callable[[Growth, Sequence[int]], Children],
 ) -> Tree:

@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from bough.errors import InvalidRequest
+from bough.growth import BestFirst
 from bough.messages import Context, GrowCall
 from bough.model.batch import Batch, Segment
 from bough.model.draw import adjusted, filtered, gumbel_noise
@@ -43,9 +45,11 @@ class DraftSession:
         Raises:
             PrefixMissing: this worker holds less of the session, or something else, than the caller believes.
         """
+        if not isinstance(call.plan.growth, BestFirst):
+            raise InvalidRequest("growth: only best_first is grown here so far")
         self._stand_on(call.context)
         expansion = _Expansion(self.slot, call, model, branch)
-        tree = grow_best_first(call.root_token, call.limits, call.sampling.stop_token_ids, expansion.expand)
+        tree = grow_best_first(call.root_token, call.plan.growth, call.sampling.stop_token_ids, expansion.expand)
         self._remember(expansion)
         return tree, expansion.num_steps
 

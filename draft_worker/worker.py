@@ -90,9 +90,11 @@ class DraftWorker:
 
     def _grow(self, call: GrowCall, arrived_ns: int) -> GrowResult:
         began_ns = time.perf_counter_ns()
-        limits, needed = call.limits, call.context.base_length + 1
-        if limits.width * limits.depth > MAX_EXPANSIONS:
-            raise InvalidRequest(f"width x depth: {limits.width} x {limits.depth}; at most {MAX_EXPANSIONS} would do")
+        growth, needed = call.plan.growth, call.context.base_length + 1
+        if growth.max_expansions > MAX_EXPANSIONS:
+            raise InvalidRequest(
+                f"growth: {growth} may expand {growth.max_expansions} nodes; {MAX_EXPANSIONS} would do"
+            )
         if needed > self._max_context:
             raise InvalidRequest(f"context: {needed} tokens; at most {self._max_context} fit a session of this draft")
         session = self._session(call.context.session_id)

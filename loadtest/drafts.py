@@ -17,7 +17,8 @@ from typing import NamedTuple
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, TargetConfig, parse
 from bough.demonstration import demonstration_folder
-from bough.messages import Context, GrowCall, TreeLimits, VerifyCall
+from bough.growth import BestFirst, TreePlan
+from bough.messages import Context, GrowCall, VerifyCall
 from bough.sampling import SamplingParams
 from bough.tokenizer import Tokenizer
 from draft_worker.worker import DraftWorker
@@ -41,13 +42,15 @@ class Tally(NamedTuple):
 
 
 def run_prompt(
-    target: TargetWorker, draft: DraftWorker, prompt: list[int], limits: TreeLimits, params: SamplingParams, length: int
+    target: TargetWorker, draft: DraftWorker, prompt: list[int], size: BestFirst, params: SamplingParams, length: int
 ) -> Tally:
     """Generates `length` tokens with trees of one size."""
     tokens, tally, draft_held, target_held = list(prompt), Tally(), 0, 0
     while len(tokens) - len(prompt) < length:
         grown = draft.grow(
-            GrowCall(Context.of("bench", tokens, draft_held, len(prompt)), tokens[-1], params, limits)
+            GrowCall(
+                Context.of("bench", tokens, draft_held, len(prompt)), tokens[-1], params, tally.rounds, TreePlan(size)
+            )
         ).result()
         call = VerifyCall(Context.of("bench", tokens, target_held, len(prompt)), 1, tally.rounds, grown.tree, params)
         result = target.verify(call).result()
@@ -88,15 +91,15 @@ def main() -> None:
         flags = ["--model", folder, "--drop-layers", "" if drops == "none" else drops]
         draft = DraftWorker(parse(DraftConfig, "bench", flags, {}), "bench")
         for sizes in itertools.product(arguments.budgets, arguments.widths, arguments.depths):
-            limits = TreeLimits(*sizes)
+            size = BestFirst(*sizes)
             tally = Tally()
             for prompt in prompts:
-                tally = tally.add(run_prompt(target, draft, prompt, limits, params, arguments.max_tokens))
+                tally = tally.add(run_prompt(target, draft, prompt, size, params, arguments.max_tokens))
             row = {
                 "drops": drops,
-                "budget": limits.budget,
-                "width": limits.width,
-                "depth": limits.depth,
+                "budget": size.budget,
+                "width": size.width,
+                "depth": size.depth,
                 "tokens_per_round": round(tally.tokens / tally.rounds, 3),
                 "first_guess_rate": round(tally.top1 / tally.rounds, 3),
                 "steps_per_round": round(tally.steps / tally.rounds, 2),
@@ -104,7 +107,7 @@ def main() -> None:
             }
             rows.append(row)
             print(
-                f"{drops:>12} {limits.budget:6} {limits.width:5} {limits.depth:5} {row['tokens_per_round']:12} "
+                f"{drops:>12} {size.budget:6} {size.width:5} {size.depth:5} {row['tokens_per_round']:12} "
                 f"{row['first_guess_rate']:11} {row['steps_per_round']:6} {row['step_ms']}",
                 flush=True,
             )

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 
 from bough import __version__
 from bough.config import OrchestratorConfig
@@ -27,7 +28,8 @@ from bough.generation import (
     TokenPrompt,
     Tokens,
 )
-from bough.messages import PROTOCOL_VERSION, TreeLimits
+from bough.growth import BestFirst, Chains, Scheme, StaticShape, require_growth
+from bough.messages import PROTOCOL_VERSION
 from bough.sampling import SamplingParams, StopConditions
 from bough.tokenizer import Tokenizer
 from bough.wire import require_tokens
@@ -48,7 +50,7 @@ class Requests:
     def __init__(self, config: OrchestratorConfig, directory: Directory) -> None:
         self.directory = directory
         self._recorder = Recorder(directory.registry)
-        planner = FixedPlanner(TreeLimits(config.budget, config.width, config.depth))
+        planner = FixedPlanner(BestFirst(config.budget, config.width, config.depth))
         self._rounds = Rounds(config, directory, planner, self._recorder)
         self._planner = planner
         self._running: dict[str, Session] = {}
@@ -230,7 +232,8 @@ def _session(tokens: list[int], options: GenerateOptions, target: Known[TargetCl
         prompt_length=len(tokens),
         sampling=sampling,
         stops=stops,
-        speculation=options.speculation,
+        # Without chance all schemes keep the same tokens, and the target's own can have the likeliest guesses.
+        speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
         text=TextStream(target.tokens.decode, options.stop),
         max_context=target.info.max_context,
         epoch=time.time_ns(),  # grows from one placement to the next without asking anyone
@@ -242,6 +245,13 @@ def _require_sizes(speculation: Speculation, max_nodes: int) -> None:
         value = getattr(speculation, name)
         if value is not None and not 1 <= value <= max_nodes:
             raise InvalidRequest(f"speculation.{name}: {value}; 1 to {max_nodes} would do")
+    if speculation.growth is not None:
+        require_growth("speculation.growth", speculation.growth, max_nodes)
+    if speculation.scheme is not Scheme.TARGET and not isinstance(speculation.growth, StaticShape | Chains):
+        raise InvalidRequest(
+            f"speculation.scheme: {speculation.scheme.value} verifies samples, and growing best first takes none; "
+            "growth by a shape or in chains would do"
+        )
 
 
 def _common_length(left: tuple[int, ...], right: list[int]) -> int:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, InvalidRequest, InvalidTree
 from bough.generation import Tokens
-from bough.messages import RoundTimings, TreeLimits, VerifyResult
+from bough.growth import Scheme, TreePlan
+from bough.messages import RoundTimings, VerifyResult
 from bough.registry import SessionRecord
 from bough.tree import Tree
 from orchestrator.directory import Directory, Known
@@ -45,32 +46,32 @@ class Rounds:
         """
         while not session.is_finished:
             began_ns = time.perf_counter_ns()
-            limits = self.planner.plan(session.session_id, session.num_left, session.speculation)
-            limits = limits._replace(budget=min(limits.budget, target.info.max_nodes))
-            tree, drafting, draft_id = await self._grow(session, target, limits)
-            result, verifying = await self._verify(session, target, tree)
+            plan = self.planner.plan(session.session_id, session.num_left, session.speculation)
+            plan = plan.within(target.info.max_nodes)
+            tree, drafting, draft_id = await self._grow(session, target, plan)
+            result, verifying = await self._verify(session, target, tree, plan.scheme)
             target.report(is_fault=False)
             timings = _timings(began_ns, drafting, result, verifying)
             tokens = session.commit(tree, result, timings)
-            self.planner.observe(session.session_id, _outcome(limits, tokens, result))
+            self.planner.observe(session.session_id, _outcome(plan, tokens, result))
             self.recorder.record(_record(session, target.record.worker_id, draft_id))
             yield tokens
 
-    async def _grow(self, session: Session, target: Known[TargetClient], limits: TreeLimits) -> tuple[Tree, Timed, str]:
+    async def _grow(self, session: Session, target: Known[TargetClient], plan: TreePlan) -> tuple[Tree, Timed, str]:
         """A tree, or its root alone where none is wanted or none can be had."""
         root = Tree.root(session.tokens[-1])
-        if limits.budget == 1:
+        if plan.growth.budget == 1:
             return root, NOTHING, ""
         draft = self.directory.draft(target)
         if draft is None:
             session.num_degraded_rounds += 1
             session.warn("no draft worker could be used: some rounds had no tree")
             return root, NOTHING, ""
-        limits = TreeLimits(*(min(size, draft.info.max_nodes) for size in limits))
+        plan = plan.within(draft.info.max_nodes)
         draft.num_running += 1
         try:
-            result, timed = await draft.client.grow(session, limits, self.config.draft_timeout)
-            _require_fit(result.tree, session.tokens[-1], target.info.vocab_size, limits.budget)
+            result, timed = await draft.client.grow(session, plan, self.config.draft_timeout)
+            _require_fit(result.tree, session.tokens[-1], target.info.vocab_size, plan.growth.budget)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)
             # What it refuses of this request (say, a longer context than it has) is no reason to spare it others.
@@ -85,12 +86,14 @@ class Rounds:
         session.draft_held = result.held_length
         return result.tree, timed, draft.record.worker_id
 
-    async def _verify(self, session: Session, target: Known[TargetClient], tree: Tree) -> tuple[VerifyResult, Timed]:
+    async def _verify(
+        self, session: Session, target: Known[TargetClient], tree: Tree, scheme: Scheme
+    ) -> tuple[VerifyResult, Timed]:
         """The verdict; waits for a KV slot as long as the configuration allows."""
         deadline = time.monotonic() + self.config.queue_timeout
         while True:
             try:
-                return await target.client.verify(session, tree, self.config.target_timeout)
+                return await target.client.verify(session, tree, scheme, self.config.target_timeout)
             except Exhausted:
                 if time.monotonic() > deadline:
                     raise
@@ -124,9 +127,9 @@ def _timings(began_ns: int, drafting: Timed, result: VerifyResult, verifying: Ti
     )
 
 
-def _outcome(limits: TreeLimits, tokens: Tokens, result: VerifyResult) -> RoundOutcome:
+def _outcome(plan: TreePlan, tokens: Tokens, result: VerifyResult) -> RoundOutcome:
     accepted = len(result.verdict.accepted_nodes)
-    return RoundOutcome(limits, tokens.num_nodes, tokens.tree_depth, accepted, tokens.timings)
+    return RoundOutcome(plan, tokens.num_nodes, tokens.tree_depth, accepted, tokens.timings)
 
 
 def _record(session: Session, target_id: str, draft_id: str) -> SessionRecord:

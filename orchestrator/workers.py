@@ -11,7 +11,8 @@ import grpc
 
 from bough import wire
 from bough.errors import PrefixMissing, Unavailable
-from bough.messages import Context, GrowCall, GrowResult, TreeLimits, VerifyCall, VerifyResult, WorkerInfo
+from bough.growth import Scheme, TreePlan
+from bough.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult, WorkerInfo
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.prefix import prefix_hash
 from bough.rpc import open_channel, to_error
@@ -72,11 +73,12 @@ class DraftClient(WorkerClient):
     def __init__(self, address: str) -> None:
         super().__init__(address, draft_pb2_grpc.DraftStub)
 
-    async def grow(self, session: Session, limits: TreeLimits, timeout_seconds: float) -> tuple[GrowResult, Timed]:
+    async def grow(self, session: Session, plan: TreePlan, timeout_seconds: float) -> tuple[GrowResult, Timed]:
         """A tree for the session's next round, and how long the call took."""
 
         async def call(context: Context) -> GrowResult:
-            request = wire.grow_call_to_wire(GrowCall(context, session.tokens[-1], session.sampling, limits))
+            grow = GrowCall(context, session.tokens[-1], session.sampling, session.round, plan)
+            request = wire.grow_call_to_wire(grow)
             return wire.grow_result_from_wire(await self._errors(self._stub.Grow(request, timeout=timeout_seconds)))
 
         return await _with_context(session, session.draft_held, call)
@@ -88,12 +90,14 @@ class TargetClient(WorkerClient):
     def __init__(self, address: str) -> None:
         super().__init__(address, target_pb2_grpc.TargetStub)
 
-    async def verify(self, session: Session, tree: Tree, timeout_seconds: float) -> tuple[VerifyResult, Timed]:
+    async def verify(
+        self, session: Session, tree: Tree, scheme: Scheme, timeout_seconds: float
+    ) -> tuple[VerifyResult, Timed]:
         """The verdict on a tree, and how long the call took."""
 
         async def call(context: Context) -> VerifyResult:
             request = wire.verify_call_to_wire(
-                VerifyCall(context, session.epoch, session.round, tree, session.sampling)
+                VerifyCall(context, session.epoch, session.round, tree, session.sampling, scheme)
             )
             reply = await self._errors(self._stub.Verify(request, timeout=timeout_seconds))
             if session.cached_tokens is None:

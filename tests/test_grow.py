@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import PrefixMissing
-from bough.messages import Context, GrowCall, TreeLimits
+from bough.growth import BestFirst, TreePlan
+from bough.messages import Context, GrowCall
 from bough.model.batch import Batch
 from bough.model.kv import KVShape, KVSlot
 from bough.sampling import SamplingParams
@@ -45,7 +46,7 @@ def expand(growth: Growth, nodes: Sequence[int]) -> Children:
 @given(st.integers(1, 40), st.integers(1, 4))
 def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth: int) -> None:
     """Brute force over every path up to `depth`; a wide frontier leaves nothing to luck."""
-    tree = grow_best_first(ROOT, TreeLimits(budget, width=10_000, depth=depth), frozenset(), expand)
+    tree = grow_best_first(ROOT, BestFirst(budget, width=10_000, depth=depth), frozenset(), expand)
     scores = [0.0]
     for length in range(1, depth + 1):
         for path in itertools.product(range(VOCAB), repeat=length):
@@ -63,7 +64,7 @@ def test_limits_hold_and_siblings_are_best_first(budget: int, width: int, depth:
         widths.append(len(nodes))
         return expand(growth, nodes)
 
-    tree = grow_best_first(ROOT, TreeLimits(budget, width, depth), frozenset(), counting)
+    tree = grow_best_first(ROOT, BestFirst(budget, width, depth), frozenset(), counting)
     tree.validate(VOCAB, budget)
     assert len(tree) <= budget
     assert tree.depths().max() <= depth
@@ -75,7 +76,7 @@ def test_limits_hold_and_siblings_are_best_first(budget: int, width: int, depth:
 
 
 def test_nothing_grows_below_the_end_of_the_text() -> None:
-    tree = grow_best_first(ROOT, TreeLimits(40, 40, 4), frozenset({1, 2}), expand)
+    tree = grow_best_first(ROOT, BestFirst(40, 40, 4), frozenset({1, 2}), expand)
     assert any(token in (1, 2) for token in tree.tokens[1:])
     assert all(int(tree.tokens[parent]) not in (1, 2) for parent in tree.parents[1:])
 
@@ -109,7 +110,7 @@ def new_session() -> DraftSession:
 
 def grow_call(tokens: list[int], held: int, sampling: SamplingParams | None = None) -> GrowCall:
     context = Context.of("s", tokens, held, prompt_length=3)
-    return GrowCall(context, tokens[-1], sampling or SamplingParams(temperature=0.0), TreeLimits(12, 3, 4))
+    return GrowCall(context, tokens[-1], sampling or SamplingParams(temperature=0.0), 0, TreePlan(BestFirst(12, 3, 4)))
 
 
 def test_a_session_kept_over_rounds_grows_what_a_fresh_one_would() -> None:

@@ -161,11 +161,14 @@ async def test_an_unknown_session_is_told_what_is_held(target: target_pb2_grpc.T
 async def test_a_draft_refuses_sizes_that_make_no_sense(draft: draft_pb2_grpc.DraftStub) -> None:
     good = verify_request()
     request = draft_pb2.GrowRequest(
-        context=good.context, root_token=3, sampling=good.sampling, budget=8, width=0, depth=2
+        context=good.context,
+        root_token=3,
+        sampling=good.sampling,
+        growth=common_pb2.Growth(best_first=common_pb2.BestFirst(budget=8, width=0, depth=2)),
     )
     with pytest.raises(grpc.aio.AioRpcError, match="width: 0"):
         await draft.Grow(request)
-    request.width = 4
+    request.growth.best_first.width = 4
     assert len((await draft.Grow(request)).tree.tokens) == 8
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,11 +17,14 @@ from bough import generation as g
 from bough import messages as m
 from bough import wire
 from bough import wire_generation as wg
+from bough.draft_probs import DraftProbs
 from bough.errors import InvalidRequest
+from bough.growth import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
 from bough.pb import draft_pb2, generation_pb2
 from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
 from bough.tokenizer import TokenizerFiles
 from bough.tree import Tree
+from bough.wire_trees import growth_to_wire
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 100
@@ -56,11 +61,25 @@ logprobs = st.builds(
 TREE = Tree.of([3, 4, 5], [-1, 0, 1], [0, -0.5, -0.25])
 
 
-@given(contexts, sampling_params)
-def test_calls_survive_the_wire(context: m.Context, params: SamplingParams) -> None:
-    verify = m.VerifyCall(context, 2**60, 7, TREE, params)
+growths = st.sampled_from([BestFirst(8, 4, 2), StaticShape((0, 0, 1, 1, 2)), StaticShape(()), Chains(2, 3)])
+plans = st.builds(TreePlan, growths, st.sampled_from(Scheme), st.sampled_from(Guess))
+SAMPLED = replace(
+    TREE,
+    draft_probs=DraftProbs.joined(
+        {
+            0: (np.array([4, 9], np.int32), np.array([0.25, 0.5], np.float32)),
+            1: (np.array([5], np.int32), np.array([1.0], np.float32)),
+        }
+    ),
+    draws=np.array([1, 2, 1], np.int32),
+)
+
+
+@given(contexts, sampling_params, st.sampled_from([TREE, SAMPLED]), plans)
+def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree: Tree, plan: TreePlan) -> None:
+    verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme)
     assert wire.verify_call_from_wire(wire.verify_call_to_wire(verify), VOCAB, 8) == verify
-    grow = m.GrowCall(context, 5, params, m.TreeLimits(8, 4, 2))
+    grow = m.GrowCall(context, 5, params, 3, plan)
     assert wire.grow_call_from_wire(wire.grow_call_to_wire(grow), VOCAB, 8) == grow
 
 
@@ -84,7 +103,14 @@ options = st.builds(
     stop=st.lists(st.text(max_size=3), max_size=2).map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 9),
-    speculation=st.builds(g.Speculation, st.booleans(), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)),
+    speculation=st.builds(
+        g.Speculation,
+        st.booleans(),
+        *[st.none() | st.integers(0, 9)] * 3,
+        st.none() | growths,
+        st.sampled_from(Scheme),
+        st.sampled_from(Guess),
+    ),
 )
 prompts = st.one_of(
     st.builds(g.TextPrompt, st.text()),
@@ -131,16 +157,24 @@ def test_a_tokenizer_is_sent_in_pieces_that_fit_a_message(data: bytes) -> None:
 
 def test_sizes_and_names_out_of_range_are_refused_by_name() -> None:
     context = m.Context("s", 0, 0, (1,), 1)
-    good = wire.grow_call_to_wire(m.GrowCall(context, 5, SamplingParams(), m.TreeLimits(8, 4, 2)))
+    good = wire.grow_call_to_wire(m.GrowCall(context, 5, SamplingParams(), 0, TreePlan(BestFirst(8, 4, 2))))
     for field, value, message in (
-        ("budget", 0, "budget: 0; 1 to 8"),
-        ("width", 9, "width: 9"),
+        ("growth", BestFirst(0, 4, 2), r"growth\.budget: 0; 1 to 8"),
+        ("growth", BestFirst(8, 9, 2), r"growth\.width: 9"),
+        ("growth", Chains(0, 2), r"growth\.num: 0; 1 to 8"),
+        ("growth", Chains(4, 2), "growth: 9 nodes; at most 8"),
+        ("growth", StaticShape((0, 2)), r"growth\.parents\[1\]: 2; .* 0 to 1 would do"),
+        ("growth", StaticShape((0, 1, 0)), r"growth\.parents\[2\]: 0; .* 1 to 2 would do"),
+        ("scheme", 7, r"scheme: 7; one of 0 \(target\)"),
         ("root_token", VOCAB, rf"root_token\[0\]: {VOCAB}"),
         ("root_token", -1, r"root_token\[0\]: -1"),
     ):
         broken = draft_pb2.GrowRequest()
         broken.CopyFrom(good)
-        setattr(broken, field, value)
+        if isinstance(value, int):
+            setattr(broken, field, value)
+        else:
+            broken.growth.CopyFrom(growth_to_wire(value))
         with pytest.raises(InvalidRequest, match=message):
             wire.grow_call_from_wire(broken, VOCAB, 8)
     good.context.session_id = ""

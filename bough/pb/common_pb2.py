@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62ough/pb/common.proto\x12\x08\x62ough.v1\":\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\"\xdc\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.bough.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"^\n\x10PositionLogprobs\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.bough.v1.TokenLogprob\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.bough.v1.TokenLogprob\"p\n\x07\x43ontext\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rcontext_start\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x15\n\rprompt_length\x18\x05 \x01(\r\"\xa2\x01\n\x07Timings\x12\x10\n\x08total_ns\x18\x01 \x01(\x04\x12\x10\n\x08queue_ns\x18\x02 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x03 \x01(\x04\x12\x12\n\ncompute_ns\x18\x04 \x01(\x04\x12\x0f\n\x07link_ns\x18\x05 \x01(\x04\x12\x12\n\nlink_bytes\x18\x06 \x01(\x04\x12\x12\n\nnum_passes\x18\x07 \x01(\r\x12\x15\n\rlink_ideal_ns\x18\x08 \x01(\x04\"\xdb\x02\n\nWorkerInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rbough_version\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x12\n\nmodel_name\x18\x05 \x01(\t\x12\x19\n\x11model_description\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x13\n\x0bmax_context\x18\n \x01(\r\x12\x11\n\tmax_nodes\x18\x0b \x01(\r\x12\x14\n\x0cmax_sessions\x18\x0c \x01(\r\x12\x14\n\x0cnum_sessions\x18\r \x01(\r\x12\x1b\n\x13link_bytes_per_pass\x18\x0e \x01(\x04\x12\r\n\x05notes\x18\x0f \x03(\t\"\x16\n\x14GetServerInfoRequest\"\x15\n\x13GetTokenizerRequest\"|\n\x0eTokenizerChunk\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x15\n\rchat_template\x18\x02 \x01(\t\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x11\n\tbos_token\x18\x04 \x01(\t\x12\x11\n\teos_token\x18\x05 \x01(\t\"$\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62ough/pb/common.proto\x12\x08\x62ough.v1\"t\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\x12)\n\x0b\x64raft_probs\x18\x04 \x01(\x0b\x32\x14.bough.v1.DraftProbs\x12\r\n\x05\x64raws\x18\x05 \x03(\r\"K\n\nDraftProbs\x12\r\n\x05nodes\x18\x01 \x03(\r\x12\r\n\x05sizes\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07weights\x18\x04 \x03(\x02\"9\n\tBestFirst\x12\x0e\n\x06\x62udget\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\"\x1e\n\x0bStaticShape\x12\x0f\n\x07parents\x18\x01 \x03(\r\"%\n\x06\x43hains\x12\x0b\n\x03num\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\"\x87\x01\n\x06Growth\x12)\n\nbest_first\x18\x01 \x01(\x0b\x32\x13.bough.v1.BestFirstH\x00\x12&\n\x05shape\x18\x02 \x01(\x0b\x32\x15.bough.v1.StaticShapeH\x00\x12\"\n\x06\x63hains\x18\x03 \x01(\x0b\x32\x10.bough.v1.ChainsH\x00\x42\x06\n\x04kind\"\xdc\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.bough.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"^\n\x10PositionLogprobs\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.bough.v1.TokenLogprob\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.bough.v1.TokenLogprob\"p\n\x07\x43ontext\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rcontext_start\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x15\n\rprompt_length\x18\x05 \x01(\r\"\xa2\x01\n\x07Timings\x12\x10\n\x08total_ns\x18\x01 \x01(\x04\x12\x10\n\x08queue_ns\x18\x02 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x03 \x01(\x04\x12\x12\n\ncompute_ns\x18\x04 \x01(\x04\x12\x0f\n\x07link_ns\x18\x05 \x01(\x04\x12\x12\n\nlink_bytes\x18\x06 \x01(\x04\x12\x12\n\nnum_passes\x18\x07 \x01(\r\x12\x15\n\rlink_ideal_ns\x18\x08 \x01(\x04\"\xdb\x02\n\nWorkerInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rbough_version\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x12\n\nmodel_name\x18\x05 \x01(\t\x12\x19\n\x11model_description\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x13\n\x0bmax_context\x18\n \x01(\r\x12\x11\n\tmax_nodes\x18\x0b \x01(\r\x12\x14\n\x0cmax_sessions\x18\x0c \x01(\r\x12\x14\n\x0cnum_sessions\x18\r \x01(\r\x12\x1b\n\x13link_bytes_per_pass\x18\x0e \x01(\x04\x12\r\n\x05notes\x18\x0f \x03(\t\"\x16\n\x14GetServerInfoRequest\"\x15\n\x13GetTokenizerRequest\"|\n\x0eTokenizerChunk\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x15\n\rchat_template\x18\x02 \x01(\t\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x11\n\tbos_token\x18\x04 \x01(\t\x12\x11\n\teos_token\x18\x05 \x01(\t\"$\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply*J\n\x12VerificationScheme\x12\n\n\x06TARGET\x10\x00\x12\x17\n\x13WITHOUT_REPLACEMENT\x10\x01\x12\x0f\n\x0bMULTI_ROUND\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_VERIFICATIONSCHEME']._serialized_start=1852
+  _globals['_VERIFICATIONSCHEME']._serialized_end=1926
   _globals['_TREE']._serialized_start=35
-  _globals['_TREE']._serialized_end=93
-  _globals['_SAMPLINGPARAMS']._serialized_start=96
-  _globals['_SAMPLINGPARAMS']._serialized_end=444
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=383
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=431
-  _globals['_TOKENLOGPROB']._serialized_start=446
-  _globals['_TOKENLOGPROB']._serialized_end=495
-  _globals['_POSITIONLOGPROBS']._serialized_start=497
-  _globals['_POSITIONLOGPROBS']._serialized_end=591
-  _globals['_CONTEXT']._serialized_start=593
-  _globals['_CONTEXT']._serialized_end=705
-  _globals['_TIMINGS']._serialized_start=708
-  _globals['_TIMINGS']._serialized_end=870
-  _globals['_WORKERINFO']._serialized_start=873
-  _globals['_WORKERINFO']._serialized_end=1220
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1222
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1244
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1246
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1267
-  _globals['_TOKENIZERCHUNK']._serialized_start=1269
-  _globals['_TOKENIZERCHUNK']._serialized_end=1393
-  _globals['_RELEASEREQUEST']._serialized_start=1395
-  _globals['_RELEASEREQUEST']._serialized_end=1431
-  _globals['_RELEASEREPLY']._serialized_start=1433
-  _globals['_RELEASEREPLY']._serialized_end=1447
+  _globals['_TREE']._serialized_end=151
+  _globals['_DRAFTPROBS']._serialized_start=153
+  _globals['_DRAFTPROBS']._serialized_end=228
+  _globals['_BESTFIRST']._serialized_start=230
+  _globals['_BESTFIRST']._serialized_end=287
+  _globals['_STATICSHAPE']._serialized_start=289
+  _globals['_STATICSHAPE']._serialized_end=319
+  _globals['_CHAINS']._serialized_start=321
+  _globals['_CHAINS']._serialized_end=358
+  _globals['_GROWTH']._serialized_start=361
+  _globals['_GROWTH']._serialized_end=496
+  _globals['_SAMPLINGPARAMS']._serialized_start=499
+  _globals['_SAMPLINGPARAMS']._serialized_end=847
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=786
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=834
+  _globals['_TOKENLOGPROB']._serialized_start=849
+  _globals['_TOKENLOGPROB']._serialized_end=898
+  _globals['_POSITIONLOGPROBS']._serialized_start=900
+  _globals['_POSITIONLOGPROBS']._serialized_end=994
+  _globals['_CONTEXT']._serialized_start=996
+  _globals['_CONTEXT']._serialized_end=1108
+  _globals['_TIMINGS']._serialized_start=1111
+  _globals['_TIMINGS']._serialized_end=1273
+  _globals['_WORKERINFO']._serialized_start=1276
+  _globals['_WORKERINFO']._serialized_end=1623
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1625
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1647
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1649
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1670
+  _globals['_TOKENIZERCHUNK']._serialized_start=1672
+  _globals['_TOKENIZERCHUNK']._serialized_end=1796
+  _globals['_RELEASEREQUEST']._serialized_start=1798
+  _globals['_RELEASEREQUEST']._serialized_end=1834
+  _globals['_RELEASEREPLY']._serialized_start=1836
+  _globals['_RELEASEREPLY']._serialized_end=1850
 # @@protoc_insertion_point(module_scope)

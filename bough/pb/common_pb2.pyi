@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -6,15 +7,74 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class VerificationScheme(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TARGET: _ClassVar[VerificationScheme]
+    WITHOUT_REPLACEMENT: _ClassVar[VerificationScheme]
+    MULTI_ROUND: _ClassVar[VerificationScheme]
+TARGET: VerificationScheme
+WITHOUT_REPLACEMENT: VerificationScheme
+MULTI_ROUND: VerificationScheme
+
 class Tree(_message.Message):
-    __slots__ = ("tokens", "parents", "log_probs")
+    __slots__ = ("tokens", "parents", "log_probs", "draft_probs", "draws")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    DRAWS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+    draft_probs: DraftProbs
+    draws: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., draft_probs: _Optional[_Union[DraftProbs, _Mapping]] = ..., draws: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DraftProbs(_message.Message):
+    __slots__ = ("nodes", "sizes", "tokens", "weights")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, nodes: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class BestFirst(_message.Message):
+    __slots__ = ("budget", "width", "depth")
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    budget: int
+    width: int
+    depth: int
+    def __init__(self, budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ...) -> None: ...
+
+class StaticShape(_message.Message):
+    __slots__ = ("parents",)
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, parents: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Chains(_message.Message):
+    __slots__ = ("num", "length")
+    NUM_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    num: int
+    length: int
+    def __init__(self, num: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class Growth(_message.Message):
+    __slots__ = ("best_first", "shape", "chains")
+    BEST_FIRST_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    best_first: BestFirst
+    shape: StaticShape
+    chains: Chains
+    def __init__(self, best_first: _Optional[_Union[BestFirst, _Mapping]] = ..., shape: _Optional[_Union[StaticShape, _Mapping]] = ..., chains: _Optional[_Union[Chains, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "stop_token_ids")

@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GrowRequest(_message.Message):
-    __slots__ = ("context", "root_token", "sampling", "budget", "width", "depth")
+    __slots__ = ("context", "root_token", "sampling", "round", "growth", "scheme", "guess_distribution")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ROOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    BUDGET_FIELD_NUMBER: _ClassVar[int]
-    WIDTH_FIELD_NUMBER: _ClassVar[int]
-    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_FIELD_NUMBER: _ClassVar[int]
+    SCHEME_FIELD_NUMBER: _ClassVar[int]
+    GUESS_DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.Context
     root_token: int
     sampling: _common_pb2.SamplingParams
-    budget: int
-    width: int
-    depth: int
-    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., root_token: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ...) -> None: ...
+    round: int
+    growth: _common_pb2.Growth
+    scheme: _common_pb2.VerificationScheme
+    guess_distribution: bool
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., root_token: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., round: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., guess_distribution: _Optional[bool] = ...) -> None: ...
 
 class GrowReply(_message.Message):
     __slots__ = ("tree", "held_length", "timings")

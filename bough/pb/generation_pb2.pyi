@@ -28,16 +28,22 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("disabled", "budget", "width", "depth")
+    __slots__ = ("disabled", "budget", "width", "depth", "growth", "scheme", "guess_distribution")
     DISABLED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_FIELD_NUMBER: _ClassVar[int]
+    SCHEME_FIELD_NUMBER: _ClassVar[int]
+    GUESS_DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     disabled: bool
     budget: int
     width: int
     depth: int
-    def __init__(self, disabled: _Optional[bool] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ...) -> None: ...
+    growth: _common_pb2.Growth
+    scheme: _common_pb2.VerificationScheme
+    guess_distribution: bool
+    def __init__(self, disabled: _Optional[bool] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., guess_distribution: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("text", "chat", "token_ids", "request_id", "session_id", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "speculation")

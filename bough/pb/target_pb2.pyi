@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("context", "epoch", "round", "tree", "sampling")
+    __slots__ = ("context", "epoch", "round", "tree", "sampling", "scheme")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SCHEME_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.Context
     epoch: int
     round: int
     tree: _common_pb2.Tree
     sampling: _common_pb2.SamplingParams
-    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    scheme: _common_pb2.VerificationScheme
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
     __slots__ = ("accepted_nodes", "bonus_token", "logprobs", "held_length", "timings")
