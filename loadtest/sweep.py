@@ -8,6 +8,8 @@ with one JSON line:
 
 sweep_ratio      for 1, 64 and 256 tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory), in
                  the same turn; sweep_ratio_slow_link is the same on a link slowed down to --slow-link
+work_ratio       the same, but reading costs processor time too: sweep / max(raw read, sweep with all weights in memory
+                 + processor time of the raw read / cores), which on few cores is the least that is possible
 link_busy        share of ten consecutive rounds with drafting during which the link was reading, a link slowed down to
                  --slow-link; link_busy_unlimited is the same on the disk as it is
 accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit
@@ -93,6 +95,8 @@ def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, repeats:
         name: {size: [] for size in SIZES} for name in ("streamed", "resident")
     }
     ratios: dict[int, list[float]] = {size: [] for size in SIZES}
+    work_ratios: dict[int, list[float]] = {size: [] for size in SIZES}
+    reading: list[float] = []  # processor seconds
     budget = ["--device-memory", str(memory - INTERPRETER_BYTES), "--ring-memory", "256MB"]
     with ExitStack() as stack:
         prefix = stack.enter_context(limited(memory, link_speed, model)) if can_limit() else []
@@ -103,20 +107,25 @@ def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, repeats:
         for turn in range(turns):
             own.append(transformers.seconds(64, repeats))
             for size in SIZES:
-                before = link.ask("raw")["seconds"]
+                before = link.ask("raw")
                 streamed = link.seconds(size, repeats)
-                after = link.ask("raw")["seconds"]
+                after = link.ask("raw")
                 resident = everything.seconds(size, repeats)
-                raw += [before, after]
+                raw += [before["seconds"], after["seconds"]]
+                reading += [before["processor_seconds"], after["processor_seconds"]]
                 seconds["streamed"][size].append(streamed)
                 seconds["resident"][size].append(resident)
-                ratios[size].append(streamed / max((before + after) / 2, resident))
+                raw_mean, reading_mean = sum(raw[-2:]) / 2, sum(reading[-2:]) / 2
+                ratios[size].append(streamed / max(raw_mean, resident))
+                work_ratios[size].append(streamed / max(raw_mean, resident + reading_mean / (os.cpu_count() or 1)))
                 _tell(
                     f"turn {turn + 1} of {turns}: {size} tokens: raw {raw[-1]:.3f}, {streamed=:.3f}, {resident=:.3f} s"
                 )
         num_bytes = link.ask("raw")["bytes"]
     return {
         "sweep_ratio": {size: round(median(values), 3) for size, values in ratios.items()},
+        "work_ratio": {size: round(median(values), 3) for size, values in work_ratios.items()},
+        "raw_read_processor_seconds": round(median(reading), 3),
         "raw_read_seconds": round(median(raw), 4),
         "link_gigabytes_per_second": round(num_bytes / median(raw) / 1e9, 3),
         **{

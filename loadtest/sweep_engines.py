@@ -94,11 +94,12 @@ class Bough:
             self._slabs[-1].bytes.numpy()[:] = 0  # memory that is not there yet would be charged to the link
         slabs = self._slabs
         disk = Disk(extent.file for layer in layers for extent in layer.extents)
-        began = time.perf_counter()
+        busy_before, began = _busy_seconds(), time.perf_counter()
         disk.load(layers, [slabs[i % NUM_RAW_SLABS] for i in range(len(layers))], self._config.link_threads)
-        seconds = time.perf_counter() - began
+        seconds, processor_seconds = time.perf_counter() - began, _busy_seconds() - busy_before
         disk.close()
-        return {"seconds": seconds, "bytes": sum(e.num_bytes for layer in layers for e in layer.extents)}
+        num_bytes = sum(extent.num_bytes for layer in layers for extent in layer.extents)
+        return {"seconds": seconds, "bytes": num_bytes, "processor_seconds": processor_seconds}
 
     def memory(self) -> dict[str, float]:
         """Bytes: the peak of this process, and what it took before it knew of a model."""
@@ -163,6 +164,12 @@ class Accelerate:
     def close(self) -> None:
         """Removes what it has written."""
         self._folder.cleanup()
+
+
+def _busy_seconds() -> float:
+    """Of all processors together since the start of the machine: reading past the page cache is mostly the kernel's."""
+    user, nice, system, _idle, _waiting, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:9]
+    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
 
 
 def _status(name: str) -> int:
