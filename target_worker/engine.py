@@ -19,11 +19,11 @@ import torch
 from bough.errors import BoughError, InvalidRequest, PrefixMissing, StaleEpoch
 from bough.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.model.batch import Batch, Segment
-from bough.model.draw import adjusted, draw, position_logprobs
+from bough.model.draw import adjusted, draw, draw_by, position_logprobs
 from bough.prefix import prefix_hash
 from target_worker.slots import HeldSession, SlotPool
 from target_worker.sweep import SweepFigures
-from target_worker.verify import verify_by_target
+from target_worker.verify import draws_at, law_given, walk
 
 logger = logging.getLogger(__name__)
 
@@ -249,15 +249,20 @@ def judge(call: VerifyCall, held: Sequence[int], logits: torch.Tensor) -> Verdic
     tree, params, base = call.tree, call.sampling, call.context.base_length
     logprobs = []
 
-    def target_token(path: Sequence[int]) -> int:
+    def next_token(path: Sequence[int]) -> int:
         raw = logits[path[-1]].double().numpy()  # few rows are ever asked for
         history = [*held, *(int(tree.tokens[node]) for node in path)] if params.has_penalties else ()
-        token = draw(adjusted(raw, params, history, call.context.prompt_length), params, base + len(path))
+        row, position = adjusted(raw, params, history, call.context.prompt_length), base + len(path)
+        draws = [*draws_at(tree, path[-1], call.scheme, len(row))]
+        if draws:
+            token = draw_by(lambda target_probs: law_given(target_probs, draws), row, params, position)
+        else:
+            token = draw(row, params, position)
         if params.logprobs is not None:
             logprobs.append(position_logprobs(raw, token, params.logprobs))
         return token
 
-    return verify_by_target(tree, target_token)._replace(logprobs=tuple(logprobs))
+    return walk(tree, next_token)._replace(logprobs=tuple(logprobs))
 
 
 def _uncancellable() -> Future[Any]:
