@@ -67,13 +67,15 @@ def without_replacement(
     num = min(num, vocab_size)
     times = _race(probs, rng)  # who arrives first, second, ... is distributed as a sample without replacement
     arrivals = np.argsort(times, axis=-1)[..., :num]
-    drawn = np.full((*probs.shape[:-1], num), -1, np.int32)
+    drawn = np.zeros((*probs.shape[:-1], num), np.int32)
     drawn[..., : arrivals.shape[-1]] = np.take_along_axis(tokens, arrivals, -1)
-    num_possible = np.broadcast_to((probs > 0).sum(-1), drawn.shape[:-1])
-    for row in np.argwhere(num_possible < num):
-        possible = num_possible[tuple(row)]
-        others = np.setdiff1d(np.arange(vocab_size), drawn[tuple(row)][:possible])
-        drawn[tuple(row)][possible:] = rng.choice(others, num - possible, replace=False)
+    rows, num_possible = drawn.reshape(-1, num), (probs > 0).sum(-1).reshape(-1)
+    for index in range(int(num_possible.min()), num):
+        exhausted = np.flatnonzero(num_possible <= index)
+        token = rng.integers(0, vocab_size - index, len(exhausted))
+        for taken in np.sort(rows[exhausted, :index], axis=1).T:
+            token += token >= taken  # counts only the tokens that are left
+        rows[exhausted, index] = token
     return drawn
 
 
