@@ -249,11 +249,11 @@ def play(world: World, scheme: Scheme, seed: int, num_rounds: int, rng_of: RngOf
         below = draw_some(world, (*text, int(first[0])), scheme, 1, rng_of(seed, number, 1))
         tree = build(world, text, scheme, tuple(first.tolist()), tuple(below.tolist()))
         paths = [tuple(int(tree.tokens[node]) for node in tree.path(leaf)[1:]) for leaf in range(len(tree))]
-        logits = torch.from_numpy(np.stack([world.logits((*text, *path)) for path in paths]))
+        logits = np.stack([world.logits((*text, *path)) for path in paths])
         held = [0, *text]
         context = Context.of("s", [*held, 0], 0, 1)
         params = SamplingParams(world.params.temperature, world.params.top_k, world.params.top_p, seed=seed)
-        verdict = judge(VerifyCall(context, 1, number, tree, params, scheme), held, logits)
+        verdict = judge(VerifyCall(context, 1, number, tree, params, scheme), held, lambda path: logits[path[-1]])
         new = (*(int(tree.tokens[node]) for node in verdict.accepted_nodes), verdict.bonus_token)
         rounds.append(Round(new, len(verdict.accepted_nodes)))
         text += new
