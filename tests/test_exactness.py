@@ -253,7 +253,9 @@ def play(world: World, scheme: Scheme, seed: int, num_rounds: int, rng_of: RngOf
         held = [0, *text]
         context = Context.of("s", [*held, 0], 0, 1)
         params = SamplingParams(world.params.temperature, world.params.top_k, world.params.top_p, seed=seed)
-        verdict = judge(VerifyCall(context, 1, number, tree, params, scheme), held, lambda path: logits[path[-1]])
+        verdict = judge(
+            VerifyCall(context, 1, number, tree, params, scheme), held, lambda path, rows=logits: rows[path[-1]]
+        )
         new = (*(int(tree.tokens[node]) for node in verdict.accepted_nodes), verdict.bonus_token)
         rounds.append(Round(new, len(verdict.accepted_nodes)))
         text += new
