@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bough.draft_probs import DraftProbs
 from bough.errors import InvalidTree
+from bough.growth import Scheme
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -123,8 +124,8 @@ class Tree:
         parents = np.where(self.parents[kept] < 0, -1, new_index[self.parents[kept]]).astype(np.int32)
         return Tree(self.tokens[kept], parents, self.log_probs[kept])
 
-    def validate(self, vocab_size: int, max_nodes: int) -> None:
-        """Checks every rule; called once at each process boundary.
+    def validate(self, vocab_size: int, max_nodes: int, scheme: Scheme = Scheme.TARGET) -> None:
+        """Checks every rule, also those of the scheme by which it is to be verified; once at each process boundary.
 
         Raises:
             InvalidTree: naming the first node at fault.
@@ -144,6 +145,8 @@ class Tree:
             self.draft_probs.validate(size, vocab_size)
         if self.draws is not None and set(self.draws.tolist()) != set(range(1, size)):
             raise InvalidTree(f"tree.draws: every node from 1 to {size - 1}, and no other, was drawn at least once")
+        if scheme is not Scheme.TARGET:
+            self._validate_sample(scheme)
 
     def _validate_node(self, node: int, vocab_size: int) -> None:
         token, parent, log_prob = int(self.tokens[node]), int(self.parents[node]), float(self.log_probs[node])
@@ -166,3 +169,28 @@ class Tree:
                     "siblings have distinct tokens"
                 )
             first_with[key] = node
+
+    def _validate_sample(self, scheme: Scheme) -> None:
+        """Whether all children can have been sampled as the scheme says."""
+        for node, children in enumerate(self.children()):
+            if not children:
+                continue
+            if scheme is Scheme.MULTI_ROUND and self.draws is None:
+                raise InvalidTree(
+                    f"tree.draws: missing, but node {node} has children; {scheme.value} verification would do with all "
+                    "nodes in the order in which they were drawn"
+                )
+            if self.draft_probs is None or node not in self.draft_probs.nodes:
+                raise InvalidTree(
+                    f"tree.draft_probs: missing for node {node}; {scheme.value} verification would do with what its "
+                    "children were sampled from"
+                )
+            possible = self.draft_probs.of(node)[0]
+            # Without replacement, what comes after all that was possible is drawn from the other tokens.
+            num_possible = len(possible) if scheme is Scheme.WITHOUT_REPLACEMENT else len(children)
+            for token, child in list(children.items())[:num_possible]:
+                if token not in possible:
+                    raise InvalidTree(
+                        f"tree.tokens[{child}]: {token} cannot have been sampled from tree.draft_probs of node {node}; "
+                        "one of its tokens would do"
+                    )

@@ -142,10 +142,10 @@ def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
 def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, max_nodes: int) -> m.VerifyCall:
     """Checks everything; raises InvalidRequest."""
     tree = tree_from_wire(message.tree)
-    tree.validate(vocab_size, max_nodes)
+    scheme = scheme_from_wire("scheme", message.scheme)
+    tree.validate(vocab_size, max_nodes, scheme)
     sampling = sampling_from_wire(message.sampling)
     sampling.validate(vocab_size)
-    scheme = scheme_from_wire("scheme", message.scheme)
     context = context_from_wire(message.context, vocab_size)
     return m.VerifyCall(context, message.epoch, message.round, tree, sampling, scheme)
 

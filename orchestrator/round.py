@@ -71,7 +71,7 @@ class Rounds:
         draft.num_running += 1
         try:
             result, timed = await draft.client.grow(session, plan, self.config.draft_timeout)
-            _require_fit(result.tree, session.tokens[-1], target.info.vocab_size, plan.growth.budget)
+            _require_fit(result.tree, session.tokens[-1], target.info.vocab_size, plan)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)
             # What it refuses of this request (say, a longer context than it has) is no reason to spare it others.
@@ -104,9 +104,9 @@ class Rounds:
                 self.num_waiting -= 1
 
 
-def _require_fit(tree: Tree, root_token: int, vocab_size: int, budget: int) -> None:
+def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -> None:
     """A draft worker is not trusted: what it sends is checked like any other input."""
-    tree.validate(vocab_size, budget)
+    tree.validate(vocab_size, plan.growth.budget, plan.scheme)
     if int(tree.tokens[0]) != root_token:
         raise InvalidTree(f"tree.tokens[0]: {tree.tokens[0]} is not the root {root_token} that was asked for")
 

@@ -19,11 +19,11 @@ import torch
 from bough.errors import BoughError, InvalidRequest, PrefixMissing, StaleEpoch
 from bough.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.model.batch import Batch, Segment
-from bough.model.draw import adjusted, draw, position_logprobs
+from bough.model.draw import Row, adjusted, draw, draw_by, position_logprobs
 from bough.prefix import prefix_hash
 from target_worker.slots import HeldSession, SlotPool
 from target_worker.sweep import SweepFigures
-from target_worker.verify import verify_by_target
+from target_worker.verify import draws_at, law_given, walk
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class Engine:
 
     def _answer(self, job: Job, logits: torch.Tensor) -> None:
         call, session = job.call, job.session
-        verdict = judge(call, [*session.slot.tokens], logits)
+        verdict = judge(call, [*session.slot.tokens], lambda path: logits[path[-1]].double().numpy())
         path = (0, *verdict.accepted_nodes)
         base = call.context.base_length
         session.slot.compact([base + node for node in path], [int(call.tree.tokens[node]) for node in path])
@@ -244,20 +244,28 @@ class Engine:
             future.set_result(result)
 
 
-def judge(call: VerifyCall, held: Sequence[int], logits: torch.Tensor) -> Verdict:
-    """The verdict on a tree from its (num_nodes, vocab_size) logits; `held` are the tokens before the root."""
+def judge(call: VerifyCall, held: Sequence[int], logits_after: Callable[[Sequence[int]], Row]) -> Verdict:
+    """The verdict on a tree; `held` are the tokens before the root.
+
+    `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes; few are ever asked for.
+    """
     tree, params, base = call.tree, call.sampling, call.context.base_length
     logprobs = []
 
-    def target_token(path: Sequence[int]) -> int:
-        raw = logits[path[-1]].double().numpy()  # few rows are ever asked for
+    def next_token(path: Sequence[int]) -> int:
+        raw = logits_after(path)
         history = [*held, *(int(tree.tokens[node]) for node in path)] if params.has_penalties else ()
-        token = draw(adjusted(raw, params, history, call.context.prompt_length), params, base + len(path))
+        row, position = adjusted(raw, params, history, call.context.prompt_length), base + len(path)
+        draws = [*draws_at(tree, path[-1], call.scheme, len(row))]
+        if draws:
+            token = draw_by(lambda target_probs: law_given(target_probs, draws), row, params, position)
+        else:
+            token = draw(row, params, position)
         if params.logprobs is not None:
             logprobs.append(position_logprobs(raw, token, params.logprobs))
         return token
 
-    return verify_by_target(tree, target_token)._replace(logprobs=tuple(logprobs))
+    return walk(tree, next_token)._replace(logprobs=tuple(logprobs))
 
 
 def _uncancellable() -> Future[Any]:

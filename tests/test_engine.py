@@ -20,7 +20,7 @@ from bough.tree import Tree
 from target_worker.engine import Engine
 from target_worker.slots import SlotPool
 from target_worker.sweep import SweepFigures
-from target_worker.verify import verify_by_target
+from target_worker.verify import walk
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -90,9 +90,9 @@ def verify_call(
 
 def test_the_walk_takes_the_targets_tokens_and_no_others() -> None:
     tree = Tree.of([1, 9, 2, 3, 7, 4], [-1, 0, 0, 2, 2, 3], [0, -1, -1, -1, -1, -1])
-    verdict = verify_by_target(tree, lambda path: int(tree.tokens[path[-1]]) + 1)
+    verdict = walk(tree, lambda path: int(tree.tokens[path[-1]]) + 1)
     assert (verdict.accepted_nodes, verdict.bonus_token) == ((2, 3, 5), 5)
-    assert verify_by_target(tree, lambda _: 40).accepted_nodes == ()
+    assert walk(tree, lambda _: 40).accepted_nodes == ()
 
 
 def test_rounds_follow_one_another(engine: Engine) -> None:

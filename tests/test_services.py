@@ -147,6 +147,55 @@ async def test_trees_and_contexts_that_make_no_sense(
     await target.Release(common_pb2.ReleaseRequest(session_id="bad-input"))
 
 
+def sampled_tree(drawn_from: list[int], draws: list[int]) -> common_pb2.Tree:
+    """Root 3 with the children 4 and 5."""
+    tree = wire_tree([3, 4, 5], [0, 0])
+    weights = [1.0] * len(drawn_from)
+    if drawn_from:
+        expanded = common_pb2.DraftProbs(nodes=[0], sizes=[len(drawn_from)], tokens=drawn_from, weights=weights)
+        tree.draft_probs.CopyFrom(expanded)
+    tree.draws.extend(draws)
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tree", "message"),
+    [
+        (common_pb2.WITHOUT_REPLACEMENT, sampled_tree([], []), r"tree\.draft_probs: missing for node 0"),
+        (common_pb2.WITHOUT_REPLACEMENT, sampled_tree([4, 9], []), r"tree\.tokens\[2\]: 5 cannot have been sampled"),
+        (common_pb2.MULTI_ROUND, sampled_tree([], [1, 2]), r"tree\.draft_probs: missing for node 0"),
+        (common_pb2.MULTI_ROUND, sampled_tree([4, 5], []), r"tree\.draws: missing, but node 0 has children"),
+        (common_pb2.MULTI_ROUND, sampled_tree([4, 5], [1, 1]), r"tree\.draws: every node from 1 to 2"),
+        (7, sampled_tree([4, 5], []), r"scheme: 7; one of 0 \(target\)"),
+    ],
+)
+async def test_trees_that_were_not_sampled_as_the_scheme_says(
+    target: target_pb2_grpc.TargetStub, scheme: common_pb2.VerificationScheme, tree: common_pb2.Tree, message: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
+        await target.Verify(verify_request(tree=tree, scheme=scheme))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("scheme", [common_pb2.WITHOUT_REPLACEMENT, common_pb2.MULTI_ROUND])
+async def test_sampled_trees_are_verified_by_their_schemes(
+    target: target_pb2_grpc.TargetStub, scheme: common_pb2.VerificationScheme
+) -> None:
+    """At temperature 0 the answer is the target's own, whatever was drawn; a tree of one node needs no sample."""
+    sampling = verify_request().sampling
+    plain = await target.Verify(verify_request(scheme=scheme))
+    best = plain.bonus_token
+    for round_, drawn in enumerate(([best, best + 1], [best + 1, best + 2]), start=1):
+        tree = sampled_tree(drawn, [1, 2, 1])
+        tree.tokens[1:] = drawn
+        context = common_pb2.Context(session_id="bad-input", context_start=2, prefix_hash=prefix_hash([1, 2]))
+        request = verify_request(context=context, tree=tree, scheme=scheme, sampling=sampling, round=round_)
+        reply = await target.Verify(request)
+        assert list(reply.accepted_nodes) == ([1] if drawn[0] == best else [])
+        assert drawn[0] == best or reply.bonus_token == best
+    await target.Release(common_pb2.ReleaseRequest(session_id="bad-input"))
+
+
 async def test_an_unknown_session_is_told_what_is_held(target: target_pb2_grpc.TargetStub) -> None:
     context = common_pb2.Context(session_id="unknown", context_start=7, prefix_hash=1)
     with pytest.raises(grpc.aio.AioRpcError) as caught:

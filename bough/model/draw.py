@@ -10,7 +10,7 @@ are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,12 +68,32 @@ def draw(logits: Row, params: SamplingParams, position: int) -> int:
     Raises:
         Unavailable: where the logits hold no number to choose by.
     """
-    if not np.isfinite(logits.max()):
-        raise Unavailable(f"the target's logits for position {position} are not numbers; its weights may be damaged")
+    _require_numbers(logits, position)
     if params.is_greedy:
         return int(logits.argmax())
     kept = filtered(logits, params)
     return int((kept + gumbel_noise(params.seed, position, len(logits))).argmax())
+
+
+def draw_by(law: Callable[[Row], Row], logits: Row, params: SamplingParams, position: int) -> int:
+    """Like `draw`, from other probabilities: what `law` makes of the target's, (vocab_size,) each.
+
+    Raises:
+        Unavailable: where the logits hold no number to choose by.
+    """
+    _require_numbers(logits, position)
+    with np.errstate(divide="ignore"):
+        log_probs = np.log(law(probabilities(logits, params)))
+    return int((log_probs + gumbel_noise(params.seed, position, len(logits))).argmax())
+
+
+def probabilities(logits: Row, params: SamplingParams) -> Row:
+    """(vocab_size,) of the next token, from logits after `adjusted`; all on one token at temperature 0."""
+    if params.is_greedy:
+        one: Row = np.zeros(len(logits))
+        one[logits.argmax()] = 1.0
+        return one
+    return _softmax(filtered(logits, params))
 
 
 def position_logprobs(logits: Row, token: int, num_top: int) -> PositionLogprobs:
@@ -82,6 +102,11 @@ def position_logprobs(logits: Row, token: int, num_top: int) -> PositionLogprobs
     best = np.argsort(-logits, kind="stable")[:num_top]
     top = tuple(TokenLogprob(int(i), float(logits[i] - normaliser)) for i in best)
     return PositionLogprobs(TokenLogprob(token, float(logits[token] - normaliser)), top)
+
+
+def _require_numbers(logits: Row, position: int) -> None:
+    if not np.isfinite(logits.max()):
+        raise Unavailable(f"the target's logits for position {position} are not numbers; its weights may be damaged")
 
 
 def _softmax(logits: Row) -> Row:

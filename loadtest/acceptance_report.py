@@ -1,0 +1,65 @@
+"""What `loadtest.acceptance` has measured, as intervals, tables and a plot. A row is one contestant at one size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Row = dict[str, Any]
+
+
+def interval(values: Sequence[float], seed: int) -> float:
+    """Half the width of the 95 % confidence interval of the mean."""
+    rng = np.random.default_rng(seed)
+    means = rng.choice(values, (2000, len(values))).mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(high - low) / 2
+
+
+def prediction_error(rows: Sequence[Row]) -> dict[str, float]:
+    """Mean of |predicted / measured - 1| by contestant, over sizes of 8 nodes and more."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        match row:
+            case {"predicted": [float(predicted), float(measured)], "nodes": int(nodes), "contestant": str(name)}:
+                if nodes >= 8:
+                    errors.setdefault(name, []).append(abs(predicted / measured - 1))
+    return {name: round(float(np.mean(values)), 4) for name, values in errors.items()}
+
+
+def table(rows: Sequence[Row], temperature: float, nodes: Sequence[int]) -> str:
+    """Markdown."""
+    lines = [
+        f"| temperature {temperature:g}, nodes | " + " | ".join(map(str, nodes)) + " |",
+        "|---" * (len(nodes) + 1) + "|",
+    ]
+    mine = [row for row in rows if row["temperature"] == temperature]
+    for name in dict.fromkeys(row["contestant"] for row in mine):
+        cells = [f"{row['tokens_per_round']:.2f} ±{row['interval']:.2f}" for row in mine if row["contestant"] == name]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Tokens per round against nodes, a panel for each temperature."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    figure, panels = pyplot.subplots(1, len(temperatures), figsize=(5.5 * len(temperatures), 4.5), squeeze=False)
+    for panel, temperature in zip(panels[0], temperatures, strict=True):
+        mine = [row for row in rows if row["temperature"] == temperature]
+        for name in dict.fromkeys(row["contestant"] for row in mine):
+            line = [row for row in mine if row["contestant"] == name]
+            panel.errorbar(
+                *([row[key] for row in line] for key in ("nodes", "tokens_per_round", "interval")), label=name
+            )
+        panel.set(xscale="log", title=f"temperature {temperature:g}", xlabel="nodes", ylabel="tokens per round")
+        panel.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
