@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `plan`, `pack`, `doctor`."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `plan`, `shape`, `pack`, `doctor`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bough import __version__
 from bough.config import DEFAULT_PORT, DTYPE_NAMES, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions, Speculation
+from bough.growth import Scheme
 
 PLAN_SETTINGS = (
     "draft", "device", "device_memory", "host_memory", "kv_memory", "ring_memory", "resident_layers", "max_context",
@@ -46,6 +47,8 @@ def _command(name: str) -> Command:
         from bough.commands.pack import pack as command
     elif name == "plan":
         from bough.commands.plan import plan as command
+    elif name == "shape":
+        from bough.commands.shape import shape as command
     elif name == "chat":
         from bough.commands.talk import chat as command
     else:
@@ -92,6 +95,7 @@ def argument_parser() -> argparse.ArgumentParser:
     _add_sampling(chat)
     _add_address(chat)
     _add_plan(commands.add_parser("plan", help="what a model would need and how fast it would be, before it is there"))
+    _add_shape(commands.add_parser("shape", help="the tree worth most, given how often guesses are accepted"))
     _add_address(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 
@@ -125,6 +129,25 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--" + name.replace("_", "-"), help=texts[name])
     parser.add_argument("--png", metavar="FILE", help="also draw the plot into a file")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of tables")
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--vector", metavar="FILE", help="JSON list of acceptances by rank, or of such lists by depth")
+    source.add_argument("--from-live", action="store_true", help="what a running orchestrator has measured, smoothed")
+    parser.add_argument("--nodes", type=int, required=True, help="most nodes, the root included")
+    parser.add_argument("--levels", type=int, help="most levels, the root's included (any number by default)")
+    parser.add_argument("--branch", type=int, help="most children of a node (as many as were measured by default)")
+    parser.add_argument(
+        "--sweep-seconds", type=_seconds, action="append", default=[], metavar="NODES=SECONDS",
+        help="a measured sweep; from two of them on the size with most tokens per second is chosen, up to --nodes",
+    )  # fmt: skip
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="a measured draft step, one for each level")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the tree into a PNG file")
+    schemes = [scheme.value for scheme in Scheme]
+    parser.add_argument("--scheme", choices=schemes, default=schemes[0], help="of --from-live (default %(default)s)")
+    parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")
+    _add_address(parser)
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +186,14 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}; a token id and a number, such as 42=-1.5, would do") from None
+
+
+def _seconds(text: str) -> tuple[int, float]:
+    nodes, _, seconds = text.partition("=")
+    try:
+        return int(nodes), float(seconds)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; nodes and seconds, such as 64=1.3, would do") from None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import grpc
 
 from bough import generation as g
 from bough import wire_generation as wire
+from bough.acceptance import SchemeAcceptance
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.rpc import open_channel, to_error
@@ -79,6 +80,12 @@ class Client:
         with self._errors():
             reply = await self._stub.GetLoads(pb.GetLoadsRequest(), timeout=INFO_TIMEOUT_SECONDS)
         return wire.loads_from_wire(reply)
+
+    async def acceptance(self) -> tuple[SchemeAcceptance, ...]:
+        """Which guesses were accepted, by scheme, depth and rank; `bough.acceptance` makes probabilities of it."""
+        with self._errors():
+            reply = await self._stub.GetAcceptance(pb.GetAcceptanceRequest(), timeout=INFO_TIMEOUT_SECONDS)
+        return wire.acceptance_from_wire(reply)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

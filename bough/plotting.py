@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from bough.errors import ConfigError
 from bough.planning import SweepModel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 64, 10  # characters
 MARK, KNEE_MARK = "*", "K"
@@ -41,22 +45,22 @@ def _axis(columns: Sequence[int]) -> str:
     return axis + "tokens"
 
 
-def require_matplotlib() -> Callable[[SweepModel, int, str, str], None]:
-    """What writes a PNG.
+def require_matplotlib(flag: str) -> None:
+    """Asked before the work whose outcome is to be drawn.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed; names the flag that wants it.
     """
     try:
         import matplotlib  # noqa: F401
     except ImportError as exc:
         raise ConfigError(
-            "--png: matplotlib, which draws it, is not installed; pip install 'bough[plan]' would do"
+            f"{flag}: matplotlib, which draws it, is not installed; pip install 'bough[plan]' would do"
         ) from exc
-    return _save_png
 
 
-def _save_png(model: SweepModel, most: int, title: str, file: str) -> None:
+def save_png(model: SweepModel, most: int, title: str, file: str) -> None:
+    """Seconds of sweeps of up to `most` tokens. Raises ConfigError where the file cannot be written."""
     from matplotlib.figure import Figure  # no pyplot: no window, and nothing global
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -70,7 +74,12 @@ def _save_png(model: SweepModel, most: int, title: str, file: str) -> None:
     axes.set(xlabel="tokens of a sweep", ylabel="seconds", title=title, xlim=(0, most), ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)
+    save_figure(figure, "--png", file)
+
+
+def save_figure(figure: Figure, flag: str, file: str) -> None:
+    """As PNG. Raises ConfigError, naming the flag, where the file cannot be written."""
     try:
         figure.savefig(file, format="png", dpi=150)
     except OSError as exc:
-        raise ConfigError(f"--png: {file} cannot be written: {exc}") from exc
+        raise ConfigError(f"{flag}: {file} cannot be written: {exc}") from exc

@@ -7,7 +7,7 @@ with 1: the expected tokens of a round. Sizes count the root: `nodes` the nodes,
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -138,20 +138,31 @@ class _Table(NamedTuple):
 
 def _tables(acceptance: Acceptance, nodes: int, levels: int) -> list[_Table]:
     """One for each depth: T[m][l][b] = max over y of T[y][l][b-1] + p[b] max_j T[m-y][l-1][j]."""
-    leaf = np.full((1, nodes + 1), -np.inf)
-    leaf[0, 1] = 1.0
-    tables = [_Table(leaf, leaf[0])]  # deepest first
+    leaf = _leaf(nodes)
+    tables = [_Table(leaf[None], leaf)]  # deepest first
     for depth in reversed(range(min(levels, nodes) - 1)):
         is_settled = len(tables) > 2 and np.array_equal(tables[-1].best, tables[-2].best)
         if is_settled and depth >= len(acceptance) - 1:  # deeper subtrees are worth no more: the next is the same again
             tables.append(tables[-1])
-            continue
-        values = [leaf[0]]
-        for prob in acceptance_below(acceptance, depth):
-            values.append(_best_splits(values[-1], _scaled(tables[-1].best, prob)))
-        stacked = np.stack(values)
-        tables.append(_Table(stacked, stacked.max(axis=0)))
+        else:
+            tables.append(_above(acceptance_below(acceptance, depth), tables[-1]))
     return tables[::-1]
+
+
+def _above(row: FloatArray, below: _Table) -> _Table:
+    """The table of a depth whose nodes have children with the acceptance `row`, by that of the next depth."""
+    values = [_leaf(len(below.best) - 1)]
+    for prob in row:
+        values.append(_best_splits(values[-1], _scaled(below.best, prob)))
+    stacked = np.stack(values)
+    return _Table(stacked, stacked.max(axis=0))
+
+
+def _leaf(nodes: int) -> FloatArray:
+    """(nodes + 1,) [m]: what m nodes are worth without children."""
+    values = np.full(nodes + 1, -np.inf)
+    values[1] = 1.0
+    return values
 
 
 def _scaled(values: FloatArray, prob: float) -> FloatArray:
@@ -204,8 +215,8 @@ def best_size(acceptance: Acceptance, verify_seconds: FloatArray, step_seconds: 
     `verify_seconds` is (nodes,) for trees of 1 node and on. Every level below the root takes a draft step.
     """
     best_rate, best_levels, best_nodes = 0.0, 1, 1
-    for num_levels in range(1, min(levels, len(verify_seconds)) + 1):
-        tokens = _expected_by_nodes(acceptance, len(verify_seconds), num_levels)
+    by_levels = _expected_by_sizes(acceptance, len(verify_seconds), min(levels, len(verify_seconds)))
+    for num_levels, tokens in enumerate(by_levels, start=1):
         rates = tokens / (verify_seconds[: len(tokens)] + (num_levels - 1) * step_seconds)
         nodes = int(rates.argmax()) + 1
         if rates[nodes - 1] > best_rate:
@@ -213,9 +224,27 @@ def best_size(acceptance: Acceptance, verify_seconds: FloatArray, step_seconds: 
     return Size(best_shape(acceptance, best_nodes, best_levels), best_rate)
 
 
-def _expected_by_nodes(acceptance: Acceptance, nodes: int, levels: int) -> FloatArray:
-    """[n - 1]: expected tokens of the best shape of n nodes, as far as more nodes are worth anything."""
-    if is_monotone(acceptance):
-        return np.cumsum([-node.negated_value for node in _taken(acceptance, nodes, levels)])
-    best = _tables(acceptance, nodes, levels)[0].best[1:]
-    return best[np.isfinite(best)]
+def _expected_by_sizes(acceptance: Acceptance, nodes: int, levels: int) -> Iterator[FloatArray]:
+    """[n - 1]: expected tokens of the best shape of n nodes; for 1 level and on, as far as more are worth anything."""
+    if not is_monotone(acceptance):
+        yield from _optimal_by_sizes(acceptance, nodes, levels)
+        return
+    for num_levels in range(1, levels + 1):
+        taken = _taken(acceptance, nodes, num_levels)
+        yield np.cumsum([-node.negated_value for node in taken])
+        if max(node.depth for node in taken) < num_levels - 1:
+            return
+
+
+def _optimal_by_sizes(acceptance: Acceptance, nodes: int, levels: int) -> Iterator[FloatArray]:
+    """The same by dynamic programming: what the rows but the last make of subtrees that know only the last."""
+    lower = _tables(acceptance[-1:], nodes, levels)[::-1]  # [l - 1]: of l levels
+    for num_levels in range(1, levels + 1):
+        num_upper = min(len(acceptance), num_levels) - 1
+        below = num_levels - num_upper - 1
+        if below and lower[below] is lower[below - 1]:
+            return
+        table = lower[below]
+        for depth in reversed(range(num_upper)):
+            table = _above(acceptance[depth], table)
+        yield table.best[1:][np.isfinite(table.best[1:])]

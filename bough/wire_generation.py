@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from bough import generation as g
+from bough.acceptance import DepthCounts, SchemeAcceptance
 from bough.errors import InvalidRequest
 from bough.growth import Guess
 from bough.pb import generation_pb2 as pb
@@ -221,3 +223,29 @@ def loads_to_wire(loads: g.Loads) -> pb.Loads:
 def loads_from_wire(message: pb.Loads) -> g.Loads:
     """Field by field: the names are the same."""
     return g.Loads(*(getattr(message, f.name) for f in fields(g.Loads)))
+
+
+def acceptance_to_wire(counted: Sequence[SchemeAcceptance]) -> pb.Acceptance:
+    """Field by field."""
+    return pb.Acceptance(
+        schemes=[
+            pb.SchemeAcceptance(
+                scheme=SCHEMES[one.scheme],
+                num_rounds=one.num_rounds,
+                depths=[pb.DepthCounts(accepted=depth.accepted, rejected=depth.rejected) for depth in one.by_depth],
+            )
+            for one in counted
+        ]
+    )
+
+
+def acceptance_from_wire(message: pb.Acceptance) -> tuple[SchemeAcceptance, ...]:
+    """Raises InvalidRequest for a scheme that is not known here."""
+    return tuple(
+        SchemeAcceptance(
+            scheme_from_wire("schemes.scheme", one.scheme),
+            one.num_rounds,
+            tuple(DepthCounts(tuple(depth.accepted), tuple(depth.rejected)) for depth in one.depths),
+        )
+        for one in message.schemes
+    )

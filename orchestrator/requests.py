@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from bough import __version__
+from bough.acceptance import SchemeAcceptance
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, NotFound, Unavailable
 from bough.generation import (
@@ -33,6 +34,7 @@ from bough.messages import PROTOCOL_VERSION
 from bough.sampling import SamplingParams, StopConditions
 from bough.tokenizer import Tokenizer
 from bough.wire import require_tokens
+from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.directory import Directory, Known
 from orchestrator.planner import FixedPlanner
 from orchestrator.recorder import Recorder
@@ -51,7 +53,7 @@ class Requests:
         self.directory = directory
         self._recorder = Recorder(directory.registry)
         planner = FixedPlanner(BestFirst(config.budget, config.width, config.depth))
-        self._rounds = Rounds(config, directory, planner, self._recorder)
+        self._rounds = Rounds(config, directory, planner, self._recorder, AcceptanceCounter())
         self._planner = planner
         self._running: dict[str, Session] = {}
         self._endings: set[asyncio.Task[None]] = set()
@@ -122,6 +124,10 @@ class Requests:
     def loads(self) -> Loads:
         """What is running now."""
         return Loads(len(self._running), self._rounds.num_waiting, self._num_total, self._num_tokens)
+
+    def acceptance(self) -> tuple[SchemeAcceptance, ...]:
+        """What verification has come to, by scheme, depth and rank."""
+        return self._rounds.acceptance.counts()
 
     async def _admit(self, prompt: Prompt, options: GenerateOptions) -> tuple[Known[TargetClient], Session]:
         """Checks everything about a request that can be checked before it runs."""

@@ -15,6 +15,7 @@ from bough.growth import Scheme, TreePlan
 from bough.messages import RoundTimings, VerifyResult
 from bough.registry import SessionRecord
 from bough.tree import Tree
+from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.directory import Directory, Known
 from orchestrator.planner import Planner, RoundOutcome
 from orchestrator.recorder import Recorder
@@ -35,6 +36,7 @@ class Rounds:
     directory: Directory
     planner: Planner
     recorder: Recorder
+    acceptance: AcceptanceCounter
     num_waiting: int = 0  # sessions that wait for a KV slot
 
     async def run(self, session: Session, target: Known[TargetClient]) -> AsyncIterator[Tokens]:
@@ -54,6 +56,7 @@ class Rounds:
             timings = _timings(began_ns, drafting, result, verifying)
             tokens = session.commit(tree, result, timings)
             self.planner.observe(session.session_id, _outcome(plan, tokens, result))
+            self.acceptance.observe(plan.scheme, tree, result.verdict.accepted_nodes)
             self.recorder.record(_record(session, target.record.worker_id, draft_id))
             yield tokens
 

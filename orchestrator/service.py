@@ -43,3 +43,7 @@ class GenerationService:
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.Loads:
         """What is running now."""
         return wire.loads_to_wire(self._requests.loads())
+
+    async def GetAcceptance(self, request: pb.GetAcceptanceRequest, context: Context) -> pb.Acceptance:
+        """Which guesses were accepted."""
+        return wire.acceptance_to_wire(self._requests.acceptance())

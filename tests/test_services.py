@@ -16,7 +16,17 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bough.client import Client
 from bough.errors import BoughError, InvalidRequest, NotFound
-from bough.generation import ChatPrompt, Finished, GenerateOptions, Message, Speculation, TextPrompt, TokenPrompt
+from bough.generation import (
+    ChatPrompt,
+    Finished,
+    GenerateOptions,
+    Message,
+    Speculation,
+    TextPrompt,
+    TokenPrompt,
+    Tokens,
+)
+from bough.growth import Scheme
 from bough.launch import Cluster
 from bough.pairing import fetch_tokenizer
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -250,6 +260,19 @@ async def test_what_the_server_says_of_itself(client: Client) -> None:
     assert {worker.info.kind for worker in server.workers} == {"draft", "target"}
     assert server.index_problem == ""
     assert loads.num_requests_running == 0
+
+
+async def test_acceptance_is_counted_while_running(client: Client) -> None:
+    """Every round with a tree counts, each of its nodes that had children once."""
+    options = replace(SHORT, max_tokens=30, speculation=Speculation(budget=16))
+    before = next((c.num_rounds for c in await client.acceptance() if c.scheme is Scheme.TARGET), 0)
+    rounds = [event async for event in client.generate(PROMPT, options) if isinstance(event, Tokens)]
+    counts = next(c for c in await client.acceptance() if c.scheme is Scheme.TARGET)
+    assert counts.num_rounds - before == sum(event.num_nodes > 1 for event in rounds) > 0
+    at_roots = sum(counts.by_depth[0].accepted) + sum(counts.by_depth[0].rejected)
+    assert 0 < at_roots <= counts.num_rounds
+    below = sum(sum(depth.accepted) + sum(depth.rejected) for depth in counts.by_depth[1:2])
+    assert below <= sum(counts.by_depth[0].accepted)  # nodes at depth 1 that were walked through, and had children
 
 
 async def test_an_abort_ends_a_stream_at_once(client: Client) -> None:

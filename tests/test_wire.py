@@ -17,6 +17,7 @@ from bough import generation as g
 from bough import messages as m
 from bough import wire
 from bough import wire_generation as wg
+from bough.acceptance import DepthCounts, SchemeAcceptance
 from bough.draft_probs import DraftProbs
 from bough.errors import InvalidRequest
 from bough.growth import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
@@ -135,6 +136,21 @@ def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> Non
         g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), g.SpeculationMetrics(1, 2, 3, 1.5, (0, 1), 4), times, ("w",)),
     ):
         assert wg.event_from_wire(wg.event_to_wire(event)) == event
+
+
+@given(st.lists(st.tuples(*[st.lists(st.floats(0, 1e6)).map(tuple)] * 2), max_size=3), st.sampled_from(Scheme))
+def test_acceptance_survives_the_wire(
+    depths: list[tuple[tuple[float, ...], tuple[float, ...]]], scheme: Scheme
+) -> None:
+    counted = (
+        SchemeAcceptance(scheme, 2**40, tuple(DepthCounts(*depth) for depth in depths)),
+        SchemeAcceptance(Scheme.TARGET, 1, ()),
+    )
+    message = generation_pb2.Acceptance.FromString(wg.acceptance_to_wire(counted).SerializeToString())
+    assert wg.acceptance_from_wire(message) == counted
+    message.schemes[0].scheme = 7  # type: ignore[assignment]  # from another release
+    with pytest.raises(InvalidRequest, match=r"schemes\.scheme: 7"):
+        wg.acceptance_from_wire(message)
 
 
 def test_descriptions_survive_the_wire() -> None:

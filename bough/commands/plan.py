@@ -12,14 +12,15 @@ from bough.commands.plan_report import as_json, plotted_tokens, print_report
 from bough.commands.planned import make_plan
 from bough.config import PlanConfig, parse
 from bough.errors import ConfigError
-from bough.plotting import require_matplotlib
+from bough.plotting import require_matplotlib, save_png
 
 
 async def plan(arguments: argparse.Namespace) -> int:
     """Prints a plan, as tables and a plot or as one JSON line."""
-    save_png = require_matplotlib() if arguments.png else None
+    if arguments.png:
+        require_matplotlib("--png")
     result = make_plan(settings_from(arguments))
-    if save_png is not None:
+    if arguments.png:
         save_png(result.sweep, plotted_tokens(result.sweep), Path(result.model).name, arguments.png)
     if arguments.json:
         print(json.dumps(as_json(result)))

@@ -275,3 +275,31 @@ class Loads(_message.Message):
     num_requests_total: int
     num_tokens_total: int
     def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_requests_total: _Optional[int] = ..., num_tokens_total: _Optional[int] = ...) -> None: ...
+
+class GetAcceptanceRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DepthCounts(_message.Message):
+    __slots__ = ("accepted", "rejected")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    accepted: _containers.RepeatedScalarFieldContainer[float]
+    rejected: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, accepted: _Optional[_Iterable[float]] = ..., rejected: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class SchemeAcceptance(_message.Message):
+    __slots__ = ("scheme", "num_rounds", "depths")
+    SCHEME_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    scheme: _common_pb2.VerificationScheme
+    num_rounds: int
+    depths: _containers.RepeatedCompositeFieldContainer[DepthCounts]
+    def __init__(self, scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., num_rounds: _Optional[int] = ..., depths: _Optional[_Iterable[_Union[DepthCounts, _Mapping]]] = ...) -> None: ...
+
+class Acceptance(_message.Message):
+    __slots__ = ("schemes",)
+    SCHEMES_FIELD_NUMBER: _ClassVar[int]
+    schemes: _containers.RepeatedCompositeFieldContainer[SchemeAcceptance]
+    def __init__(self, schemes: _Optional[_Iterable[_Union[SchemeAcceptance, _Mapping]]] = ...) -> None: ...

@@ -60,6 +60,11 @@ class GenerationStub:
                 request_serializer=bough_dot_pb_dot_generation__pb2.GetLoadsRequest.SerializeToString,
                 response_deserializer=bough_dot_pb_dot_generation__pb2.Loads.FromString,
                 _registered_method=True)
+        self.GetAcceptance = channel.unary_unary(
+                '/bough.v1.Generation/GetAcceptance',
+                request_serializer=bough_dot_pb_dot_generation__pb2.GetAcceptanceRequest.SerializeToString,
+                response_deserializer=bough_dot_pb_dot_generation__pb2.Acceptance.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -100,6 +105,13 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetAcceptance(self, request, context):
+        """Which guesses were accepted, of all sessions together; old rounds count for less and less.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -127,6 +139,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetLoads,
                     request_deserializer=bough_dot_pb_dot_generation__pb2.GetLoadsRequest.FromString,
                     response_serializer=bough_dot_pb_dot_generation__pb2.Loads.SerializeToString,
+            ),
+            'GetAcceptance': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAcceptance,
+                    request_deserializer=bough_dot_pb_dot_generation__pb2.GetAcceptanceRequest.FromString,
+                    response_serializer=bough_dot_pb_dot_generation__pb2.Acceptance.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +281,33 @@ class Generation:
             '/bough.v1.Generation/GetLoads',
             bough_dot_pb_dot_generation__pb2.GetLoadsRequest.SerializeToString,
             bough_dot_pb_dot_generation__pb2.Loads.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAcceptance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/bough.v1.Generation/GetAcceptance',
+            bough_dot_pb_dot_generation__pb2.GetAcceptanceRequest.SerializeToString,
+            bough_dot_pb_dot_generation__pb2.Acceptance.FromString,
             options,
             channel_credentials,
             insecure,
