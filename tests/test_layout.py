@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
 PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
-PURE |= {"placement", "planning", "growth", "draft_probs"}
+PURE |= {"placement", "planning", "growth", "draft_probs", "ngram"}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
 PURE_MAY_IMPORT |= {"bough.placement", "bough.growth", "bough.draft_probs"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
@@ -71,8 +71,8 @@ def test_messages_of_the_wire_stay_at_the_wire() -> None:
     for path in python_files("bough", *SERVICES):
         uses_messages = any(name.startswith("bough.pb") for name in imports(path))
         at_the_wire = path.name in {
-            "wire.py", "wire_trees.py", "wire_generation.py", "client.py", "service.py", "workers.py", "pairing.py", "process.py",
-            "launch.py", "__main__.py",
+            "wire.py", "wire_trees.py", "wire_generation.py", "client.py", "service.py", "workers.py", "pairing.py",
+            "process.py", "launch.py", "__main__.py",
         } or path.parent.name == "pb"  # fmt: skip
         assert at_the_wire or not uses_messages, path
 
