@@ -74,7 +74,9 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
         stop_token_ids=tuple(arguments.stop_token_id),
         ignore_eos=arguments.ignore_eos,
         logprobs=arguments.logprobs,
-        speculation=Speculation(arguments.no_speculation, arguments.budget, arguments.width, arguments.depth),
+        speculation=Speculation(
+            arguments.no_speculation, arguments.budget, arguments.width, arguments.depth, lookup=arguments.lookup
+        ),
     )
 
 
@@ -108,7 +110,9 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="model folder or cached hub id; the demonstration model by default")
-    parser.add_argument("--draft", help="the same for the draft; a substitute from the target's own weights by default")
+    parser.add_argument(
+        "--draft", help="the same for the draft, or none; by default a substitute of the target's layers"
+    )
     parser.add_argument("--drop-layers", help="layers that a substitute leaves out, such as 12-15")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="data type of the target (default bfloat16)")
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
@@ -178,6 +182,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=int, help="nodes of a tree")
     add("--width", type=int, help="nodes that a draft step expands")
     add("--depth", type=int, help="levels of a tree")
+    add("--lookup", type=int, metavar="N", help="most nodes from the session's own text; 0 is off (default 16)")
 
 
 def _bias(text: str) -> tuple[int, float]:

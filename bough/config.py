@@ -182,7 +182,11 @@ class OrchestratorConfig(ServiceConfig):
     budget: int = setting(64, _count, "nodes of a tree, the root included")
     width: int = setting(16, _count, "nodes that a draft step expands")
     depth: int = setting(7, _count, "levels of a tree below its root")
-    draft_timeout: float = setting(30.0, _seconds, "seconds after which a round goes on without a tree")
+    lookup: int = setting(
+        16, _number(int, 0), "most nodes of a tree that come from the session's own text; 0 looks nothing up"
+    )
+    draft: str = setting("workers", _one_of("workers", "none"), "what drafts: workers, or none but the lookup")
+    draft_timeout: float = setting(30.0, _seconds, "seconds after which a round goes on without a draft worker")
     target_timeout: float = setting(600.0, _seconds, "seconds after which a target that does not answer is given up")
     queue_timeout: float = setting(600.0, _seconds, "seconds that a request waits for a KV slot")
 

@@ -56,6 +56,7 @@ class Speculation:
     growth: Growth | None = None
     scheme: Scheme = Scheme.TARGET
     guess: Guess = Guess.SAMPLE
+    lookup: int | None = None  # most nodes of branches from the session's own text; 0 is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class Tokens:
     num_nodes: int  # of the verified tree
     tree_depth: int
     timings: RoundTimings
+    num_lookup: int = 0  # of the drafted tokens the last so many, which only the session's own text had suggested
 
     @property
     def text(self) -> str:
@@ -127,7 +129,8 @@ class SpeculationMetrics:
     num_accepted_tokens: int
     tokens_per_round: float
     acceptance_histogram: tuple[int, ...]  # [k]: rounds that accepted k draft tokens
-    num_degraded_rounds: int  # without a tree because the draft worker did not answer
+    num_degraded_rounds: int  # without guesses of a draft worker because none answered
+    num_lookup_tokens: int = 0  # accepted ones that only the session's own text had suggested
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,7 @@ class ServerInfo:
     index_url: str
     protocol_version: int
     bough_version: str
+    is_draftless: bool = False  # no draft worker is used, and none is missed
 
 
 @dataclass(frozen=True, slots=True)

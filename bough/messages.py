@@ -89,6 +89,10 @@ class Verdict(NamedTuple):
     bonus_token: int
     logprobs: tuple[PositionLogprobs, ...] = ()  # accepted nodes, then the bonus token
 
+    def tokens_of(self, tree: Tree) -> list[int]:
+        """What the target chose below the root: tokens of the accepted nodes, then the bonus token."""
+        return [*(int(tree.tokens[node]) for node in self.accepted_nodes), self.bonus_token]
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:

@@ -5,7 +5,7 @@ Knows nothing of models, workers or wires. Masks, depths and paths are derived h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,6 +98,16 @@ class Tree:
         for node in range(1, len(self)):
             children[self.parents[node]][int(self.tokens[node])] = node
         return children
+
+    def along(self, tokens: Iterable[int]) -> list[int]:
+        """Nodes below the root that spell the leading tokens, as far as the tree has them."""
+        children, nodes = self.children(), [0]
+        for token in tokens:
+            node = children[nodes[-1]].get(token)
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes[1:]
 
     def scores(self) -> FloatArray:
         """(num_nodes,) log-probability of the whole path from the root."""

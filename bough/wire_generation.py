@@ -88,6 +88,7 @@ def _speculation_to_wire(speculation: g.Speculation) -> pb.Speculation:
         growth=None if speculation.growth is None else growth_to_wire(speculation.growth),
         scheme=SCHEMES[speculation.scheme],
         guess_distribution=speculation.guess is Guess.DISTRIBUTION,
+        lookup=speculation.lookup,
     )
 
 
@@ -100,6 +101,7 @@ def _speculation_from_wire(message: pb.Speculation) -> g.Speculation:
         growth=growth_from_wire(message.growth) if message.HasField("growth") else None,
         scheme=scheme_from_wire("speculation.scheme", message.scheme),
         guess=guess_from_wire(message.guess_distribution),
+        lookup=message.lookup if message.HasField("lookup") else None,
     )
 
 
@@ -130,6 +132,7 @@ def event_to_wire(event: g.Event) -> pb.GenerateEvent:
                     num_nodes=event.num_nodes,
                     tree_depth=event.tree_depth,
                     timings=round_timings_to_wire(event.timings),
+                    num_lookup=event.num_lookup,
                 )
             )
         case g.Finished():
@@ -161,6 +164,7 @@ def event_from_wire(message: pb.GenerateEvent) -> g.Event:
             tokens.num_nodes,
             tokens.tree_depth,
             round_timings_from_wire(tokens.timings),
+            tokens.num_lookup,
         )
     finished = message.finished
     spec, usage = finished.speculation, finished.usage
@@ -176,6 +180,7 @@ def event_from_wire(message: pb.GenerateEvent) -> g.Event:
             spec.tokens_per_round,
             tuple(spec.acceptance_histogram),
             spec.num_degraded_rounds,
+            spec.num_lookup_tokens,
         ),
         round_timings_from_wire(finished.timings),
         tuple(finished.warnings),
@@ -204,6 +209,7 @@ def server_info_to_wire(info: g.ServerInfo) -> pb.ServerInfo:
         ],
         index_problem=info.index_problem,
         index_url=info.index_url,
+        is_draftless=info.is_draftless,
     )
 
 
@@ -211,7 +217,12 @@ def server_info_from_wire(message: pb.ServerInfo) -> g.ServerInfo:
     """Field by field."""
     workers = tuple(g.WorkerStatus(w.address, info_from_wire(w.info), w.problem) for w in message.workers)
     return g.ServerInfo(
-        workers, message.index_problem, message.index_url, message.protocol_version, message.bough_version
+        workers,
+        message.index_problem,
+        message.index_url,
+        message.protocol_version,
+        message.bough_version,
+        message.is_draftless,
     )
 
 

@@ -119,6 +119,7 @@ class Requests:
             self.directory.registry.safe_url,
             PROTOCOL_VERSION,
             __version__,
+            is_draftless=self._rounds.config.draft == "none",
         )
 
     def loads(self) -> Loads:
@@ -251,6 +252,8 @@ def _require_sizes(speculation: Speculation, max_nodes: int) -> None:
         value = getattr(speculation, name)
         if value is not None and not 1 <= value <= max_nodes:
             raise InvalidRequest(f"speculation.{name}: {value}; 1 to {max_nodes} would do")
+    if speculation.lookup is not None and not 0 <= speculation.lookup <= max_nodes:
+        raise InvalidRequest(f"speculation.lookup: {speculation.lookup}; 0 to {max_nodes} would do")
     if speculation.growth is not None:
         require_growth("speculation.growth", speculation.growth, max_nodes)
     if speculation.scheme is not Scheme.TARGET and not isinstance(speculation.growth, StaticShape | Chains):

@@ -6,17 +6,20 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, InvalidRequest, InvalidTree
 from bough.generation import Tokens
 from bough.growth import Scheme, TreePlan
+from bough.merge import merged
 from bough.messages import RoundTimings, VerifyResult
+from bough.ngram import Limits
 from bough.registry import SessionRecord
 from bough.tree import Tree
 from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.directory import Directory, Known
+from orchestrator.lookup import Acceptance, Lookup, assumed_probability
 from orchestrator.planner import Planner, RoundOutcome
 from orchestrator.recorder import Recorder
 from orchestrator.session import Session
@@ -38,37 +41,51 @@ class Rounds:
     recorder: Recorder
     acceptance: AcceptanceCounter
     num_waiting: int = 0  # sessions that wait for a KV slot
+    lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # of all sessions
 
     async def run(self, session: Session, target: Known[TargetClient]) -> AsyncIterator[Tokens]:
-        """Rounds of a session until it is finished. A draft's fault costs a round its tree, and nothing else.
+        """Rounds of a session until it is finished. A draft's fault costs a round its guesses, and nothing else.
+
+        Below the draft worker's tree in the ladder is what the session's own text suggests; below that a root alone.
 
         Raises:
             Unavailable: the target does not answer.
             Exhausted: no KV slot became free in time.
         """
+        lookup = Lookup(self.lookups)
         while not session.is_finished:
             began_ns = time.perf_counter_ns()
             plan = self.planner.plan(session.session_id, session.num_left, session.speculation)
             plan = plan.within(target.info.max_nodes)
-            tree, drafting, draft_id = await self._grow(session, target, plan)
+            guesses = lookup.grow(session.tokens, self._lookup_limits(session, plan))
+            drafted, drafting, draft_id = await self._grow(session, target, plan)
+            tree = merged(drafted, guesses.tree, plan.growth.budget) if guesses.kinds else drafted
             result, verifying = await self._verify(session, target, tree, plan.scheme)
             target.report(is_fault=False)
             timings = _timings(began_ns, drafting, result, verifying)
-            tokens = session.commit(tree, result, timings)
+            lookup.observe(guesses, result.verdict.tokens_of(tree))
+            tokens = session.commit(tree, drafted, result, timings)
             self.planner.observe(session.session_id, _outcome(plan, tokens, result))
             self.acceptance.observe(plan.scheme, tree, result.verdict.accepted_nodes)
             self.recorder.record(_record(session, target.record.worker_id, draft_id))
             yield tokens
 
+    def _lookup_limits(self, session: Session, plan: TreePlan) -> Limits:
+        """A sample must stay one; and the tree is no deeper than was asked for, and than tokens are left to guess."""
+        wanted = session.speculation.lookup if session.speculation.lookup is not None else self.config.lookup
+        room = plan.growth.budget - 1 if plan.scheme is Scheme.TARGET else 0
+        depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
+        return Limits(min(wanted, room), depth, session.sampling.stop_token_ids)
+
     async def _grow(self, session: Session, target: Known[TargetClient], plan: TreePlan) -> tuple[Tree, Timed, str]:
-        """A tree, or its root alone where none is wanted or none can be had."""
+        """A draft worker's tree, or its root alone where none is wanted or none can be had."""
         root = Tree.root(session.tokens[-1])
-        if plan.growth.budget == 1:
+        if plan.growth.budget == 1 or self.config.draft == "none":
             return root, NOTHING, ""
         draft = self.directory.draft(target)
         if draft is None:
             session.num_degraded_rounds += 1
-            session.warn("no draft worker could be used: some rounds had no tree")
+            session.warn("no draft worker could be used: some rounds went without")
             return root, NOTHING, ""
         plan = plan.within(draft.info.max_nodes)
         draft.num_running += 1
@@ -81,7 +98,7 @@ class Rounds:
             draft.report(is_fault=isinstance(exc, InvalidTree) or not isinstance(exc, InvalidRequest))
             session.draft_held = 0
             session.num_degraded_rounds += 1
-            session.warn(f"a draft worker failed ({exc}): some rounds had no tree")
+            session.warn(f"a draft worker failed ({exc}): some rounds went without")
             return root, NOTHING, ""
         finally:
             draft.num_running -= 1

@@ -38,6 +38,7 @@ class Session:
     timings: RoundTimings = field(default_factory=RoundTimings)
     num_draft_tokens: int = 0
     num_degraded_rounds: int = 0
+    num_lookup_tokens: int = 0
     accepted_counts: Counter[int] = field(default_factory=Counter)  # accepted tokens of a round -> rounds
     warnings: list[str] = field(default_factory=list)
 
@@ -59,8 +60,11 @@ class Session:
         if text not in self.warnings:
             self.warnings.append(text)
 
-    def commit(self, tree: Tree, result: VerifyResult, timings: RoundTimings) -> Tokens:
-        """Takes over a verdict: as much of it as comes before the end of the output."""
+    def commit(self, tree: Tree, drafted: Tree, result: VerifyResult, timings: RoundTimings) -> Tokens:
+        """Takes over a verdict: as much of it as comes before the end of the output.
+
+        What of the accepted path the draft worker had `drafted` too is its own; the rest was looked up.
+        """
         accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
         self._count(len(tree) - 1, len(accepted), timings)
         committed: list[int] = []
@@ -70,6 +74,8 @@ class Session:
             texts.append(self._append(token))
             if self.is_finished:
                 break
+        num_lookup = max(0, min(len(accepted), len(committed)) - len(drafted.along(accepted)))
+        self.num_lookup_tokens += num_lookup
         self.target_held = min(result.held_length, len(self.tokens) - 1)
         self.round += 1
         return Tokens(
@@ -80,6 +86,7 @@ class Session:
             len(tree),
             int(tree.depths().max()),
             timings,
+            num_lookup,
         )
 
     def _count(self, num_drafted: int, num_accepted: int, timings: RoundTimings) -> None:
@@ -117,6 +124,7 @@ class Session:
                 self.num_generated / num_rounds if num_rounds else 0.0,
                 histogram,
                 self.num_degraded_rounds,
+                self.num_lookup_tokens,
             ),
             self.timings,
             tuple(self.warnings),

@@ -83,6 +83,35 @@ def test_bough_up_takes_models_from_flags_then_environment(
     assert settings.draft.drop_layers == drops
 
 
+@pytest.mark.parametrize(
+    ("flags", "environ"),
+    [
+        (["--draft", "none"], {}),
+        (["--draft", "none", "--target", "T"], {}),
+        ([], {"BOUGH_DRAFT_MODEL": "none"}),
+        (["--target", "T"], {"BOUGH_ORCHESTRATOR_DRAFT": "none"}),
+    ],
+)
+def test_bough_up_needs_no_draft(monkeypatch: pytest.MonkeyPatch, flags: list[str], environ: dict[str, str]) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    settings = settings_from(argument_parser().parse_args(["up", *flags]))
+    assert settings.draft is None
+    assert settings.orchestrator.draft == "none"
+
+
+def test_a_draft_that_is_asked_for_is_used_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOUGH_ORCHESTRATOR_DRAFT", "none")
+    settings = settings_from(argument_parser().parse_args(["up", "--draft", "D"]))
+    assert settings.draft is not None
+    assert settings.orchestrator.draft == "workers"
+
+
+def test_no_draft_with_layers_left_out_is_a_contradiction() -> None:
+    with pytest.raises(ConfigError, match=r"--drop-layers: 3, but --draft none"):
+        settings_from(argument_parser().parse_args(["up", "--draft", "none", "--drop-layers", "3"]))
+
+
 def test_bough_up_asks_for_a_draft_where_it_cannot_guess_one() -> None:
     with pytest.raises(ConfigError, match="--draft: a target of your own needs a draft"):
         settings_from(argument_parser().parse_args(["up", "--target", "T"]))

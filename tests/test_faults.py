@@ -68,6 +68,18 @@ async def test_killing_the_draft_changes_nothing_in_the_stream(cluster: Cluster,
     assert any("draft worker" in warning for warning in finished.warnings)
 
 
+async def test_without_a_draft_guesses_come_from_the_text_itself(cluster: Cluster, client: Client) -> None:
+    """The degrade ladder of DESIGN.md: draft, lookup, plain."""
+    options = replace(LONG, logit_bias={65: 50.0, 66: 50.0})  # who says only two words has said most before
+    undisturbed, _ = await run(client, options, 0, None)
+    tokens, finished = await run(client, options, 20, lambda: end(cluster, "draft_worker"))
+    plain, alone = await run(client, replace(options, speculation=Speculation(budget=8, lookup=0)), 0, None)
+    assert tokens == plain == undisturbed
+    assert finished.speculation.num_lookup_tokens > 20
+    assert finished.speculation.num_degraded_rounds > 0
+    assert alone.speculation.tokens_per_round == 1.0
+
+
 async def test_a_draft_that_hangs_costs_its_timeout_and_nothing_else(cluster: Cluster, client: Client) -> None:
     undisturbed, _ = await run(client, LONG, 0, None)
     tokens, finished = await run(client, LONG, 40, lambda: end(cluster, "draft_worker", signal.SIGSTOP))

@@ -93,6 +93,7 @@ async def finish(client: Client, prompt: object, options: GenerateOptions = SHOR
         (PROMPT, {"logprobs": 1000}, "logprobs: 1000"),
         (PROMPT, {"speculation": Speculation(budget=0)}, r"speculation\.budget: 0"),
         (PROMPT, {"speculation": Speculation(budget=33)}, r"speculation\.budget: 33; 1 to 32"),
+        (PROMPT, {"speculation": Speculation(lookup=33)}, r"speculation\.lookup: 33; 0 to 32"),
     ],
 )
 async def test_requests_that_make_no_sense(

@@ -63,6 +63,15 @@ def test_trimming_keeps_the_best_nodes_connected_and_in_order(tree: Tree, budget
     assert sorted(trimmed.scores().tolist(), reverse=True) == pytest.approx(best, abs=1e-4)
 
 
+@given(trees(), st.data())
+def test_tokens_are_followed_as_far_as_the_tree_goes(tree: Tree, data: st.DataObject) -> None:
+    path = tree.path(data.draw(st.integers(0, len(tree) - 1)))[1:]
+    tokens = [int(tree.tokens[node]) for node in path]
+    assert tree.along(tokens) == path
+    assert tree.along([*tokens, VOCAB]) == path
+    assert tree.along([VOCAB, *tokens]) == []
+
+
 def test_trimming_to_nothing_is_refused() -> None:
     with pytest.raises(InvalidTree, match="budget: 0"):
         Tree.root(1).trimmed(0)

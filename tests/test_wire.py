@@ -112,6 +112,7 @@ options = st.builds(
         st.none() | growths,
         st.sampled_from(Scheme),
         st.sampled_from(Guess),
+        st.none() | st.integers(0, 9),
     ),
 )
 prompts = st.one_of(
@@ -129,11 +130,11 @@ def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.Generate
 
 @given(st.lists(logprobs, max_size=2).map(tuple))
 def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> None:
-    times = m.RoundTimings(*range(9))
+    times, metrics = m.RoundTimings(*range(9)), g.SpeculationMetrics(1, 2, 3, 1.5, (0, 1), 4, 2)
     for event in (
         g.Started("r", 3, 2**63, "model"),
-        g.Tokens((1, 2), (True, False), ("a", ""), positions, 8, 3, times),
-        g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), g.SpeculationMetrics(1, 2, 3, 1.5, (0, 1), 4), times, ("w",)),
+        g.Tokens((1, 2), (True, False), ("a", ""), positions, 8, 3, times, 1),
+        g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), metrics, times, ("w",)),
     ):
         assert wg.event_from_wire(wg.event_to_wire(event)) == event
 
@@ -156,7 +157,7 @@ def test_acceptance_survives_the_wire(
 def test_descriptions_survive_the_wire() -> None:
     info = m.WorkerInfo("draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 4, ("a", "b"), 3, "0.1")
     assert wire.info_from_wire(wire.info_to_wire(info)) == info
-    server = g.ServerInfo((g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1")
+    server = g.ServerInfo((g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True)
     assert wg.server_info_from_wire(wg.server_info_to_wire(server)) == server
     model = g.ModelInfo("n", "d", "f", "t", 9, 8, (1, 2))
     assert wg.model_info_from_wire(wg.model_info_to_wire(model)) == model

@@ -25,6 +25,8 @@ async def doctor(arguments: argparse.Namespace) -> int:
     print(f"index         {server.index_url}")
     for worker in server.workers:
         _print_worker(worker)
+    if server.is_draftless:
+        print("draft         none, as set: guesses come from a session's own text")
     problems = find_problems(server)
     for problem in problems:
         print(f"problem: {problem}")
@@ -42,8 +44,8 @@ def find_problems(server: ServerInfo) -> list[str]:
     usable = {worker.info.kind for worker in server.workers if not worker.problem}
     if "target" not in usable:
         problems.append("no target worker: nothing can be generated")
-    if "draft" not in usable:
-        problems.append("no draft worker: generation is plain decoding, one token a sweep")
+    if "draft" not in usable and not server.is_draftless:
+        problems.append("no draft worker: guesses come from a session's own text only")
     if server.bough_version != __version__:
         problems.append(f"the orchestrator is bough {server.bough_version}, this command {__version__}")
     return problems

@@ -17,6 +17,7 @@ from bough.tether import tethered
 
 WATCH_SECONDS = 0.5
 RESTART_SECONDS = 1.0
+NO_DRAFT = "none"
 
 
 async def up(arguments: argparse.Namespace) -> int:
@@ -37,24 +38,39 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     target = arguments.target or os.environ.get("BOUGH_TARGET_MODEL")
     draft = arguments.draft or os.environ.get("BOUGH_DRAFT_MODEL")
     drops = arguments.drop_layers or os.environ.get("BOUGH_DRAFT_DROP_LAYERS")
-    if target is None and draft is None and drops is None:
-        drops = SUBSTITUTE_DROPS
+    if draft is None and drops is None:
+        if os.environ.get("BOUGH_ORCHESTRATOR_DRAFT") == NO_DRAFT:
+            draft = NO_DRAFT
+        elif target is None:
+            drops = SUBSTITUTE_DROPS
     target = target or str(demonstration_folder())
-    draft_flags = ["--model", draft or target, *_given("--dtype", arguments.draft_dtype)]
-    if drops is None and draft is None:
-        raise ConfigError(
-            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, or --drop-layers "
-            "for a substitute made of the target's own layers"
-        )
     target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
     if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
         target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
+    orchestrator_flags = ["--draft", NO_DRAFT if draft == NO_DRAFT else "workers"]
     return Settings(
         target=parse(TargetConfig, "target_worker", target_flags, os.environ),
-        draft=parse(DraftConfig, "draft_worker", [*draft_flags, *_given("--drop-layers", drops)], os.environ),
-        orchestrator=replace(parse(OrchestratorConfig, "orchestrator", [], os.environ), port=arguments.port),
+        draft=_draft_config(arguments.draft_dtype, target, draft, drops),
+        orchestrator=replace(
+            parse(OrchestratorConfig, "orchestrator", orchestrator_flags, os.environ), port=arguments.port
+        ),
         index_url=arguments.index_url,
     )
+
+
+def _draft_config(dtype: str | None, target: str, draft: str | None, drops: str | None) -> DraftConfig | None:
+    """Settings of the draft worker; None where there is to be none."""
+    if draft == NO_DRAFT:
+        if drops is not None:
+            raise ConfigError(f"--drop-layers: {drops}, but --draft none has no layers; one of the two would do")
+        return None
+    if drops is None and draft is None:
+        raise ConfigError(
+            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, or --drop-layers "
+            "for a substitute made of the target's own layers; or none, to guess from a session's own text only"
+        )
+    flags = ["--model", draft or target, *_given("--dtype", dtype), *_given("--drop-layers", drops)]
+    return parse(DraftConfig, "draft_worker", flags, os.environ)
 
 
 def _given(flag: str, value: str | None) -> list[str]:

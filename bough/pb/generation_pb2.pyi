@@ -28,7 +28,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("disabled", "budget", "width", "depth", "growth", "scheme", "guess_distribution")
+    __slots__ = ("disabled", "budget", "width", "depth", "growth", "scheme", "guess_distribution", "lookup")
     DISABLED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class Speculation(_message.Message):
     GROWTH_FIELD_NUMBER: _ClassVar[int]
     SCHEME_FIELD_NUMBER: _ClassVar[int]
     GUESS_DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
     disabled: bool
     budget: int
     width: int
@@ -43,7 +44,8 @@ class Speculation(_message.Message):
     growth: _common_pb2.Growth
     scheme: _common_pb2.VerificationScheme
     guess_distribution: bool
-    def __init__(self, disabled: _Optional[bool] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., guess_distribution: _Optional[bool] = ...) -> None: ...
+    lookup: int
+    def __init__(self, disabled: _Optional[bool] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., guess_distribution: _Optional[bool] = ..., lookup: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("text", "chat", "token_ids", "request_id", "session_id", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "speculation")
@@ -133,7 +135,7 @@ class RoundTimings(_message.Message):
     def __init__(self, total_ns: _Optional[int] = ..., draft_ns: _Optional[int] = ..., network_ns: _Optional[int] = ..., target_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., link_bytes: _Optional[int] = ..., link_ideal_ns: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("token_ids", "drafted", "texts", "logprobs", "num_nodes", "tree_depth", "timings")
+    __slots__ = ("token_ids", "drafted", "texts", "logprobs", "num_nodes", "tree_depth", "timings", "num_lookup")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +143,7 @@ class Tokens(_message.Message):
     NUM_NODES_FIELD_NUMBER: _ClassVar[int]
     TREE_DEPTH_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOOKUP_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     drafted: _containers.RepeatedScalarFieldContainer[bool]
     texts: _containers.RepeatedScalarFieldContainer[str]
@@ -148,7 +151,8 @@ class Tokens(_message.Message):
     num_nodes: int
     tree_depth: int
     timings: RoundTimings
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., drafted: _Optional[_Iterable[bool]] = ..., texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., num_nodes: _Optional[int] = ..., tree_depth: _Optional[int] = ..., timings: _Optional[_Union[RoundTimings, _Mapping]] = ...) -> None: ...
+    num_lookup: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., drafted: _Optional[_Iterable[bool]] = ..., texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., num_nodes: _Optional[int] = ..., tree_depth: _Optional[int] = ..., timings: _Optional[_Union[RoundTimings, _Mapping]] = ..., num_lookup: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -161,20 +165,22 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationMetrics(_message.Message):
-    __slots__ = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "tokens_per_round", "acceptance_histogram", "num_degraded_rounds")
+    __slots__ = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "tokens_per_round", "acceptance_histogram", "num_degraded_rounds", "num_lookup_tokens")
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
     NUM_DEGRADED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_rounds: int
     num_draft_tokens: int
     num_accepted_tokens: int
     tokens_per_round: float
     acceptance_histogram: _containers.RepeatedScalarFieldContainer[int]
     num_degraded_rounds: int
-    def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tokens_per_round: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., num_degraded_rounds: _Optional[int] = ...) -> None: ...
+    num_lookup_tokens: int
+    def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tokens_per_round: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., num_degraded_rounds: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "stop_reason", "text", "usage", "speculation", "timings", "warnings")
@@ -247,18 +253,20 @@ class WorkerStatus(_message.Message):
     def __init__(self, address: _Optional[str] = ..., info: _Optional[_Union[_common_pb2.WorkerInfo, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("protocol_version", "bough_version", "workers", "index_problem", "index_url")
+    __slots__ = ("protocol_version", "bough_version", "workers", "index_problem", "index_url", "is_draftless")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     BOUGH_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     INDEX_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     INDEX_URL_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAFTLESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     bough_version: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     index_problem: str
     index_url: str
-    def __init__(self, protocol_version: _Optional[int] = ..., bough_version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_problem: _Optional[str] = ..., index_url: _Optional[str] = ...) -> None: ...
+    is_draftless: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., bough_version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_problem: _Optional[str] = ..., index_url: _Optional[str] = ..., is_draftless: _Optional[bool] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,82 @@
+"""Guesses from a session's own text: what has followed there before, and how often such guesses were right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from bough.ngram import Guesses, GuessKind, Limits, SuffixAutomaton, grow_continuations
+from bough.tree import Tree
+
+PRIOR_WEIGHT = 8.0  # trials that an estimate's prior counts for
+MEMORY = 500.0  # trials of a kind that are remembered; older ones count for less
+MAX_READ = 8192  # tokens of a prompt read before a round: a long one should not hold up other sessions
+
+FIRST_CHOICE = (0.25, 0.4, 0.6, 0.75, 0.85)  # by doubling match length
+LATER_CHOICE = 0.2  # of the probability that the first choice is wrong; so on for each after it
+
+
+def assumed_probability(kind: GuessKind) -> float:
+    """What is assumed before anything has been measured."""
+    first = FIRST_CHOICE[_doublings(kind.match_length, len(FIRST_CHOICE) - 1)]
+    return first if kind.rank == 0 else (1 - first) * LATER_CHOICE**kind.rank
+
+
+class Acceptance:
+    """How often guesses of each kind were right; a kind that was seldom tried is as likely as the prior says."""
+
+    def __init__(self, prior: Callable[[GuessKind], float]) -> None:
+        self._prior = prior
+        self._trials: dict[tuple[int, int, int], tuple[float, float]] = {}  # tried, right
+
+    def probability(self, kind: GuessKind) -> float:
+        """That a guess is right, its parent being so; strictly between 0 and 1 where the prior is."""
+        tried, right = self._trials.get(_bucket(kind), (0.0, 0.0))
+        return (right + PRIOR_WEIGHT * self._prior(kind)) / (tried + PRIOR_WEIGHT)
+
+    def observe(self, kind: GuessKind, was_right: bool) -> None:
+        """A guess whose parent was accepted has been verified."""
+        tried, right = self._trials.get(_bucket(kind), (0.0, 0.0))
+        kept = 1.0 if tried < MEMORY else 1.0 - 1.0 / MEMORY
+        self._trials[_bucket(kind)] = (tried * kept + 1, right * kept + was_right)
+
+
+def _bucket(kind: GuessKind) -> tuple[int, int, int]:
+    """Kinds that are taken for one: match lengths and depths from one power of two to the next."""
+    return _doublings(kind.match_length, 4), min(kind.rank, 3), _doublings(kind.depth, 3)
+
+
+def _doublings(number: int, most: int) -> int:
+    return min(number.bit_length() - 1, most)
+
+
+class Lookup:
+    """One session's text, and how often guesses from it were right; other sessions' experience is the prior."""
+
+    def __init__(self, shared: Acceptance) -> None:
+        self._text = SuffixAutomaton()
+        self._shared = shared
+        self._own = Acceptance(shared.probability)
+
+    def grow(self, tokens: Sequence[int], limits: Limits) -> Guesses:
+        """Guesses below the last token; none while the text is still being read or where nothing has been repeated."""
+        if limits.max_nodes > 0:
+            start = self._text.num_tokens
+            self._text.extend(tokens[start : start + MAX_READ])
+        if self._text.num_tokens < len(tokens):
+            return Guesses(Tree.root(tokens[-1]), ())
+        return grow_continuations(self._text, tokens[-1], limits, self._log_prob)
+
+    def observe(self, guesses: Guesses, chosen: Sequence[int]) -> None:
+        """Learns from what the target chose below the root, whether the guesses were sent or not."""
+        children, node = guesses.tree.children(), 0
+        for token in chosen:
+            for guess, child in children[node].items():
+                for acceptance in (self._own, self._shared):
+                    acceptance.observe(guesses.kinds[child - 1], guess == token)
+            if token not in children[node]:
+                break
+            node = children[node][token]
+
+    def _log_prob(self, kind: GuessKind) -> float:
+        return math.log(self._own.probability(kind))

@@ -1,0 +1,93 @@
+"""Guesses from a session's own text, and what is learnt of them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from bough.ngram import Guesses, GuessKind, Limits
+from bough.tree import Tree
+from orchestrator.lookup import MAX_READ, Acceptance, Lookup, assumed_probability
+
+LIMITS = Limits(max_nodes=6, max_depth=6)
+
+
+def lookup() -> Lookup:
+    return Lookup(Acceptance(assumed_probability))
+
+
+@pytest.mark.parametrize("probability", [0.05, 0.5, 0.9])
+def test_estimates_converge_to_a_known_process(probability: float) -> None:
+    """From any prior; two standard errors of the 500 trials remembered are at most 0.045."""
+    rng, kind, other = random.Random(1), GuessKind(5, 0, 1), GuessKind(5, 1, 1)
+    acceptance = Acceptance(lambda _: 0.3)
+    for _ in range(4000):
+        acceptance.observe(kind, rng.random() < probability)
+    assert acceptance.probability(kind) == pytest.approx(probability, abs=0.05)
+    assert acceptance.probability(other) == 0.3
+
+
+def test_estimates_follow_a_process_that_changes() -> None:
+    kind = GuessKind(1, 0, 1)
+    acceptance = Acceptance(lambda _: 0.5)
+    for was_right in [True] * 5000 + [False] * 2500:
+        acceptance.observe(kind, was_right)
+    assert acceptance.probability(kind) < 0.02
+
+
+def test_a_new_session_starts_from_what_others_have_seen_and_then_goes_its_own_way() -> None:
+    shared = Acceptance(assumed_probability)
+    kind = GuessKind(1, 0, 1)
+    guesses = Guesses(Tree.of([7, 8], [-1, 0], [0.0, -1.0]), (kind,))
+    first = Lookup(shared)
+    for _ in range(200):
+        first.observe(guesses, [8, 9])
+    text = [1, 2, 3, 1]
+    second = Lookup(shared)
+    before = math.exp(second.grow(text, LIMITS).tree.log_probs[1])
+    assert before > 0.9
+    for _ in range(100):
+        second.observe(guesses, [9])
+    assert math.exp(second.grow(text, LIMITS).tree.log_probs[1]) < 0.2
+    assert math.exp(Lookup(shared).grow(text, LIMITS).tree.log_probs[1]) == pytest.approx(2 / 3, abs=0.05)
+
+
+def test_only_guesses_whose_parent_was_chosen_are_learnt_from() -> None:
+    """A guess below a wrong one was never put to the test."""
+    kinds = (GuessKind(2, 0, 1), GuessKind(2, 1, 1), GuessKind(3, 0, 2), GuessKind(3, 1, 2))
+    tree = Tree.of([7, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [0.0, -1, -1, -1, -1])
+    shared = Acceptance(lambda _: 0.5)
+    Lookup(shared).observe(Guesses(tree, kinds), [2, 4, 9])
+    seen = [shared.probability(kind) for kind in kinds]
+    assert seen[0] < 0.5 < seen[1]
+    assert seen[2] == 0.5 < seen[3]
+
+
+def test_guesses_that_keep_failing_give_way_to_better_ones() -> None:
+    """With room for one guess, the second choice is taken once the first has proved wrong often enough."""
+    text = [1, 2, 1, 3, 1, 3, 1]
+    guessing, limits = lookup(), Limits(1, 1)
+    assert guessing.grow(text, limits).tree.tokens.tolist() == [1, 3]
+    for _ in range(60):
+        guessing.observe(guessing.grow(text, Limits(2, 1)), [2])
+    assert guessing.grow(text, limits).tree.tokens.tolist() == [1, 2]
+
+
+def test_text_is_read_as_it_grows() -> None:
+    guessing = lookup()
+    assert len(guessing.grow([5, 6, 7], LIMITS).tree) == 1
+    assert guessing.grow([5, 6, 7, 5], LIMITS).tree.tokens.tolist()[:3] == [5, 6, 7]
+
+
+def test_a_long_prompt_is_read_over_several_rounds() -> None:
+    """It must not hold up the rounds of other sessions."""
+    tokens, guessing = [1, 2] * MAX_READ, lookup()
+    assert [len(guessing.grow(tokens, LIMITS).tree) for _ in range(2)] == [1, 7]
+
+
+def test_where_no_guesses_are_wanted_nothing_is_read() -> None:
+    guessing = lookup()
+    assert len(guessing.grow([1, 1, 1], Limits(0, 6)).tree) == 1
+    assert guessing._text.num_tokens == 0
