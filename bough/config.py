@@ -136,6 +136,9 @@ class DraftConfig(WorkerConfig):
         (), parse_layers, "make a substitute draft: the model without these layers, such as 12-15"
     )
     branch: int = setting(16, _count, "most children of a node")
+    ahead_steps: int = setting(
+        0, _number(int, 0), "most draft steps between two calls of a session, towards its likely next trees; 0 is none"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,7 @@ class GrowResult:
     tree: Tree
     held_length: int
     timings: Timings
+    num_warm_nodes: int = 0  # nodes expanded for it that the draft model had been run on before the call
 
 
 @dataclass(frozen=True, slots=True)

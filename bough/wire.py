@@ -118,13 +118,17 @@ def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nod
 def grow_result_to_wire(result: m.GrowResult) -> draft_pb2.GrowReply:
     """Field by field."""
     return draft_pb2.GrowReply(
-        tree=tree_to_wire(result.tree), held_length=result.held_length, timings=timings_to_wire(result.timings)
+        tree=tree_to_wire(result.tree),
+        held_length=result.held_length,
+        timings=timings_to_wire(result.timings),
+        num_warm_nodes=result.num_warm_nodes,
     )
 
 
 def grow_result_from_wire(message: draft_pb2.GrowReply) -> m.GrowResult:
     """Raises InvalidTree for what is no tree at all."""
-    return m.GrowResult(tree_from_wire(message.tree), message.held_length, timings_from_wire(message.timings))
+    tree, timings = tree_from_wire(message.tree), timings_from_wire(message.timings)
+    return m.GrowResult(tree, message.held_length, timings, message.num_warm_nodes)
 
 
 def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:

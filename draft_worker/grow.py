@@ -1,9 +1,8 @@
-"""Growing a tree of guesses, apart from any model: whoever calls gives a function that expands nodes."""
+"""Growing a tree of guesses, apart from any model: growers say which nodes to expand, and are told what may follow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +10,18 @@ from numpy.typing import NDArray
 from bough.growth import BestFirst
 from bough.tree import Tree
 
-
-class Children(NamedTuple):
-    """What a draft step says of some nodes: the best children of each, best first."""
-
-    tokens: NDArray[np.int32]  # (num_nodes, branch)
-    log_probs: NDArray[np.float32]  # (num_nodes, branch) conditional, not above 0
+NO_NODES = np.zeros(0, np.intp)
 
 
-class Growth:
+class Candidates(NamedTuple):
+    """What a draft step says of some nodes: the tokens that may follow each, best first."""
+
+    tokens: NDArray[np.int32]  # (num_nodes, num_candidates)
+    # (num_nodes, num_candidates) conditional log-probabilities or, to sample from, logarithms of weights; -inf excludes
+    log_probs: NDArray[np.float32]
+
+
+class GrowingTree:
     """A tree in the making: arrays with room to spare, nodes in order of discovery."""
 
     def __init__(self, root_token: int, max_nodes: int) -> None:
@@ -28,66 +30,92 @@ class Growth:
         self.log_probs = np.zeros(max_nodes, np.float32)
         self.scores = np.full(max_nodes, -np.inf, np.float32)  # log-probability of the whole path
         self.depths = np.zeros(max_nodes, np.int32)
-        self.is_open = np.zeros(max_nodes, np.bool_)  # may still be expanded
+        self.expansions = np.full(max_nodes, -1, np.int32)  # where `Explored` holds what follows; -1 before
         self.num_nodes = 1
-        self.tokens[0], self.scores[0], self.is_open[0] = root_token, 0.0, True
+        self.tokens[0], self.scores[0] = root_token, 0.0
 
-    def threshold(self, budget: int) -> float:
-        """The `budget`-th best score: a node below it cannot be in the tree."""
-        scores = self.scores[: self.num_nodes]
-        return float(np.partition(scores, -budget)[-budget]) if self.num_nodes > budget else -np.inf
+    @property
+    def num_free(self) -> int:
+        """Nodes that there is still room for."""
+        return len(self.tokens) - self.num_nodes
 
-    def frontier(self, limits: BestFirst) -> NDArray[np.intp]:
-        """The `width` best open nodes among the `budget` best nodes, in order of discovery."""
-        count = self.num_nodes
-        eligible = self.is_open[:count] & (self.scores[:count] >= self.threshold(limits.budget))
-        nodes = np.flatnonzero(eligible)
-        best = nodes[np.argsort(-self.scores[nodes], kind="stable")[: limits.width]]
-        return np.sort(best)
-
-    def add(self, frontier: NDArray[np.intp], children: Children, budget: int, closed: frozenset[int]) -> None:
-        """Adds the children whose score could still be among the best; `closed` tokens are never expanded."""
-        self.is_open[frontier] = False
-        scores = self.scores[frontier][:, None] + children.log_probs
-        order = np.sort(scores.ravel())[::-1]
-        enough = order[min(budget, len(order)) - 1]  # more than `budget` new nodes are never needed
-        is_wanted = np.isfinite(scores) & (scores >= max(self.threshold(budget), float(enough)))
-        rows, ranks = np.nonzero(is_wanted)
-        rows, ranks = rows[: len(self.tokens) - self.num_nodes], ranks[: len(self.tokens) - self.num_nodes]
-        new = slice(self.num_nodes, self.num_nodes + len(rows))
-        self.tokens[new] = children.tokens[rows, ranks]
-        self.parents[new] = frontier[rows]
-        self.log_probs[new] = children.log_probs[rows, ranks]
-        self.scores[new] = scores[rows, ranks]
-        self.depths[new] = self.depths[frontier[rows]] + 1
-        self.is_open[new] = ~np.isin(self.tokens[new], list(closed))
+    def append(
+        self, parents: NDArray[np.intp], tokens: NDArray[np.int32], log_probs: NDArray[np.float32]
+    ) -> NDArray[np.intp]:
+        """Adds children of these parents, each argument (num_new,); returns the new nodes."""
+        new = slice(self.num_nodes, self.num_nodes + len(parents))
+        self.tokens[new], self.parents[new], self.log_probs[new] = tokens, parents, log_probs
+        self.scores[new] = self.scores[parents] + log_probs
+        self.depths[new] = self.depths[parents] + 1
         self.num_nodes = new.stop
+        return np.arange(new.start, new.stop)
 
-    def tree(self, budget: int) -> Tree:
-        """The best `budget` nodes."""
+    def tree(self) -> Tree:
+        """All nodes."""
         cut = slice(0, self.num_nodes)
-        return Tree(self.tokens[cut].copy(), self.parents[cut].copy(), self.log_probs[cut].copy()).trimmed(budget)
+        return Tree(self.tokens[cut].copy(), self.parents[cut].copy(), self.log_probs[cut].copy())
 
 
-def grow_best_first(
-    root_token: int,
-    limits: BestFirst,
-    closed: frozenset[int],
-    expand: Callable[[Growth, Sequence[int]], Children],
-) -> Tree:
+class Grower(Protocol):
+    """One way of growing, for one tree."""
+
+    tree: GrowingTree
+
+    def frontier(self) -> NDArray[np.intp]:
+        """Nodes to expand next, ascending; none when the tree is done. A parent is expanded before its children."""
+        ...
+
+    def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
+        """Goes on with what may follow the nodes of the frontier, in their order."""
+        ...
+
+    def finished(self) -> Tree:
+        """The tree, when the frontier is empty."""
+        ...
+
+
+class BestFirstGrower:
     """Expands the best nodes first (SpecExec, arXiv 2406.02532, section 4.2 and algorithm 2).
 
     Each draft step expands the `width` best open nodes by the log-probability of their paths; the `budget` best nodes
-    are the tree. Ends when no open node is among them, or after `depth` steps. `expand` gets the growth and the nodes,
-    in order of discovery: a parent is always expanded before its children. Nodes with a token in `closed` get no
-    children.
+    are the tree. Ends when no open node is among them, or after `depth` steps. A node has at most `branch` children,
+    one with a token in `closed` none.
     """
-    growth = Growth(root_token, max_nodes=1 + limits.depth * limits.budget)
-    for _ in range(limits.depth):
-        if limits.budget == 1:
-            break
-        frontier = growth.frontier(limits)
-        if len(frontier) == 0:
-            break
-        growth.add(frontier, expand(growth, frontier.tolist()), limits.budget, closed)
-    return growth.tree(limits.budget)
+
+    def __init__(self, root_token: int, limits: BestFirst, branch: int, closed: NDArray[np.int32]) -> None:
+        self.tree = GrowingTree(root_token, 1 + limits.depth * limits.budget)
+        self._limits, self._branch, self._closed = limits, branch, closed
+        self._is_open = np.zeros(len(self.tree.tokens), np.bool_)  # may still be expanded
+        self._is_open[0] = True
+        self._num_steps = 0
+
+    def frontier(self) -> NDArray[np.intp]:
+        """The `width` best open nodes among the `budget` best nodes."""
+        if self._limits.budget == 1 or self._num_steps == self._limits.depth:
+            return NO_NODES
+        scores = self.tree.scores[: self.tree.num_nodes]
+        nodes = np.flatnonzero(self._is_open[: len(scores)] & (scores >= self._threshold()))
+        best = nodes[np.argsort(-scores[nodes], kind="stable")[: self._limits.width]]
+        return np.sort(best)
+
+    def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
+        """Adds the children whose score could still be among the best."""
+        self._num_steps += 1
+        self._is_open[frontier] = False
+        log_probs = candidates.log_probs[:, : self._branch]
+        scores = self.tree.scores[frontier][:, None] + log_probs
+        order = np.sort(scores.ravel())[::-1]
+        enough = float(order[min(self._limits.budget, len(order)) - 1])  # more than `budget` are never needed
+        rows, ranks = np.nonzero(np.isfinite(scores) & (scores >= max(self._threshold(), enough)))
+        rows, ranks = rows[: self.tree.num_free], ranks[: self.tree.num_free]
+        new = self.tree.append(frontier[rows], candidates.tokens[rows, ranks], log_probs[rows, ranks])
+        self._is_open[new] = ~np.isin(self.tree.tokens[new], self._closed)
+
+    def finished(self) -> Tree:
+        """The best `budget` nodes."""
+        return self.tree.tree().trimmed(self._limits.budget)
+
+    def _threshold(self) -> float:
+        """The `budget`-th best score: a node below it cannot be in the tree."""
+        budget, scores = self._limits.budget, self.tree.scores[: self.tree.num_nodes]
+        return float(np.partition(scores, -budget)[-budget]) if len(scores) > budget else -np.inf

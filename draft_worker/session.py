@@ -1,182 +1,132 @@
-"""A session at the draft worker: its KV, kept between rounds and rolled back to what was committed."""
+"""A session at the draft worker: its committed tokens, their KV, and what has been found out below them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from bough.errors import InvalidRequest
-from bough.growth import BestFirst
+from bough.errors import PrefixMissing
 from bough.messages import Context, GrowCall
-from bough.model.batch import Batch, Segment
-from bough.model.draw import adjusted, filtered, gumbel_noise
+from bough.model.batch import Segment
 from bough.model.kv import KVSlot
-from bough.sampling import SamplingParams
-from bough.tree import Tree
-from draft_worker.grow import Children, Growth, grow_best_first
+from bough.prefix import prefix_hash
+from draft_worker.explored import Explored, Wanted
+from draft_worker.guess import Guessing
 
-NUM_CANDIDATES = 256  # tokens that are considered as children; far more than are ever taken
+MAX_EXPANSIONS = 2048  # nodes expanded for one tree: each takes a row of the session's slot
+CONTEXT_CHUNK = 512  # tokens of a context that one draft step runs at most: others' trees grow in the same step
 
 
-class DraftModel(Protocol):
-    """The seam below growing: a resident model, or a fake."""
+class Window(NamedTuple):
+    """How much of a session a draft looks at; beyond it the oldest tokens are dropped."""
 
-    device: torch.device
+    max_context: int  # tokens, the root included
+    max_positions: int  # that the model was made for, a tree's included
 
-    def logits(self, batch: Batch) -> torch.Tensor:
-        """(num_logit_rows, vocab_size) float32."""
-        ...
+    def holds(self, num_tokens: int, num_levels: int) -> bool:
+        """Whether a tree of so many levels can stand on so many tokens before its root."""
+        return num_tokens < self.max_context and num_tokens + num_levels < self.max_positions
+
+    def kept(self, num_levels: int) -> int:
+        """Tokens to keep of a session that has become too long: few enough that this is seldom needed."""
+        return max(0, min(self.max_context // 2, self.max_positions - num_levels - 1))
 
 
 class DraftSession:
-    """Grows trees for one session; remembers the last tree's KV, so that what of it was accepted is not run again."""
+    """What a draft holds of one session. The slot holds a window of it, from token `start` on.
 
-    def __init__(self, slot: KVSlot) -> None:
+    Positions and slot rows count from the start of the window, but for those of the target's random numbers.
+    """
+
+    def __init__(self, slot: KVSlot, window: Window) -> None:
         self.slot = slot
-        self._last_tree: dict[int, dict[int, int]] = {}  # expanded node (by its slot row) -> child token -> child's row
-        self._last_root: tuple[int, int] | None = None  # token and slot row
+        self.tokens: list[int] = []  # committed, before the root; those that the slot lacks are still to be run
+        self.start = 0
+        self.explored = Explored(0)
+        self._window = window
+        self._guessing: Guessing | None = None
 
-    def grow(self, call: GrowCall, model: DraftModel, branch: int) -> tuple[Tree, int]:
-        """A tree for the call, and how many draft steps it took.
+    def stand_on(self, call: GrowCall, guessing: Guessing, num_levels: int) -> None:
+        """Takes over the call's context, and what of earlier trees lies on it.
 
         Raises:
             PrefixMissing: this worker holds less of the session, or something else, than the caller believes.
         """
-        if not isinstance(call.plan.growth, BestFirst):
-            raise InvalidRequest("growth: only best_first is grown here so far")
-        self._stand_on(call.context)
-        expansion = _Expansion(self.slot, call, model, branch)
-        tree = grow_best_first(call.root_token, call.plan.growth, call.sampling.stop_token_ids, expansion.expand)
-        self._remember(expansion)
-        return tree, expansion.num_steps
+        context = call.context
+        self._require_held(context)
+        tokens = [*self.tokens[: context.context_start], *context.tokens]
+        is_same = tokens[: len(self.tokens)] == self.tokens
+        if is_same and self.num_pending == 0:
+            self._follow([*tokens[len(self.tokens) :], call.root_token])
+        elif not is_same:
+            is_in_window = context.context_start >= self.start
+            self.slot.roll_back(min(self.slot.length, context.context_start - self.start) if is_in_window else 0)
+            self.start = self.start if is_in_window else 0
+        self.tokens = tokens
+        if not self.has_room(num_levels):
+            self.start = len(tokens) - min(len(tokens), self._window.kept(num_levels))
+            self.slot.roll_back(0)
+        has_room = len(self.explored) + call.plan.growth.max_expansions <= MAX_EXPANSIONS
+        if self.num_pending or guessing != self._guessing or not has_room:
+            self.explored = Explored(len(tokens) - self.start)
+        self._guessing = guessing
 
-    def _stand_on(self, context: Context) -> None:
-        """Rolls back to the committed prefix, and takes over from the last tree what has been committed since."""
-        self.slot.stand_on(context.context_start, context.prefix_hash)
-        rows: list[int] = []
-        if self._last_root is not None and context.context_start == self._last_root[1]:
-            rows = self._accepted_rows(context.tokens)
-        self.slot.compact(rows, context.tokens[: len(rows)])
-        self._last_root, self._last_tree = None, {}
+    def has_room(self, num_levels: int) -> bool:
+        """Whether a tree of so many levels can stand on what is committed without a new window."""
+        return self._window.holds(len(self.tokens) - self.start, num_levels)
 
-    def _accepted_rows(self, tokens: Sequence[int]) -> list[int]:
-        """Slot rows of the expanded nodes of the last tree along these tokens."""
-        assert self._last_root is not None
-        token, row = self._last_root
-        if not tokens or tokens[0] != token:
-            return []
-        rows = [row]
-        for token in tokens[1:]:
-            child = self._last_tree.get(rows[-1], {}).get(token)
-            if child is None:
-                break
-            rows.append(child)
-        return rows
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens of the window that have not been run yet."""
+        return len(self.tokens) - self.start - self.slot.length
 
-    def _remember(self, expansion: _Expansion) -> None:
-        if expansion.growth is None:
+    def pending(self) -> Segment:
+        """The next committed tokens to run."""
+        begin = self.slot.length
+        tokens = self.tokens[self.start + begin :][:CONTEXT_CHUNK]
+        return Segment.context(self.slot, begin, tokens)
+
+    def commit(self, num_run: int) -> None:
+        """The model has been run on the next `num_run` pending tokens."""
+        begin = self.slot.length
+        self.slot.compact(range(begin, begin + num_run), self.tokens[self.start + begin :][:num_run])
+
+    def adjusted(self, wanted: Wanted, logits: torch.Tensor) -> torch.Tensor:
+        """Logits (num_new, vocab_size) of nodes after penalties and bias."""
+        if self._guessing is None or not self._guessing.is_adjusted:
+            return logits
+        steps = np.arange(wanted.paths.shape[1])
+        positions = np.where(steps <= wanted.depths[:, None], len(self.tokens) + steps, -1).astype(np.int32)
+        return self._guessing.adjusted(logits, self.tokens, self.explored.path_tokens(wanted), positions)
+
+    def learn(self, wanted: Wanted, values: NDArray[np.float32], tokens: NDArray[np.int32], vocab_size: int) -> None:
+        """The model has been run on these nodes; these are the largest adjusted logits of each, as from `largest`."""
+        assert self._guessing is not None
+        positions = len(self.tokens) + 1 + wanted.depths
+        self.explored.learn(wanted, self._guessing.candidates(values, tokens, positions, vocab_size))
+
+    def _require_held(self, context: Context) -> None:
+        start = context.context_start
+        if start <= len(self.tokens) and prefix_hash(self.tokens[:start]) == context.prefix_hash:
             return
-        self._last_root = (int(expansion.growth.tokens[0]), self.slot.length)
-        for node, row in expansion.row_of.items():
-            if node:
-                parent_row = expansion.row_of[int(expansion.growth.parents[node])]
-                self._last_tree.setdefault(parent_row, {})[int(expansion.growth.tokens[node])] = row
-
-
-class _Expansion:
-    """Expands nodes of one growing tree with the draft model. Expanded node number k takes slot row base + k."""
-
-    def __init__(self, slot: KVSlot, call: GrowCall, model: DraftModel, branch: int) -> None:
-        self.slot = slot
-        self.call = call
-        self.model = model
-        self.branch = branch
-        self.base = call.context.base_length
-        self.row_of: dict[int, int] = {}  # expanded node -> slot row
-        self.num_steps = 0
-        self.growth: Growth | None = None
-
-    def expand(self, growth: Growth, nodes: Sequence[int]) -> Children:
-        """One draft step; the first also runs the context that the worker does not hold yet."""
-        self.growth = growth
-        for node in nodes:
-            self.row_of[node] = self.base + len(self.row_of)
-        segments = [self._segment(growth, nodes)]
-        if self.num_steps == 0:
-            segments.insert(0, self._pending_context())
-        logits = self.model.logits(Batch(segments, None, self.model.device))
-        self.num_steps += 1
-        if self.num_steps == 1:
-            new = self.call.context.tokens[self.slot.length - self.call.context.context_start :]
-            self.slot.compact(range(self.slot.length, self.base), new)
-        return self._children(growth, nodes, logits)
-
-    def _pending_context(self) -> Segment:
-        start = self.slot.length
-        return Segment.context(self.slot, start, self.call.context.tokens[start - self.call.context.context_start :])
-
-    def _path(self, growth: Growth, node: int) -> list[int]:
-        path = []
-        while node >= 0:
-            path.append(node)
-            node = int(growth.parents[node])
-        return path[::-1]
-
-    def _segment(self, growth: Growth, nodes: Sequence[int]) -> Segment:
-        depths = growth.depths[nodes]
-        tail = np.zeros((len(nodes), int(depths.max()) + 1), np.int32)
-        for i, node in enumerate(nodes):
-            tail[i, : depths[i] + 1] = [self.row_of[step] for step in self._path(growth, node)]
-        rows = np.array([self.row_of[node] for node in nodes], np.int32)
-        return Segment(self.slot, growth.tokens[nodes], self.base + depths, rows, self.base, tail, True)
-
-    def _children(self, growth: Growth, nodes: Sequence[int], logits: torch.Tensor) -> Children:
-        """The tokens that the target is likeliest to draw, given the noise with which it will draw them.
-
-        With noise G at temperature T the target takes the largest of logit + T G: greedy decoding of perturbed logits.
-        So the draft's guess is the softmax of its own logits perturbed in the same way, and at T = 0 the plain softmax.
-        """
-        params = self.call.sampling
-        if params.has_penalties or params.logit_bias:
-            logits = self._adjusted(growth, nodes, logits)
-        values, candidates = logits.topk(min(NUM_CANDIDATES, logits.shape[1]), dim=1)
-        tokens, scores = candidates.cpu().numpy(), values.cpu().numpy().astype(np.float64)
-        if not params.is_greedy:
-            scores = self._perturbed(growth, nodes, tokens, scores, logits.shape[1])
-        peak = scores.max(1, keepdims=True)
-        with np.errstate(divide="ignore"):
-            log_probs = scores - peak - np.log(np.exp(scores - peak).sum(1, keepdims=True))
-        best = np.argsort(-log_probs, axis=1, kind="stable")[:, : self.branch]
-        return Children(
-            np.take_along_axis(tokens, best, 1).astype(np.int32),
-            np.minimum(np.take_along_axis(log_probs, best, 1), 0.0).astype(np.float32),
+        held = f"{len(self.tokens)} tokens" if start > len(self.tokens) else "other tokens"
+        raise PrefixMissing(
+            f"context.context_start: {start} tokens were taken to be held, but {held} are; "
+            "send the session's tokens again from what is held",
+            len(self.tokens),
+            prefix_hash(self.tokens),
         )
 
-    def _perturbed(
-        self, growth: Growth, nodes: Sequence[int], tokens: np.ndarray, scores: np.ndarray, vocab_size: int
-    ) -> np.ndarray:
-        params: SamplingParams = self.call.sampling
-        depths = growth.depths[nodes]
-        noise = {depth: gumbel_noise(params.seed, self.base + 1 + depth, vocab_size) for depth in set(depths.tolist())}
-        return np.stack(
-            [
-                params.temperature * (filtered(scores[i], params) + noise[depth][tokens[i]])
-                for i, depth in enumerate(depths.tolist())
-            ]
-        )
-
-    def _adjusted(self, growth: Growth, nodes: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        held = self.slot.tokens
-        rows = [
-            adjusted(
-                row.astype(np.float64),
-                self.call.sampling,
-                [*held, *(int(growth.tokens[step]) for step in self._path(growth, node))],
-                self.call.context.prompt_length,
-            )
-            for node, row in zip(nodes, logits.cpu().numpy(), strict=True)
-        ]
-        return torch.from_numpy(np.stack(rows)).float()
+    def _follow(self, tokens: list[int]) -> None:
+        """Commits the KV of what has been accepted, all but the last of these tokens, and keeps what lies below it."""
+        path = self.explored.walk(tokens)
+        accepted = path[: len(tokens) - 1]
+        rows, below = accepted, Explored(self.slot.length + len(tokens) - 1)
+        if len(path) == len(tokens):
+            below, kept = self.explored.below(path[-1], below.base)
+            rows = [*accepted, *kept.tolist()]
+        self.slot.compact([self.explored.base + row for row in rows], tokens[: len(accepted)])
+        self.explored = below

@@ -1,30 +1,31 @@
-"""A loaded draft model, its sessions, and the one thread that runs it."""
+"""A loaded draft model, its engine, and the one thread that runs both."""
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 import torch
 
 from bough import __version__
 from bough.config import DraftConfig
-from bough.errors import ConfigError, InvalidRequest, NotFound
-from bough.messages import GrowCall, GrowResult, Timings, WorkerInfo
+from bough.errors import ConfigError, NotFound
+from bough.messages import GrowCall, GrowResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
 from bough.model.kv import KVSlot
 from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
-from draft_worker.session import DraftSession
+from draft_worker.engine import Engine, Request, settle
+from draft_worker.session import MAX_EXPANSIONS, DraftSession, Window
 from draft_worker.sources import load_draft
-
-MAX_EXPANSIONS = 2048  # nodes expanded for one tree: each takes a row of the session's slot
 
 
 class DraftWorker:
-    """Grows trees, one call at a time. The session used longest ago gives way: losing its KV costs time only."""
+    """Grows trees of all sessions that call at once, in the same draft steps."""
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
         compute_with(config.threads)
@@ -44,20 +45,38 @@ class DraftWorker:
         self._max_sessions = config.kv_memory // session_bytes
         if self._max_sessions < 1:
             raise ConfigError(f"--kv-memory: {config.kv_memory} bytes hold no session; one takes {session_bytes}")
-        self._sessions: OrderedDict[str, DraftSession] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, "draft", compute_with, (config.threads,))
+        self._engine = Engine(
+            self._model, self.vocab_size, config.branch, self._max_sessions, config.ahead_steps, self._new_session
+        )
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name="draft", daemon=True)  # a process that fails must end
+        self._thread.start()
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
-        """Queues a call; the future raises InvalidRequest or PrefixMissing."""
-        return self._thread.submit(self._grow, call, time.perf_counter_ns())
+        """Queues a call; the future raises InvalidRequest or PrefixMissing. Cancelled, it ends with the next step."""
+        request = Request(call, Future(), time.perf_counter_ns())
+        self._inbox.put(lambda: self._engine.start(request))
+        return request.future
 
     def release(self, session_id: str) -> Future[None]:
         """Forgets a session; the future raises NotFound."""
-        return self._thread.submit(self._release, session_id)
+        future: Future[None] = Future()
+
+        def release() -> None:
+            try:
+                self._engine.release(session_id)
+            except NotFound as exc:
+                settle(future, exc)
+            else:
+                settle(future, None)
+
+        self._inbox.put(release)
+        return future
 
     def close(self) -> None:
-        """Ends the thread after the tree that is being grown."""
-        self._thread.shutdown(cancel_futures=True)
+        """Ends the thread after the draft step that is being run; calls that have no tree yet fail."""
+        self._inbox.put(None)
+        self._thread.join()
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
@@ -65,6 +84,11 @@ class DraftWorker:
         device = self._model.device
         notes = (
             *([f"substitute draft: layers {', '.join(map(str, dropped))} left out"] if dropped else []),
+            *(
+                [f"draft-ahead: {self._engine.num_warm_trees} of {self._engine.num_trees} trees were known in part"]
+                if self._config.ahead_steps
+                else []
+            ),
             *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
         )
         return WorkerInfo(
@@ -78,7 +102,7 @@ class DraftWorker:
             max_context=self._max_context,
             max_nodes=self._config.max_nodes,
             max_sessions=self._max_sessions,
-            num_sessions=len(self._sessions),
+            num_sessions=self._engine.num_sessions,
             notes=notes,
             bough_version=__version__,
         )
@@ -88,34 +112,27 @@ class DraftWorker:
         """Most nodes of a tree."""
         return self._config.max_nodes
 
-    def _grow(self, call: GrowCall, arrived_ns: int) -> GrowResult:
-        began_ns = time.perf_counter_ns()
-        growth, needed = call.plan.growth, call.context.base_length + 1
-        if growth.max_expansions > MAX_EXPANSIONS:
-            raise InvalidRequest(
-                f"growth: {growth} may expand {growth.max_expansions} nodes; {MAX_EXPANSIONS} would do"
-            )
-        if needed > self._max_context:
-            raise InvalidRequest(f"context: {needed} tokens; at most {self._max_context} fit a session of this draft")
-        session = self._session(call.context.session_id)
-        tree, num_steps = session.grow(call, self._model, self._config.branch)
-        ended_ns = time.perf_counter_ns()
-        timings = Timings(
-            total_ns=ended_ns - arrived_ns,
-            queue_ns=began_ns - arrived_ns,
-            compute_ns=ended_ns - began_ns,
-            num_passes=num_steps,
-        )
-        return GrowResult(tree, session.slot.length, timings)
+    def _new_session(self) -> DraftSession:
+        slot = KVSlot(self._shape, self._num_rows, self._model.device)
+        return DraftSession(slot, Window(self._max_context, self._model.skeleton.max_positions))
 
-    def _session(self, session_id: str) -> DraftSession:
-        if session_id not in self._sessions:
-            if len(self._sessions) == self._max_sessions:
-                self._sessions.popitem(last=False)
-            self._sessions[session_id] = DraftSession(KVSlot(self._shape, self._num_rows, self._model.device))
-        self._sessions.move_to_end(session_id)
-        return self._sessions[session_id]
+    def _work(self) -> None:
+        """What the thread does: calls that came meanwhile, then a draft step for all that grow."""
+        compute_with(self._config.threads)
+        while True:
+            for command in self._commands():
+                if command is None:
+                    self._engine.close()
+                    return
+                command()
+            self._engine.step()
 
-    def _release(self, session_id: str) -> None:
-        if self._sessions.pop(session_id, None) is None:
-            raise NotFound(f"session_id: {session_id!r} is not held here")
+    def _commands(self) -> list[Callable[[], None] | None]:
+        """All that have come; where there is nothing else to do, at least one."""
+        is_busy = self._engine.is_growing or self._engine.can_go_ahead
+        commands = [] if is_busy else [self._inbox.get()]
+        try:
+            while True:
+                commands.append(self._inbox.get_nowait())
+        except Empty:
+            return commands

@@ -1,52 +1,59 @@
-"""Growth with a fake draft: best-first against brute force, limits, ends, and sessions that are rolled back."""
+"""Growers without a model: best-first against brute force, shapes, chains, samples, limits and ends."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
+from fake_draft import VOCAB, fake_log_probs, grow_call
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.errors import PrefixMissing
-from bough.growth import BestFirst, TreePlan
-from bough.messages import Context, GrowCall
-from bough.model.batch import Batch
-from bough.model.kv import KVShape, KVSlot
+from bough.errors import InvalidRequest
+from bough.growth import BestFirst, Chains, Growth, Scheme, StaticShape, TreePlan
 from bough.sampling import SamplingParams
-from draft_worker.grow import Children, Growth, grow_best_first
-from draft_worker.session import DraftSession
+from bough.tree import Tree
+from draft_worker.grow import BestFirstGrower, Candidates, Grower
+from draft_worker.shaped import grower_for
 
-VOCAB = 6
 ROOT = 0
+SAMPLED = (Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND)
+shapes = st.lists(st.integers(0, 3), max_size=20).map(
+    lambda steps: StaticShape(
+        tuple(np.minimum(np.cumsum([0, *steps[1:]])[: len(steps)], np.arange(len(steps))).tolist())
+    )
+)
 
 
-def fake_log_probs(path: Sequence[int]) -> np.ndarray:
-    """(VOCAB,) log-probabilities that depend on the whole path."""
-    logits = np.random.default_rng([len(path), *path]).normal(size=VOCAB) * 2
-    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+def grown(grower: Grower, widths: list[int] | None = None) -> Tree:
+    """What a grower makes of `fake_log_probs`; the width of every step goes into `widths`."""
+    while len(frontier := grower.frontier()):
+        rows = []
+        for node in frontier.tolist():
+            path = []
+            while node >= 0:
+                path.append(int(grower.tree.tokens[node]))
+                node = int(grower.tree.parents[node])
+            rows.append(fake_log_probs(path[::-1]))
+        order = np.argsort(-np.stack(rows), axis=1)
+        grower.take(frontier, Candidates(order.astype(np.int32), np.take_along_axis(np.stack(rows), order, 1)))
+        if widths is not None:
+            widths.append(len(frontier))
+    return grower.finished()
 
 
-def expand(growth: Growth, nodes: Sequence[int]) -> Children:
-    """What a draft model would say, from `fake_log_probs`."""
-    rows = []
-    for node in nodes:
-        path = []
-        while node >= 0:
-            path.append(int(growth.tokens[node]))
-            node = int(growth.parents[node])
-        rows.append(fake_log_probs(path[::-1]))
-    order = np.argsort(-np.stack(rows), axis=1)
-    return Children(order.astype(np.int32), np.take_along_axis(np.stack(rows), order, 1))
+def best_first(limits: BestFirst, closed: Sequence[int] = ()) -> BestFirstGrower:
+    return BestFirstGrower(ROOT, limits, VOCAB, np.array(closed, np.int32))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4))
 def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth: int) -> None:
     """Brute force over every path up to `depth`; a wide frontier leaves nothing to luck."""
-    tree = grow_best_first(ROOT, BestFirst(budget, width=10_000, depth=depth), frozenset(), expand)
+    tree = grown(best_first(BestFirst(budget, width=10_000, depth=depth)))
     scores = [0.0]
     for length in range(1, depth + 1):
         for path in itertools.product(range(VOCAB), repeat=length):
@@ -56,15 +63,11 @@ def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth:
     assert sorted(tree.scores().tolist(), reverse=True) == pytest.approx(best, abs=1e-4)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 6))
 def test_limits_hold_and_siblings_are_best_first(budget: int, width: int, depth: int) -> None:
     widths: list[int] = []
-
-    def counting(growth: Growth, nodes: Sequence[int]) -> Children:
-        widths.append(len(nodes))
-        return expand(growth, nodes)
-
-    tree = grow_best_first(ROOT, BestFirst(budget, width, depth), frozenset(), counting)
+    tree = grown(best_first(BestFirst(budget, width, depth)), widths)
     tree.validate(VOCAB, budget)
     assert len(tree) <= budget
     assert tree.depths().max() <= depth
@@ -75,83 +78,105 @@ def test_limits_hold_and_siblings_are_best_first(budget: int, width: int, depth:
         assert log_probs == sorted(log_probs, reverse=True)
 
 
+def test_growth_ends_when_the_tree_is_full_and_nothing_better_can_come() -> None:
+    """SpecExec's third stop rule: with one certain path the depth limit is not what ends growth."""
+    widths: list[int] = []
+    grown(best_first(BestFirst(budget=3, width=1, depth=30)), widths)
+    assert len(widths) < 10
+
+
 def test_nothing_grows_below_the_end_of_the_text() -> None:
-    tree = grow_best_first(ROOT, BestFirst(40, 40, 4), frozenset({1, 2}), expand)
+    tree = grown(best_first(BestFirst(40, 40, 4), closed=(1, 2)))
     assert any(token in (1, 2) for token in tree.tokens[1:])
     assert all(int(tree.tokens[parent]) not in (1, 2) for parent in tree.parents[1:])
 
 
-class FakeModel:
-    """A draft whose logits are a function of the path that the KV slot spells; a key is its token and position."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.rows_run: list[int] = []
-
-    def logits(self, batch: Batch) -> torch.Tensor:
-        self.rows_run.append(batch.num_tokens)
-        rows = []
-        for segment in batch.segments:
-            keys = segment.slot.keys
-            for i in range(len(segment)):
-                keys[0, segment.rows[i], 0, 0] = float(segment.tokens[i])
-            for i in range(len(segment) if segment.wants_logits else 0):
-                before = [int(keys[0, row, 0, 0]) for row in range(segment.base)]
-                depth = int(segment.positions[i]) - segment.base
-                path = [int(keys[0, row, 0, 0]) for row in segment.tail[i, : depth + 1]]
-                rows.append(fake_log_probs([*before, *path]))
-        return torch.from_numpy(np.stack(rows))
+def shaped(growth: Growth, scheme: Scheme, seed: int = 1, stops: Sequence[int] = ()) -> Grower:
+    params = SamplingParams(seed=seed, stop_token_ids=frozenset(stops))
+    return grower_for(grow_call([3, 1, ROOT], sampling=params, plan=TreePlan(growth, scheme)), 4, VOCAB)
 
 
-def new_session() -> DraftSession:
-    return DraftSession(KVSlot(KVShape(1, 1, 1, torch.float32), 200, torch.device("cpu")))
+@settings(deadline=None)
+@given(shapes, st.sampled_from(Scheme))
+def test_a_shape_is_filled_a_level_per_step(shape: StaticShape, scheme: Scheme) -> None:
+    """Where the vocabulary is large enough for it, the tree is the shape, whatever fills it; merged samples aside."""
+    widths: list[int] = []
+    tree = grown(shaped(shape, scheme), widths)
+    tree.validate(VOCAB, shape.budget)
+    assert len(widths) <= max(shape.depths())
+    fits = max(Counter(shape.parents).values(), default=0) <= VOCAB
+    if fits and scheme is not Scheme.MULTI_ROUND:
+        assert tree.parents[1:].tolist() == list(shape.parents)
+        assert len(widths) == max(shape.depths())
+        assert sum(widths) == shape.max_expansions
+    if scheme in SAMPLED:
+        assert tree.draft_probs is not None
+        assert tree.draft_probs.nodes.tolist() == sorted(set(tree.parents[1:].tolist()))
+    if scheme is Scheme.MULTI_ROUND:
+        assert tree.draws is not None
+        assert len(tree.draws) == len(shape.parents)
 
 
-def grow_call(tokens: list[int], held: int, sampling: SamplingParams | None = None) -> GrowCall:
-    context = Context.of("s", tokens, held, prompt_length=3)
-    return GrowCall(context, tokens[-1], sampling or SamplingParams(temperature=0.0), 0, TreePlan(BestFirst(12, 3, 4)))
+def test_a_shape_filled_with_the_best_holds_the_best_in_their_order() -> None:
+    tree = grown(shaped(StaticShape((0, 0, 0, 1, 1)), Scheme.TARGET))
+    best = np.argsort(-fake_log_probs([ROOT]))[:3]
+    assert tree.tokens[1:4].tolist() == best.tolist()
+    assert tree.log_probs[1:4] == pytest.approx(fake_log_probs([ROOT])[best])
+    assert tree.tokens[4:].tolist() == np.argsort(-fake_log_probs([ROOT, best[0]]))[:2].tolist()
 
 
-def test_a_session_kept_over_rounds_grows_what_a_fresh_one_would() -> None:
-    """Follows an accepted path, then a token outside the tree, then a rollback by the orchestrator."""
-    session, model = new_session(), FakeModel()
-    tokens = [3, 1, 4]
-    tree, _ = session.grow(grow_call(tokens, 0), model, branch=4)
-    for take in (2, 1, 0, 3):
-        nodes = tree.path(int(np.argmax(tree.depths())))[1 : 1 + take]
-        held = len(tokens) - 1
-        tokens = [*tokens, *(int(tree.tokens[node]) for node in nodes), 5]
-        model.rows_run.clear()
-        tree, _ = session.grow(grow_call(tokens, held), model, branch=4)
-        fresh, _ = new_session().grow(grow_call(tokens, 0), FakeModel(), branch=4)
-        assert tree == fresh
-        assert model.rows_run[0] <= 3, "what was grown and accepted is not run again"
-    tokens = [*tokens[:4], 2]
-    tree, _ = session.grow(grow_call(tokens, 2), model, branch=4)
-    fresh, _ = new_session().grow(grow_call(tokens, 0), FakeModel(), branch=4)
-    assert tree == fresh
+def test_a_chain_is_what_the_draft_would_decode_and_chains_part_at_the_root() -> None:
+    tree = grown(shaped(Chains(1, 4), Scheme.TARGET))
+    path = [ROOT]
+    for _ in range(4):
+        path.append(int(np.argmax(fake_log_probs(path))))
+    assert tree.tokens.tolist() == path
+    assert grown(shaped(Chains(3, 2), Scheme.TARGET)).parents.tolist() == [-1, 0, 0, 0, 1, 2, 3]
 
 
-def test_a_wrong_belief_about_what_is_held_is_refused_with_the_truth() -> None:
-    session = new_session()
-    session.grow(grow_call([3, 1, 4], 0), FakeModel(), branch=4)
-    with pytest.raises(PrefixMissing) as caught:
-        session.grow(grow_call([3, 1, 4, 1, 5, 2], 5), FakeModel(), branch=4)
-    assert caught.value.held_length == 2
-    with pytest.raises(PrefixMissing):
-        session.grow(grow_call([3, 2, 4], 2), FakeModel(), branch=4)
+@pytest.mark.parametrize("scheme", SAMPLED)
+def test_samples_are_repeatable_and_differ_from_round_to_round(scheme: Scheme) -> None:
+    trees = [grown(shaped(Chains(3, 3), scheme, seed)) for seed in (1, 1, *range(2, 12))]
+    assert trees[0] == trees[1]
+    assert len({tuple(tree.tokens.tolist()) for tree in trees}) > 5
+    calls = [grow_call([3, 1, ROOT], plan=TreePlan(Chains(3, 3), scheme), round_=round_) for round_ in range(10)]
+    assert len({tuple(grown(grower_for(call, 4, VOCAB)).tokens.tolist()) for call in calls}) > 5
 
 
-def test_at_temperature_the_draft_guesses_the_sample_itself() -> None:
-    """The draft's own model as the target: its first guess is the token that the target will draw."""
-    from bough.model.draw import draw
+@pytest.mark.parametrize("scheme", SAMPLED)
+def test_the_first_sample_follows_the_distribution_that_is_sent_along(scheme: Scheme) -> None:
+    """Chi-square over 4,000 trees against `draft_probs`: 5 degrees of freedom stay below 40 but for 1.5e-7."""
+    firsts = Counter[int]()
+    for seed in range(4000):
+        tree = grown(shaped(Chains(2, 1), scheme, seed))
+        assert tree.draft_probs is not None
+        firsts[int(tree.tokens[1])] += 1
+    tokens, probs = tree.draft_probs.of(0)
+    assert probs == pytest.approx(np.exp(fake_log_probs([ROOT]))[tokens], abs=1e-6)
+    expected = 4000 * probs
+    assert sum((firsts[t] - e) ** 2 / e for t, e in zip(tokens.tolist(), expected, strict=True)) < 40
 
-    hits = 0
-    for seed in range(40):
-        params = SamplingParams(temperature=0.9, seed=seed)
-        tokens = [3, 1, 4]
-        tree, _ = new_session().grow(grow_call(tokens, 0, params), FakeModel(), branch=4)
-        logits = fake_log_probs(tokens).astype(np.float64)
-        hits += int(tree.tokens[1]) == draw(logits, params, position=3)
-    assert hits == 40
+
+def test_independent_chains_that_agree_share_their_nodes() -> None:
+    """SpecInfer's trie: every draw is counted, and merged nodes go on sampling for each of their chains."""
+    tree = grown(shaped(Chains(30, 2), Scheme.MULTI_ROUND))
+    assert tree.draws is not None
+    assert len(tree.draws) == 60
+    assert len(tree) <= 1 + VOCAB + VOCAB * VOCAB
+    first_level = Counter(node for node in tree.draws.tolist() if tree.parents[node] == 0)
+    for node, times in first_level.items():
+        assert sum(1 for child in tree.draws.tolist() if tree.parents[child] == node) == times
+
+
+@pytest.mark.parametrize("scheme", Scheme)
+@pytest.mark.parametrize("growth", [StaticShape((0, 0, 0, 1, 2, 3, 4)), Chains(4, 3)])
+def test_no_shape_grows_below_the_end_of_the_text(growth: Growth, scheme: Scheme) -> None:
+    for seed in range(20):
+        tree = grown(shaped(growth, scheme, seed, stops=(1, 2, 3)))
+        assert all(int(tree.tokens[parent]) not in (1, 2, 3) for parent in tree.parents[1:])
+
+
+def test_a_scheme_that_wants_samples_refuses_best_first() -> None:
+    for scheme in SAMPLED:
+        with pytest.raises(InvalidRequest, match=f"growth: best_first .* {scheme.value} .*; shape or chains would do"):
+            shaped(BestFirst(8, 2, 2), scheme)

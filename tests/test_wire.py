@@ -89,7 +89,7 @@ def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree
 def test_results_survive_the_wire(times: m.Timings, positions: tuple[PositionLogprobs, ...]) -> None:
     result = m.VerifyResult(m.Verdict((1, 2), 9, positions), 11, times)
     assert wire.verify_result_from_wire(wire.verify_result_to_wire(result)) == result
-    grown = m.GrowResult(TREE, 3, times)
+    grown = m.GrowResult(TREE, 3, times, 17)
     assert wire.grow_result_from_wire(wire.grow_result_to_wire(grown)) == grown
 
 

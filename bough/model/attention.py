@@ -58,7 +58,7 @@ def _lay_out(keys, values, stored, kv_head, j, key_block, value_block):  # type:
 
 
 @_compiled
-def _exp(x):  # type: ignore[no-untyped-def]
+def exp_below_zero(x):  # type: ignore[no-untyped-def]
     """e to the power of x <= 0, float32, good to a few units in the last place, 0 below -87.
 
     By hand, so that it is compiled into vector instructions: the library's would be called number by number.
@@ -108,11 +108,11 @@ def _fold(scores, value_block, row, head, highest, total, out):  # type: ignore[
     peak = highest[row, head]
     for j in range(BLOCK):
         peak = max(peak, scores[j])
-    decay = _exp(highest[row, head] - peak)
+    decay = exp_below_zero(highest[row, head] - peak)
     highest[row, head] = peak
     block_total = np.float32(0)
     for j in range(BLOCK):
-        scores[j] = _exp(scores[j] - peak)
+        scores[j] = exp_below_zero(scores[j] - peak)
     for j in range(BLOCK):
         block_total += scores[j]
     total[row, head] = total[row, head] * decay + block_total

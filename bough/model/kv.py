@@ -74,10 +74,17 @@ class KVSlot:
                 self.length,
                 prefix_hash(self.tokens),
             )
-        del self.tokens[context_start:]
+        self.roll_back(context_start)
+
+    def roll_back(self, length: int) -> None:
+        """Forgets all but the first `length` tokens."""
+        del self.tokens[length:]
 
     def compact(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Commits tokens whose keys and values stand in `rows`, by moving them down to follow the committed ones."""
+        """Commits tokens whose keys and values stand in `rows`, by moving them down to follow the committed ones.
+
+        What stands in rows beyond the tokens follows them and is not committed.
+        """
         start, end = self.length, self.length + len(rows)
         if list(rows) != list(range(start, end)):
             source = torch.tensor(rows, device=self.keys.device)

@@ -30,7 +30,7 @@ _parallel = numba.njit(cache=True, error_model="numpy", parallel=True)
 
 
 @_compiled
-def _rounded(value):  # type: ignore[no-untyped-def]
+def rounded(value):  # type: ignore[no-untyped-def]
     """The upper half of a float32's bits, rounded to nearest and even: bfloat16."""
     bits = np.float32(value).view(np.uint32)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
@@ -50,8 +50,8 @@ def _unpack4(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
             if is_bf16:
                 for j in range(half):
                     byte = np.int32(packed[row, half * group + j])
-                    out[row, begin + j] = _rounded(np.float32(byte & 15) * scale + offset)
-                    out[row, begin + half + j] = _rounded(np.float32(byte >> 4) * scale + offset)
+                    out[row, begin + j] = rounded(np.float32(byte & 15) * scale + offset)
+                    out[row, begin + half + j] = rounded(np.float32(byte >> 4) * scale + offset)
             else:
                 for j in range(half):
                     byte = np.int32(packed[row, half * group + j])
@@ -69,7 +69,7 @@ def _unpack8(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
             scale = scales[0, row, group]
             if is_bf16:
                 for column in range(size * group, size * (group + 1)):
-                    out[row, column] = _rounded(np.float32(packed[row, column]) * scale)
+                    out[row, column] = rounded(np.float32(packed[row, column]) * scale)
             else:
                 for column in range(size * group, size * (group + 1)):
                     out[row, column] = np.float32(packed[row, column]) * scale
@@ -85,7 +85,7 @@ def _unpack_words_down(words, zeros, scales, groups, bits, out, is_bf16):  # typ
         if is_bf16:
             for n in range(num_outputs):
                 integer = np.float32((words[word, n] >> shift) & mask)
-                out[k, n] = _rounded((integer - zeros[group, n]) * scales[group, n])
+                out[k, n] = rounded((integer - zeros[group, n]) * scales[group, n])
         else:
             for n in range(num_outputs):
                 integer = np.float32((words[word, n] >> shift) & mask)
@@ -104,7 +104,7 @@ def _unpack_words_across(words, zeros, scales, group_size, out, is_bf16):  # typ
                 integer = np.float32((words[k, word] >> np.int32(4 * (c // 2 + 4 * (c % 2)))) & np.int32(15))
                 value = (integer - zeros[group, n]) * scales[group, n]
                 if is_bf16:
-                    out[k, n] = _rounded(value)
+                    out[k, n] = rounded(value)
                 else:
                     out[k, n] = value
 

@@ -6,23 +6,31 @@ import torch
 
 from bough.model.batch import Batch
 from bough.model.device import working_on
+from bough.model.lean import LeanDecoder, is_lean
 from bough.model.loading import Skeleton, bind_resident, move_buffers
 
 
 class ResidentModel:
-    """What a draft worker runs: every layer loaded for good, batches of any row count."""
+    """What a draft worker runs: every layer loaded for good, batches of any row count.
+
+    Through transformers' own modules, or where the architecture and the device allow it through a leaner path of ours.
+    """
 
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
         self.skeleton = skeleton
         self.device = device
-        bind_resident(skeleton.resident_slots, skeleton.dtype, device)
-        for slots in skeleton.layer_slots:
-            bind_resident(slots, skeleton.dtype, device)
-        move_buffers(skeleton.model, device)
+        self._lean = LeanDecoder(skeleton) if is_lean(skeleton, device) else None
+        if self._lean is None:
+            bind_resident(skeleton.resident_slots, skeleton.dtype, device)
+            for slots in skeleton.layer_slots:
+                bind_resident(slots, skeleton.dtype, device)
+            move_buffers(skeleton.model, device)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
         """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`."""
+        if self._lean is not None:
+            return self._lean.logits(batch)
         (chunk,) = batch.chunks
         with working_on(self.device):
             output = self.skeleton.model(

@@ -1,0 +1,235 @@
+"""Attention of a draft's rows over their sessions' slots: products of 16-bit numbers throughout.
+
+Leaner than `bough.model.attention`, and not the same bit for bit whatever else is in the batch: a draft need not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+from numba.core import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from bough.model.attention import exp_below_zero
+from bough.model.batch import Piece
+from bough.model.packed import rounded
+from bough.model.products import BLOCKS, LANES, MAX_ROWS, WIDTH, compiled, multiply, parallel
+
+SPAN_ROWS = 8  # rows that share the keys which are laid out for them
+
+
+class Spans(NamedTuple):
+    """Where the rows of a batch have their keys, as arrays that compiled code can read."""
+
+    slots: NDArray[np.int64]  # (num_pieces, 3) address of the keys, address of the values, rows of the slot
+    ranges: NDArray[np.int64]  # (num_pieces, 5) first row, end, base, where the tails begin, width of the tail
+    parts: NDArray[np.int64]  # (num_parts, 3) a piece, first row, end: rows that attend together
+    rows: NDArray[np.int64]  # (num_rows,) slot rows that take the keys and values
+    lengths: NDArray[np.int32]  # (num_rows,) keys on each row's path
+    tails: NDArray[np.int32]  # every piece's tail, flat
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> Spans:
+        """Of a batch's only chunk; the pieces must outlive it."""
+        slots, ranges, parts, begin_tail = [], [], [], 0
+        for number, piece in enumerate(pieces):
+            begin, end, slot = piece.span.start, piece.span.stop, piece.slot
+            slots.append((slot.keys.data_ptr(), slot.values.data_ptr(), slot.num_rows))
+            ranges.append((begin, end, piece.base, begin_tail, piece.tail.shape[1]))
+            parts += [(number, row, min(row + SPAN_ROWS, end)) for row in range(begin, end, SPAN_ROWS)]
+            begin_tail += piece.tail.size
+        return cls(
+            np.array(slots, np.int64),
+            np.array(ranges, np.int64),
+            np.array(parts, np.int64),
+            np.concatenate([piece.rows.numpy() for piece in pieces]),
+            np.concatenate([piece.lengths for piece in pieces]),
+            np.concatenate([piece.tail.ravel() for piece in pieces]),
+        )
+
+
+_SINGLE, _PAIR = np.uint16(0), np.uint32(0)  # of the kind that a pointer is to point to
+
+
+def _typed_pointer(_context, address, kind):  # type: ignore[no-untyped-def]
+    signature = types.CPointer(kind)(address, kind)
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return signature, codegen
+
+
+_pointer: Any = intrinsic(_typed_pointer)
+
+
+@compiled
+def layer_rows(address, layer, num_rows, num_kv_heads, head_dim):  # type: ignore[no-untyped-def]
+    """A slot's keys or values of one layer, (num_rows, num_kv_heads, head_dim), as the bits of bfloat16."""
+    place = _pointer(address + layer * num_rows * num_kv_heads * head_dim * 2, _SINGLE)
+    return carray(place, (num_rows, num_kv_heads, head_dim))
+
+
+@compiled
+def _layer_pairs(address, layer, num_rows, num_kv_heads, head_dim):  # type: ignore[no-untyped-def]
+    """The same in pairs, (num_rows, num_kv_heads, head_dim / 2)."""
+    place = _pointer(address + layer * num_rows * num_kv_heads * head_dim * 2, _PAIR)
+    return carray(place, (num_rows, num_kv_heads, head_dim // 2))
+
+
+@compiled
+def _choose_keys(spans, piece, begin, end, window, chosen, place_of):  # type: ignore[no-untyped-def]
+    """Slot rows that some row of [begin, end) may see, into `chosen`; how many, and how many are committed.
+
+    `place_of` (slot rows,) takes where each one of a tail stands among them.
+    """
+    base = spans.ranges[piece, 2]
+    longest, shortest = np.int64(spans.lengths[begin:end].max()), np.int64(spans.lengths[begin:end].min())
+    start = max(0, shortest - window) if window > 0 else 0
+    num_committed = max(0, min(base, longest) - start)
+    for j in range(num_committed):
+        chosen[j] = start + j
+    count = num_committed
+    for row in range(begin, end):
+        tail = spans.ranges[piece, 3] + (row - spans.ranges[piece, 0]) * spans.ranges[piece, 4] - base
+        for position in range(max(base, start), spans.lengths[row]):
+            stored = spans.tails[tail + position]
+            if place_of[stored] < 0:
+                place_of[stored] = count
+                chosen[count] = stored
+                count += 1
+    return start, num_committed, count
+
+
+@compiled
+def _lay_out_keys(keys, chosen, count, kv_head, out):  # type: ignore[no-untyped-def]
+    """out (keys / LANES, head_dim / 2, LANES) pairs: the keys as a matrix of `multiply`; what is beyond count is 0."""
+    for block in range(out.shape[0]):
+        first = block * LANES
+        if first + LANES <= count:
+            for pair in range(out.shape[1]):
+                for lane in range(LANES):
+                    out[block, pair, lane] = keys[chosen[first + lane], kv_head, pair]
+            continue
+        out[block] = 0
+        for lane in range(count - first):
+            for pair in range(out.shape[1]):
+                out[block, pair, lane] = keys[chosen[first + lane], kv_head, pair]
+
+
+@compiled
+def _lay_out_values(values, chosen, count, kv_head, out):  # type: ignore[no-untyped-def]
+    """out (head_dim / LANES, keys / 2, LANES) pairs of keys: the values as a matrix of `multiply`, padded with 0."""
+    head_dim = values.shape[2]
+    if head_dim % WIDTH:
+        out[-1] = 0
+    for both in range(out.shape[1]):
+        here, there = 2 * both, 2 * both + 1
+        first = values[chosen[min(here, count - 1)], kv_head]
+        second = values[chosen[min(there, count - 1)], kv_head]
+        low = np.uint32(0xFFFF if here < count else 0)
+        high = np.uint32(0xFFFF if there < count else 0)
+        for begin in range(0, head_dim - LANES + 1, LANES):
+            for lane in range(LANES):
+                number = (np.uint32(first[begin + lane]) & low) | (np.uint32(second[begin + lane]) & high) << np.uint32(
+                    16
+                )
+                out[begin // LANES, both, lane] = number
+        for d in range(head_dim // LANES * LANES, head_dim):
+            number = (np.uint32(first[d]) & low) | (np.uint32(second[d]) & high) << np.uint32(16)
+            out[d // LANES, both, d % LANES] = number
+
+
+@compiled
+def _weigh(scores, low, high, places, weights):  # type: ignore[no-untyped-def]
+    """Softmax over places [low, high) and `places`, as bfloat16's bits into zeroed `weights`; the sum is returned."""
+    peak = np.float32(-np.inf)
+    for j in range(low, high):
+        peak = max(peak, scores[j])
+    for j in places:
+        peak = max(peak, scores[j])
+    total = np.float32(0)
+    for j in range(low, high):
+        scores[j] = exp_below_zero(scores[j] - peak)
+    for j in range(low, high):
+        total += scores[j]
+        weights[j] = rounded(scores[j])
+    for j in places:
+        weight = exp_below_zero(scores[j] - peak)
+        total += weight
+        weights[j] = rounded(weight)
+    return total
+
+
+@compiled
+def _products(inputs, num_rows, matrix, num_pairs, scale, out):  # type: ignore[no-untyped-def]
+    """out (rows, outputs) float32 = inputs times a matrix, all outputs whole groups."""
+    sums = np.empty((BLOCKS, MAX_ROWS, LANES), np.float32)
+    for begin in range(0, out.shape[1], WIDTH):
+        for row in range(0, num_rows, MAX_ROWS):
+            count = min(MAX_ROWS, num_rows - row)
+            multiply(inputs, row, count, matrix, begin * num_pairs, num_pairs, sums)
+            for block in range(BLOCKS):
+                for r in range(count):
+                    for lane in range(LANES):
+                        out[row + r, begin + block * LANES + lane] = sums[block, r, lane] * scale
+
+
+@compiled
+def _whole(number, step):  # type: ignore[no-untyped-def]
+    return (number + step - 1) // step * step
+
+
+@compiled
+def _attend_part(queries, keys, values, spans, part, kv_head, group, scale, window, out):  # type: ignore[no-untyped-def]
+    """The query heads of one KV head, for rows that attend together."""
+    piece, begin, end = spans.parts[part]
+    head_dim, base = values.shape[2], spans.ranges[piece, 2]
+    place_of = np.full(len(keys), -1, np.int32)
+    chosen = np.empty(base + spans.ranges[piece, 4] * (end - begin), np.int64)
+    start, num_committed, count = _choose_keys(spans, piece, begin, end, window, chosen, place_of)
+    num_keys, num_rows = _whole(count, WIDTH), (end - begin) * group
+    asked = np.zeros((_whole(num_rows, MAX_ROWS), head_dim), np.uint16)
+    for i in range(num_rows):
+        head = kv_head * group + i % group
+        for d in range(head_dim):
+            asked[i, d] = queries[begin + i // group, head * head_dim + d]
+    matrix = np.empty((num_keys // LANES, head_dim // 2, LANES), np.uint32)
+    _lay_out_keys(keys, chosen, count, kv_head, matrix)
+    scores = np.empty((len(asked), num_keys), np.float32)
+    _products(asked, num_rows, matrix, head_dim // 2, scale, scores)
+    weights, totals = np.zeros((len(asked), num_keys), np.uint16), np.empty(num_rows, np.float32)
+    for i in range(num_rows):
+        row = begin + i // group
+        length = np.int64(spans.lengths[row])
+        first = max(0, length - window) if window > 0 else 0
+        tail = spans.ranges[piece, 3] + (row - spans.ranges[piece, 0]) * spans.ranges[piece, 4] - base
+        places = place_of[spans.tails[tail + max(base, first) : tail + max(base, length)]]
+        low, high = first - start, min(num_committed, length - start)
+        totals[i] = _weigh(scores[i], low, high, places, weights[i])
+    matrix = np.empty((_whole(head_dim, WIDTH) // LANES, num_keys // 2, LANES), np.uint32)
+    _lay_out_values(values, chosen, count, kv_head, matrix)
+    heads = np.empty((len(asked), _whole(head_dim, WIDTH)), np.float32)
+    _products(weights, num_rows, matrix, num_keys // 2, np.float32(1), heads)
+    for i in range(num_rows):
+        column = (kv_head * group + i % group) * head_dim
+        for d in range(head_dim):
+            out[begin + i // group, column + d] = rounded(heads[i, d] / totals[i])
+
+
+@parallel
+def attend(queries, spans, layer, num_heads, num_kv_heads, scale, window, out):  # type: ignore[no-untyped-def]
+    """queries, out (rows, num_heads * head_dim) as the bits of bfloat16; window 0 is off."""
+    head_dim = queries.shape[1] // num_heads
+    for task in numba.prange(len(spans.parts) * num_kv_heads):
+        part, kv_head = task // num_kv_heads, task % num_kv_heads
+        slot = spans.slots[spans.parts[part, 0]]
+        keys = _layer_pairs(slot[0], layer, slot[2], num_kv_heads, head_dim)
+        values = layer_rows(slot[1], layer, slot[2], num_kv_heads, head_dim)
+        group = num_heads // num_kv_heads
+        _attend_part(queries, keys, values, spans, part, kv_head, group, scale, window, out)

@@ -1,0 +1,112 @@
+"""Draft-ahead: finding out, while the target verifies a tree, what the session's next call is likely to ask for.
+
+An outcome of verification is a path of the tree and a bonus token below it that it does not hold. The trees of the
+likeliest outcomes are grown beforehand, in the same way as they will be; all that remains of it is what was explored.
+The next call grows from nothing as ever, only that the model need not be asked for what is known: its tree is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bough.growth import BestFirst
+from bough.messages import GrowCall
+from bough.model.batch import Segment
+from bough.tree import Tree
+from draft_worker.explored import UNKNOWN, Wanted
+from draft_worker.grow import BestFirstGrower
+from draft_worker.session import MAX_EXPANSIONS, DraftSession
+from draft_worker.walk import Walk
+
+NUM_OUTCOMES = 4  # whose trees grow at the same time
+MAX_ROWS = 64  # of one draft step: a call that comes waits for it
+
+Place = tuple[int, int]  # expansion of the parent, token
+
+
+class Ahead:
+    """Explores below and beside a tree that has been sent, the likeliest first."""
+
+    def __init__(self, session: DraftSession, call: GrowCall, tree: Tree, branch: int, max_steps: int) -> None:
+        """For a call with best-first growth whose tree this was."""
+        assert isinstance(call.plan.growth, BestFirst)
+        self.session = session
+        self._limits, self._branch, self._tree = call.plan.growth, branch, tree
+        self._closed = np.fromiter(call.sampling.stop_token_ids, np.int32)
+        self._scores = tree.scores()
+        self._num_steps_left = max_steps
+        self._walks: dict[Place, Walk] = {}
+        self._wanted: Wanted | None = None
+
+    def advance(self) -> bool:
+        """Chooses what to find out next; whether there is anything, and a step for it."""
+        if self._num_steps_left == 0 or len(self.session.explored) + MAX_ROWS > MAX_EXPANSIONS:
+            return False
+        places = list(dict.fromkeys(self._places()))[:MAX_ROWS]
+        if not places:
+            return False
+        parents, tokens = np.array(places, np.int32).T
+        self._wanted = self.session.explored.wanted(parents, tokens)
+        return True
+
+    def segments(self) -> list[Segment]:
+        """The rows of a step."""
+        assert self._wanted is not None
+        return [self.session.explored.segment(self.session.slot, self._wanted)]
+
+    def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
+        """After penalties and bias."""
+        assert self._wanted is not None
+        return self.session.adjusted(self._wanted, logits)
+
+    def learn(self, values: NDArray[np.float32], tokens: NDArray[np.int32], vocab_size: int) -> None:
+        """Puts what may follow where the next call finds it."""
+        assert self._wanted is not None
+        self._num_steps_left -= 1
+        self.session.learn(self._wanted, values, tokens, vocab_size)
+
+    def _places(self) -> Iterator[Place]:
+        """What to expand: leaves of the tree that are as likely as the outcomes that are looked at, then these."""
+        expansions = self._expansions()
+        growing: list[Walk] = []
+        weakest = -np.inf
+        for score, place in self._outcomes(expansions):
+            if place not in self._walks:
+                grower = BestFirstGrower(place[1], self._limits, self._branch, self._closed)
+                self._walks[place] = Walk(grower, self.session.explored, place[0])
+            if self._walks[place].advance():
+                growing.append(self._walks[place])
+            if len(growing) == NUM_OUTCOMES:
+                weakest = score
+                break
+        is_closed = np.isin(self._tree.tokens, self._closed)
+        leaves = np.flatnonzero((expansions < 0) & (self._scores >= weakest) & ~is_closed)
+        for leaf in leaves[np.argsort(-self._scores[leaves], kind="stable")].tolist():
+            yield int(expansions[self._tree.parents[leaf]]), int(self._tree.tokens[leaf])
+        for walk in growing:
+            parents, tokens = walk.missing()
+            yield from zip(parents.tolist(), tokens.tolist(), strict=True)
+
+    def _expansions(self) -> NDArray[np.int32]:
+        """(num_nodes,) of the tree's nodes; -1 where the model has not been run."""
+        expansions: list[int] = []
+        for token, parent in zip(self._tree.tokens.tolist(), self._tree.parents.tolist(), strict=True):
+            above = -1 if parent < 0 else expansions[parent] if expansions[parent] >= 0 else UNKNOWN
+            expansions.append(self.session.explored.child(above, token))
+        return np.array(expansions, np.int32)
+
+    def _outcomes(self, expansions: NDArray[np.int32]) -> Iterator[tuple[float, Place]]:
+        """Bonus tokens below nodes that have been expanded, likeliest first, with the log-probability of the path."""
+        nodes = np.flatnonzero(expansions >= 0)
+        following = self.session.explored.following(expansions[nodes])
+        scores = self._scores[nodes][:, None] + following.log_probs
+        order = np.argsort(-scores, axis=None, kind="stable")[: len(self._tree) + len(self._walks) + NUM_OUTCOMES]
+        in_tree = {*zip(self._tree.parents.tolist(), self._tree.tokens.tolist(), strict=True)}
+        for row, rank in zip(*np.unravel_index(order, scores.shape), strict=True):
+            token = int(following.tokens[row, rank])
+            if np.isfinite(scores[row, rank]) and (int(nodes[row]), token) not in in_tree and token not in self._closed:
+                yield float(scores[row, rank]), (int(expansions[nodes[row]]), token)

@@ -1,0 +1,259 @@
+"""Grows the trees of many sessions together: each draft step is one model pass over all their frontiers.
+
+Knows no threads: whoever owns it calls `start` and `step` in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bough.errors import InvalidRequest, NotFound, Unavailable
+from bough.growth import BestFirst, Scheme
+from bough.messages import GrowCall, GrowResult, Timings
+from bough.model.batch import Batch
+from draft_worker.ahead import Ahead
+from draft_worker.job import Job, Stepping, num_levels
+from draft_worker.session import MAX_EXPANSIONS, DraftSession
+from draft_worker.top import largest
+
+logger = logging.getLogger(__name__)
+
+NUM_CONSIDERED = 256  # of a row's logits, the largest
+
+Largest = tuple[NDArray[np.float32], NDArray[np.int32]]  # of a part's rows, as from `largest`
+
+
+Result = TypeVar("Result")
+
+
+class DraftModel(Protocol):
+    """The seam below growing: a resident model, or a fake."""
+
+    device: torch.device
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """(num_logit_rows, vocab_size) float32."""
+        ...
+
+
+class Request(NamedTuple):
+    """A call, and who waits for its tree."""
+
+    call: GrowCall
+    future: Future[GrowResult]
+    arrived_ns: int
+
+
+class _Running(NamedTuple):
+    request: Request
+    job: Job
+    began_ns: int
+
+    @property
+    def session_id(self) -> str:
+        return self.request.call.context.session_id
+
+    def result(self) -> GrowResult:
+        """When its tree is done."""
+        ended_ns = time.perf_counter_ns()
+        timings = Timings(
+            total_ns=ended_ns - self.request.arrived_ns,
+            queue_ns=self.began_ns - self.request.arrived_ns,
+            compute_ns=ended_ns - self.began_ns,
+            num_passes=self.job.num_passes,
+        )
+        return GrowResult(self.job.tree(), len(self.job.session.tokens), timings, self.job.num_warm)
+
+
+class Engine:
+    """Sessions and the trees that grow in them. The one used longest ago gives way: that costs time only."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        vocab_size: int,
+        branch: int,
+        max_sessions: int,
+        ahead_steps: int,
+        new_session: Callable[[], DraftSession],
+    ) -> None:
+        """`ahead_steps`: at most so many draft steps between two calls of a session, 0 for none."""
+        self._model, self._vocab_size, self._branch = model, vocab_size, branch
+        self._max_sessions, self._ahead_steps, self._new_session = max_sessions, ahead_steps, new_session
+        self._sessions: OrderedDict[str, DraftSession] = OrderedDict()
+        self._running: dict[str, _Running] = {}
+        self._waiting: deque[Request] = deque()  # while every session that there is room for has a tree growing
+        self._ahead: OrderedDict[str, Ahead] = OrderedDict()
+        self.num_trees = 0
+        self.num_warm_trees = 0  # for which something had been found out ahead
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether somebody waits for a tree."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether there is something to do that nobody waits for."""
+        return bool(self._ahead)
+
+    def start(self, request: Request) -> None:
+        """Takes a call in. A call whose tree is still growing ends: nobody can want that any more."""
+        session_id = request.call.context.session_id
+        self._end(session_id, Unavailable(f"session_id: {session_id!r} was called again before its tree was grown"))
+        self._ahead.pop(session_id, None)
+        session = self._session(session_id)
+        if session is None:
+            self._waiting.append(request)
+            return
+        began_ns = time.perf_counter_ns()
+        try:
+            _require_size(request.call)
+            running = _Running(request, Job(session, request.call, self._branch, self._vocab_size), began_ns)
+        except Exception as exc:
+            settle(request.future, exc)
+            return
+        self._running[session_id] = running
+        self._go_on(running)
+
+    def release(self, session_id: str) -> None:
+        """Forgets a session, and a tree that is growing in it. Raises NotFound."""
+        is_held = session_id in self._sessions
+        ended = self._end(session_id, NotFound(f"session_id: {session_id!r} was released while its tree grew"))
+        self._sessions.pop(session_id, None)
+        self._ahead.pop(session_id, None)
+        if not is_held and not ended:
+            raise NotFound(f"session_id: {session_id!r} is not held here")
+
+    def close(self) -> None:
+        """Ends all calls."""
+        for session_id in [*self._running, *(request.call.context.session_id for request in self._waiting)]:
+            self._end(session_id, Unavailable("the draft worker is being shut down"))
+
+    def step(self) -> None:
+        """One draft step for every growing tree that somebody still waits for; where there is none, one ahead."""
+        for session_id, running in list(self._running.items()):
+            if running.request.future.cancelled():
+                del self._running[session_id]
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            if not request.future.cancelled():
+                self.start(request)
+        if self._running:
+            self._run(list(self._running.values()))
+        elif self._ahead:
+            self._go_ahead()
+
+    def _run(self, parts: Sequence[_Running]) -> None:
+        """One model pass. Where it fails, each part alone: the error of one must not become that of all."""
+        try:
+            answers = self._ask([running.job for running in parts])
+        except Exception as exc:
+            if len(parts) == 1:
+                self._end(parts[0].session_id, exc)
+                return
+            for running in parts:
+                self._run([running])
+            return
+        for running, answer in zip(parts, answers, strict=True):
+            self._go_on(running, answer)
+
+    def _ask(self, parts: Sequence[Stepping]) -> list[Largest]:
+        """The largest adjusted logits of each part's rows."""
+        segments = [part.segments() for part in parts]
+        logits = self._model.logits(Batch([s for own in segments for s in own], None, self._model.device))
+        sizes = [sum(len(s) for s in own if s.wants_logits) for own in segments]
+        of_parts = torch.split(logits, sizes)
+        adjusted = [part.adjusted(rows) for part, rows in zip(parts, of_parts, strict=True)]
+        if any(new is not old for new, old in zip(adjusted, of_parts, strict=True)):
+            logits = torch.cat(adjusted)
+        values, tokens = largest(logits, NUM_CONSIDERED)
+        ends = np.cumsum(sizes)[:-1]
+        return list(zip(np.split(values, ends), np.split(tokens, ends), strict=True))
+
+    def _go_on(self, running: _Running, answer: Largest | None = None) -> None:
+        """With what the model said, as far as can be without it."""
+        try:
+            if answer is not None:
+                running.job.learn(*answer, self._vocab_size)
+            if running.job.advance():
+                return
+            result = running.result()
+        except Exception as exc:
+            self._end(running.session_id, exc)
+            return
+        del self._running[running.session_id]
+        self.num_trees += 1
+        self.num_warm_trees += running.job.num_warm > 0
+        settle(running.request.future, result)
+        if self._wants_ahead(running):
+            ahead = Ahead(running.job.session, running.request.call, result.tree, self._branch, self._ahead_steps)
+            self._ahead[running.session_id] = ahead
+
+    def _wants_ahead(self, running: _Running) -> bool:
+        plan, session = running.request.call.plan, running.job.session
+        is_for_it = self._ahead_steps > 0 and isinstance(plan.growth, BestFirst) and plan.scheme is Scheme.TARGET
+        return is_for_it and len(session.explored) > 0 and session.has_room(2 * num_levels(plan.growth) + 1)
+
+    def _go_ahead(self) -> None:
+        """One draft step for the session whose turn it is."""
+        session_id, ahead = self._ahead.popitem(last=False)
+        try:
+            if ahead.advance():
+                (answer,) = self._ask([ahead])
+                ahead.learn(*answer, self._vocab_size)
+                self._ahead[session_id] = ahead
+        except Exception:
+            logger.warning("session %s: draft-ahead failed; its next tree starts cold", session_id, exc_info=True)
+
+    def _end(self, session_id: str, exc: Exception) -> bool:
+        """Ends the session's calls with an error; whether there were any."""
+        waiting = [request for request in self._waiting if request.call.context.session_id == session_id]
+        self._waiting = deque(request for request in self._waiting if request not in waiting)
+        if session_id in self._running:
+            waiting.append(self._running.pop(session_id).request)
+        for request in waiting:
+            settle(request.future, exc)
+        return bool(waiting)
+
+    def _session(self, session_id: str) -> DraftSession | None:
+        """Its own, or a new one where there is room or another can give way."""
+        if session_id not in self._sessions:
+            if len(self._sessions) == self._max_sessions:
+                idle = next((name for name in self._sessions if name not in self._running), None)
+                if idle is None:
+                    return None
+                del self._sessions[idle]
+                self._ahead.pop(idle, None)
+            self._sessions[session_id] = self._new_session()
+        self._sessions.move_to_end(session_id)
+        return self._sessions[session_id]
+
+
+def _require_size(call: GrowCall) -> None:
+    growth = call.plan.growth
+    if growth.max_expansions > MAX_EXPANSIONS:
+        raise InvalidRequest(f"growth: {growth} may expand {growth.max_expansions} nodes; {MAX_EXPANSIONS} would do")
+
+
+def settle(future: Future[Result], outcome: Result | Exception) -> None:
+    """Tells whoever waits, if anybody still does."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

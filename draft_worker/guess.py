@@ -1,0 +1,132 @@
+"""From a draft's logits to the tokens that may follow: what is likely, what will be drawn, or what to sample from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bough.growth import Guess, Scheme
+from bough.messages import GrowCall
+from bough.model.draw import gumbel_noise
+from bough.model.sample import draft_weights
+from bough.sampling import SamplingParams
+from draft_worker.grow import Candidates
+
+NUM_CANDIDATES = 64  # tokens kept of those that are considered
+NUM_NOISY_POSITIONS = 256  # positions whose noise is kept, all sessions together
+
+Scores = NDArray[np.float64]  # (num_nodes, num_considered)
+
+
+@dataclass(frozen=True, slots=True)
+class Guessing:
+    """All that candidates depend on beside the logits: where it is the same, what was worked out once holds."""
+
+    params: SamplingParams
+    prompt_length: int
+    is_sample: bool  # candidates are the distribution to sample from, not the likeliest to be accepted
+    is_perturbed: bool  # by the noise with which the target will draw
+
+    @classmethod
+    def of(cls, call: GrowCall) -> Guessing:
+        """What a call asks for."""
+        is_sample = call.plan.scheme is not Scheme.TARGET
+        is_perturbed = not is_sample and call.plan.guess is Guess.SAMPLE and not call.sampling.is_greedy
+        return cls(call.sampling, call.context.prompt_length, is_sample, is_perturbed)
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether logits need `adjusted`."""
+        return self.params.has_penalties or bool(self.params.logit_bias)
+
+    def candidates(
+        self, values: NDArray[np.float32], tokens: NDArray[np.int32], positions: NDArray[np.int32], vocab_size: int
+    ) -> Candidates:
+        """From the largest logits of each node, descending, and where they are; `positions` are those of the children.
+
+        With noise G at temperature T the target takes the largest of logit + T G: greedy decoding of perturbed logits.
+        So the guess at its sample is the softmax of the draft's own logits perturbed in the same way.
+        """
+        if self.is_sample:
+            return self._weighted(values, tokens)
+        scores = values.astype(np.float64)
+        if not self.params.is_greedy:
+            scores = _filtered(scores, self.params)
+        if self.is_perturbed:
+            scores = self.params.temperature * (scores + _noise(self.params.seed, positions, tokens, vocab_size))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scores -= scores.max(1, keepdims=True)
+            log_probs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+        if self.is_perturbed:
+            best = np.argsort(-log_probs, axis=1, kind="stable")[:, :NUM_CANDIDATES]
+            tokens, log_probs = np.take_along_axis(tokens, best, 1), np.take_along_axis(log_probs, best, 1)
+        log_probs = np.where(np.isnan(log_probs), -np.inf, np.minimum(log_probs, 0.0)).astype(np.float32)
+        return Candidates(tokens[:, :NUM_CANDIDATES], log_probs[:, :NUM_CANDIDATES])
+
+    def _weighted(self, values: NDArray[np.float32], tokens: NDArray[np.int32]) -> Candidates:
+        """The logarithms of weights; those of tokens that are not sampled are -inf."""
+        log_weights = np.full((len(values), min(NUM_CANDIDATES, values.shape[1])), -np.inf, np.float32)
+        kept = np.zeros(log_weights.shape, np.int32)
+        for row in range(len(values)):
+            places, weights = draft_weights(values[row].astype(np.float64), self.params, NUM_CANDIDATES)
+            kept[row, : len(places)] = tokens[row][places]
+            log_weights[row, : len(places)] = np.log(weights)
+        return Candidates(kept, log_weights)
+
+    def adjusted(
+        self, logits: torch.Tensor, held: list[int], paths: NDArray[np.int32], positions: NDArray[np.int32]
+    ) -> torch.Tensor:
+        """Logits (num_nodes, vocab_size) after penalties and bias, as decoding would see them at each node.
+
+        `held` are the tokens before the root; paths and positions (num_nodes, width) are the tokens from the root to
+        each node and where they stand, -1 in places that are not used.
+        """
+        params = self.params
+        adjusted = logits.cpu().numpy().copy()
+        if params.has_penalties:
+            nodes, places = np.nonzero(positions >= 0)
+            is_seen = np.zeros(adjusted.shape, np.bool_)
+            is_seen[:, held] = True
+            is_seen[nodes, paths[nodes, places]] = True
+            factor = np.where(adjusted > 0, 1 / params.repetition_penalty, params.repetition_penalty)
+            adjusted *= np.where(is_seen, factor, 1.0)
+            nodes, places = np.nonzero(positions >= self.prompt_length)
+            counts = np.tile(np.bincount(held[self.prompt_length :], minlength=adjusted.shape[1]), (len(adjusted), 1))
+            np.add.at(counts, (nodes, paths[nodes, places]), 1)
+            adjusted -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+        for token, bias in params.logit_bias.items():
+            adjusted[:, token] += bias
+        return torch.from_numpy(adjusted).to(logits.device)
+
+
+def _filtered(values: Scores, params: SamplingParams) -> Scores:
+    """`bough.model.draw.filtered` for rows in descending order, as far as these tokens tell."""
+    scores: Scores = values / params.temperature
+    if 0 < params.top_k < scores.shape[1]:
+        scores[:, params.top_k :] = -np.inf
+    if params.top_p < 1.0:
+        probs = np.exp(scores - scores[:, :1])
+        probs /= probs.sum(1, keepdims=True)
+        scores[np.cumsum(probs, axis=1) - probs >= params.top_p] = -np.inf
+    if params.min_p > 0.0:
+        scores[scores < scores[:, :1] + np.log(params.min_p)] = -np.inf
+    return scores
+
+
+def _noise(seed: int, positions: NDArray[np.int32], tokens: NDArray[np.int32], vocab_size: int) -> Scores:
+    """The target's noise for tokens (num_nodes, num_considered) at the position of each node's children."""
+    noise = np.empty(tokens.shape)
+    for position in np.unique(positions).tolist():
+        nodes = np.flatnonzero(positions == position)
+        noise[nodes] = _noise_row(seed, position, vocab_size)[tokens[nodes]]
+    return noise
+
+
+@lru_cache(NUM_NOISY_POSITIONS)
+def _noise_row(seed: int, position: int, vocab_size: int) -> NDArray[np.float32]:
+    """(vocab_size,), which a round's steps and the next round's want again."""
+    return gumbel_noise(seed, position, vocab_size).astype(np.float32)

@@ -1,0 +1,86 @@
+"""What it costs to grow the trees of several sessions together: time for 1, 2, 4, 8 sessions, against one's.
+
+    python -m loadtest.draft_batch --sessions 1 2 4 8 --width 16
+
+The demonstration draft in this process, no target. Every growth stands one token earlier in a prompt whose keys and
+values are held, so that trees are grown cold and nothing else is run. Numbers of sessions take turns; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+from bough.commands.up import SUBSTITUTE_DROPS, ensure_demonstration
+from bough.config import DraftConfig, parse
+from bough.demonstration import demonstration_folder
+from bough.growth import BestFirst, TreePlan
+from bough.messages import Context, GrowCall
+from bough.sampling import SamplingParams
+from bough.tokenizer import Tokenizer
+from draft_worker.worker import DraftWorker
+from loadtest.prompts import load_prompts
+
+PROMPT = 200  # tokens of every session's context
+
+
+def grow_together(
+    draft: DraftWorker, prompts: list[list[int]], held: int, params: SamplingParams, plan: TreePlan
+) -> float:
+    """Seconds until all have a tree."""
+    calls = [
+        GrowCall(Context.of(str(number), tokens, held, len(tokens)), tokens[-1], params, 0, plan)
+        for number, tokens in enumerate(prompts)
+    ]
+    began = time.perf_counter()
+    for future in [draft.grow(call) for call in calls]:
+        future.result()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Prints a table and one JSON line."""
+    arguments = _arguments()
+    ensure_demonstration(0)
+    flags = ["--model", str(demonstration_folder(0)), "--drop-layers", arguments.drop_layers]
+    draft = DraftWorker(parse(DraftConfig, "bench", flags, {}), "bench")
+    tokenizer = Tokenizer(draft.tokenizer)
+    texts = load_prompts() * (1 + max(arguments.sessions) // 16)
+    prompts = [tokenizer.encode("\n".join(texts[i:] + texts[:i]))[:PROMPT] for i in range(max(arguments.sessions))]
+    params = SamplingParams(temperature=arguments.temperature, seed=1)
+    plan = TreePlan(BestFirst(arguments.budget, arguments.width, arguments.depth))
+    seconds: dict[int, list[float]] = {count: [] for count in arguments.sessions}
+    grow_together(draft, prompts, 0, params, plan)  # runs the prompts
+    for length in range(PROMPT - 1, PROMPT - 1 - arguments.rounds * len(seconds), -1):
+        count = arguments.sessions[length % len(seconds)]
+        begun = [tokens[:length] for tokens in prompts[:count]]
+        seconds[count].append(grow_together(draft, begun, length, params, plan))
+    draft.close()
+    medians = {count: statistics.median(times) for count, times in seconds.items()}
+    for count, median in medians.items():
+        print(f"{count:3} sessions: {median * 1e3:7.1f} ms, {median / medians[min(medians)]:.2f} times one session's")
+    result = {
+        "growth_ms": {count: round(median * 1e3, 1) for count, median in medians.items()},
+        "batch_ratio": round(medians[max(medians)] / medians[min(medians)], 2),
+        "cpus": os.cpu_count(),
+    }
+    print(json.dumps(vars(arguments) | result))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8], help="growing at the same time")
+    parser.add_argument("--budget", type=int, default=64, help="nodes of a tree")
+    parser.add_argument("--width", type=int, default=16, help="nodes that a draft step expands")
+    parser.add_argument("--depth", type=int, default=7, help="levels of a tree")
+    parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="substitute: layers left out")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

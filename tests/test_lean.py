@@ -1,0 +1,136 @@
+"""The lean path of a draft against the same model as transformers runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, save_model
+from safetensors.torch import load_file, save_file
+from transformers import GemmaConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from bough.model import products, runner
+from bough.model.batch import Batch, Segment
+from bough.model.checkpoint import Checkpoint
+from bough.model.kv import KVSlot
+from bough.model.lean import is_lean
+from bough.model.loading import build_skeleton
+from bough.model.products import BLOCKS, LANES, MAX_ROWS, WIDTH, multiply, packed
+from bough.model.runner import ResidentModel
+from bough.tree import Tree
+
+CPU = torch.device("cpu")
+SIZES = {key: getattr(TINY, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+SIZES |= {"num_hidden_layers": 3, "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": 260}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "tied, wide heads": LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=40),
+    "mistral": MistralConfig(**SIZES, sliding_window=24),
+    "qwen2": Qwen2Config(
+        **SIZES, layer_types=["full_attention", "sliding_attention", "full_attention"],
+        use_sliding_window=True, sliding_window=20,
+    ),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+}  # fmt: skip
+CONTEXT = [(7 * i * i + 3 * i) % 259 for i in range(70)]
+TREE = Tree.of([5, 9, 11, 12, 13, 200, 201], [-1, 0, 0, 1, 1, 2, 5], [0.0] + [-1.0] * 6)
+
+
+def logits_of(folder: Path, dtype: torch.dtype, lean: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Of two sessions' trees in one batch, after contexts of different length; (14, vocab_size)."""
+    skeleton = build_skeleton(Checkpoint.open(folder), dtype)
+    assert is_lean(skeleton, CPU) or not lean
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "is_lean", lambda *_: lean)
+        model = ResidentModel(skeleton, CPU)
+    slots = [KVSlot(skeleton.kv_shape(), 120, CPU) for _ in range(2)]
+    for slot in slots:
+        slot.keys.fill_(float("nan"))  # what was never written must not be read
+        slot.values.fill_(float("nan"))
+    first, second = len(CONTEXT), 33
+    assert len(model.logits(Batch([Segment.context(slots[0], 0, CONTEXT)], None, CPU))) == 0
+    together = [
+        Segment.tree(slots[0], first, TREE),
+        Segment.context(slots[1], 0, CONTEXT[:second]),
+        Segment.tree(slots[1], second, TREE),
+    ]
+    return model.logits(Batch(together, None, CPU))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_lean_path_is_as_near_the_truth_as_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm, bias, window or half of a rotary embedding left out would put it many times further away."""
+    folder = save_model(tmp_path, FAMILIES[family])
+    for name, values in (("bias", 1.0), ("norm.weight", 1.0)):
+        perturb(folder, name, values)
+    truth = logits_of(folder, torch.float32, False, monkeypatch)
+    usual = logits_of(folder, torch.bfloat16, False, monkeypatch)
+    lean = logits_of(folder, torch.bfloat16, True, monkeypatch)
+    assert (lean - truth).abs().mean() < 1.25 * (usual - truth).abs().mean()
+
+
+def perturb(folder: Path, ending: str, spread: float) -> None:
+    """Biases and norms of a random model are 0 and 1: those left out would not be missed."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for index, name in enumerate(sorted(tensors)):
+            if name.endswith(ending):
+                torch.manual_seed(index)
+                tensors[name] += spread * torch.rand_like(tensors[name])
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_other_architectures_and_data_types_go_by_way_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path, GemmaConfig(**SIZES, head_dim=16))
+    skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
+    assert not is_lean(skeleton, CPU)
+    slot = KVSlot(skeleton.kv_shape(), 20, CPU)
+    logits = ResidentModel(skeleton, CPU).logits(Batch([Segment.tree(slot, 0, TREE)], None, CPU))
+    assert logits.shape == (len(TREE), SIZES["vocab_size"])
+    assert not is_lean(build_skeleton(Checkpoint.open(save_model(tmp_path / "l", TINY)), torch.float32), CPU)
+    assert not is_lean(build_skeleton(Checkpoint.open(tmp_path / "l"), torch.bfloat16), torch.device("cuda"))
+
+
+@numba.njit
+def times(inputs, num_rows, matrix, num_outputs):  # type: ignore[no-untyped-def]
+    num_pairs = inputs.shape[1]
+    out = np.empty((num_rows, num_outputs), np.float32)
+    sums = np.empty((BLOCKS, MAX_ROWS, LANES), np.float32)
+    for begin in range(0, num_outputs, WIDTH):
+        multiply(inputs, 0, num_rows, matrix, begin * num_pairs, num_pairs, sums)
+        for row in range(num_rows):
+            for i in range(min(WIDTH, num_outputs - begin)):
+                out[row, begin + i] = sums[i // LANES, row, i % LANES]
+    return out
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 9, 16])
+def test_products_of_any_number_of_rows(num_rows: int) -> None:
+    torch.manual_seed(num_rows)
+    weight, inputs = torch.randn(75, 64).bfloat16(), torch.randn(MAX_ROWS, 64).bfloat16()
+    out = times(inputs.view(torch.int32).numpy(), num_rows, packed(weight).flatten().numpy(), 75)
+    expected = inputs[:num_rows].double() @ weight.double().T
+    torch.testing.assert_close(torch.from_numpy(out).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_has_bf16_products", lambda: False)
+    elsewhere = products._multiplier(4, BLOCKS)
+
+    @numba.njit
+    def run(inputs, matrix, sums):  # type: ignore[no-untyped-def]
+        elsewhere(inputs, 0, matrix, 0, inputs.shape[1], sums, 0)
+
+    torch.manual_seed(0)
+    weight, inputs = torch.randn(WIDTH, 64).bfloat16(), torch.randn(4, 64).bfloat16()
+    sums = np.zeros((BLOCKS, MAX_ROWS, LANES), np.float32)
+    run(inputs.view(torch.int32).numpy(), packed(weight).flatten().numpy(), sums)
+    expected = (inputs.double() @ weight.double().T).numpy()
+    np.testing.assert_allclose(np.concatenate(sums, axis=1)[:4], expected, rtol=1e-4, atol=1e-4)
