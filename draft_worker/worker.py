@@ -18,7 +18,7 @@ from bough.model.kv import KVSlot
 from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from draft_worker.session import DraftSession
-from draft_worker.sources import load_draft
+from draft_worker.sources import load_draft, open_adapter
 
 MAX_EXPANSIONS = 2048  # nodes expanded for one tree: each takes a row of the session's slot
 
@@ -34,7 +34,10 @@ class DraftWorker:
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
         self._fingerprint = checkpoint.fingerprint()
         self._name = config.model_name or checkpoint.folder.name
-        self._model = load_draft(checkpoint, config.drop_layers, config.dtype, choose_device(config.device))
+        adapter = open_adapter(config)
+        self._dropped = adapter.manifest.dropped_layers if adapter else config.drop_layers
+        device = choose_device(config.device)
+        self._model = load_draft(checkpoint, config.drop_layers, adapter, config.dtype, device)
         skeleton = self._model.skeleton
         self.vocab_size = skeleton.vocab_size
         self._max_context = min(config.max_context, skeleton.max_positions)
@@ -61,10 +64,10 @@ class DraftWorker:
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
-        dropped = self._config.drop_layers
-        device = self._model.device
+        dropped, device = self._dropped, self._model.device
         notes = (
             *([f"substitute draft: layers {', '.join(map(str, dropped))} left out"] if dropped else []),
+            *([f"weights corrected by {self._config.adapter}"] if self._config.adapter else []),
             *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
         )
         return WorkerInfo(

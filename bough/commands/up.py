@@ -37,21 +37,23 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     target = arguments.target or os.environ.get("BOUGH_TARGET_MODEL")
     draft = arguments.draft or os.environ.get("BOUGH_DRAFT_MODEL")
     drops = arguments.drop_layers or os.environ.get("BOUGH_DRAFT_DROP_LAYERS")
-    if target is None and draft is None and drops is None:
+    adapter = arguments.draft_adapter or os.environ.get("BOUGH_DRAFT_ADAPTER")
+    if target is None and draft is None and drops is None and adapter is None:
         drops = SUBSTITUTE_DROPS
     target = target or str(demonstration_folder())
     draft_flags = ["--model", draft or target, *_given("--dtype", arguments.draft_dtype)]
-    if drops is None and draft is None:
+    if drops is None and draft is None and adapter is None:
         raise ConfigError(
-            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, or --drop-layers "
-            "for a substitute made of the target's own layers"
+            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, "
+            "--draft-adapter with what `bough distill` made of the target, or --drop-layers for a substitute as it is"
         )
+    draft_flags += [*_given("--drop-layers", drops), *_given("--adapter", adapter)]
     target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
     if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
         target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
     return Settings(
         target=parse(TargetConfig, "target_worker", target_flags, os.environ),
-        draft=parse(DraftConfig, "draft_worker", [*draft_flags, *_given("--drop-layers", drops)], os.environ),
+        draft=parse(DraftConfig, "draft_worker", draft_flags, os.environ),
         orchestrator=replace(parse(OrchestratorConfig, "orchestrator", [], os.environ), port=arguments.port),
         index_url=arguments.index_url,
     )
