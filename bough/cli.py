@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `plan`, `shape`, `pack`, `doctor`."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `plan`, `shape`, `pack`, `distill`, `doctor`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 
 from bough import __version__
-from bough.config import DEFAULT_PORT, DTYPE_NAMES, PlanConfig
+from bough.config import DEFAULT_PORT, DTYPE_NAMES, DistillConfig, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions, Speculation
 from bough.growth import Scheme
@@ -45,6 +45,8 @@ def _command(name: str) -> Command:
         from bough.commands.doctor import doctor as command
     elif name == "pack":
         from bough.commands.pack import pack as command
+    elif name == "distill":
+        from bough.commands.distill import distill as command
     elif name == "plan":
         from bough.commands.plan import plan as command
     elif name == "shape":
@@ -87,6 +89,7 @@ def argument_parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser("demo", help="everything from nothing: build the model, start, compare"))
     _add_up(commands.add_parser("up", help="start the index, the workers and the orchestrator, and keep them running"))
     _add_pack(commands.add_parser("pack", help="write a smaller checkpoint, in 4 or 8 bits"))
+    _add_distill(commands.add_parser("distill", help="make a draft of a target that has no small sibling"))
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", help="what to answer; - reads standard input")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
@@ -114,6 +117,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         "--draft", help="the same for the draft, or none; by default a substitute of the target's layers"
     )
     parser.add_argument("--drop-layers", help="layers that a substitute leaves out, such as 12-15")
+    parser.add_argument("--draft-adapter", help="a substitute that `bough distill` made: its folder")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="data type of the target (default bfloat16)")
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
@@ -124,6 +128,16 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder or cached hub id, in 16 or 32 bits")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="for a weight (default 4)")
     parser.add_argument("--out", help="folder to write, or to go on writing; MODEL-4bit here by default")
+
+
+def _add_distill(parser: argparse.ArgumentParser) -> None:
+    for setting in fields(DistillConfig):
+        if setting.name == "target":
+            parser.add_argument("target", metavar="TARGET", help=setting.metadata["help"])
+            continue
+        default = "" if setting.default in (MISSING, "", ()) else f" (default {setting.default})"
+        flag = "--" + setting.name.replace("_", "-")
+        parser.add_argument(flag, required=setting.default is MISSING, help=setting.metadata["help"] + default)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

@@ -135,6 +135,9 @@ class DraftConfig(WorkerConfig):
     drop_layers: tuple[int, ...] = setting(
         (), parse_layers, "make a substitute draft: the model without these layers, such as 12-15"
     )
+    adapter: str = setting(
+        "", str, "folder that `bough distill` wrote: layers to leave out, and corrections to the rest"
+    )
     branch: int = setting(16, _count, "most children of a node")
     ahead_steps: int = setting(
         0, _number(int, 0), "most draft steps between two calls of a session, towards its likely next trees; 0 is none"
@@ -192,6 +195,32 @@ class OrchestratorConfig(ServiceConfig):
     draft_timeout: float = setting(30.0, _seconds, "seconds after which a round goes on without a draft worker")
     target_timeout: float = setting(600.0, _seconds, "seconds after which a target that does not answer is given up")
     queue_timeout: float = setting(600.0, _seconds, "seconds that a request waits for a KV slot")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillConfig:
+    """Settings of `bough distill`."""
+
+    target: str = setting(MISSING, str, "model folder, or hub id in the local cache")
+    out: str = setting(MISSING, str, "folder for the draft; a run that was interrupted is gone on with")
+    data: str = setting("", str, "folder for the text that the target writes; OUT-text by default")
+    drop_layers: tuple[int, ...] = setting((), parse_layers, "layers to leave out, such as 12-15; chosen by default")
+    num_layers: int = setting(0, _number(int, 0), "layers to keep, where they are chosen; 0 is four fifths of all")
+    rank: int = setting(32, _count, "of the corrections: their size, and what they can mend")
+    tokens: int = setting(1_000_000, _count, "tokens to train on, some of them more than once")
+    text_tokens: int = setting(400_000, _count, "tokens that the target writes")
+    text_rows: int = setting(96, _count, "conversations that are written at once")
+    row_tokens: int = setting(384, _number(int, 16), "tokens of a row of text: the longest conversation")
+    batch_rows: int = setting(2, _count, "rows of a training step")
+    learning_rate: float = setting(1e-3, _number(float, 1e-9), "the highest, after the warm-up")
+    check_steps: int = setting(100, _count, "training steps between checkpoints, each with the held-out agreement")
+    held_out: str = setting(
+        "", str, "JSONL file of questions to measure on, `text` or `turns`; the target's by default"
+    )
+    seed: int = setting(0, _number(int, 0), "equal seeds give equal text, and on one machine equal drafts")
+    dtype: str = setting("bfloat16", parse_dtype, "data type to compute in")
+    device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
+    threads: int = setting(os.cpu_count() or 1, _count, "CPU threads; one is faster where others compute too")
 
 
 def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:

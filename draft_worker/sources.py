@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 
-from bough.demonstration import EXPANSION_NAME
+from bough.config import DraftConfig
+from bough.distill.adapter import Adapter
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
-from bough.model.loading import DTYPES, build_skeleton, load_config
+from bough.model.loading import DTYPES, build_skeleton, working_layers
 from bough.model.runner import ResidentModel
 
 
-def load_draft(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: str, device: torch.device) -> ResidentModel:
+def open_adapter(config: DraftConfig) -> Adapter | None:
+    """The adapter that the settings name.
+
+    Raises:
+        ConfigError: it is none, or the settings leave out other layers than it does.
+    """
+    if not config.adapter:
+        return None
+    adapter = Adapter.open(config.adapter)
+    dropped = adapter.manifest.dropped_layers
+    if config.drop_layers and set(config.drop_layers) != set(dropped):
+        raise ConfigError(
+            f"--drop-layers: {', '.join(map(str, config.drop_layers))}; the adapter {config.adapter} leaves out "
+            f"{', '.join(map(str, dropped))}"
+        )
+    return adapter
+
+
+def load_draft(
+    checkpoint: Checkpoint, drop_layers: tuple[int, ...], adapter: Adapter | None, dtype: str, device: torch.device
+) -> ResidentModel:
     """Loads the draft model for good. `drop_layers` makes it a substitute; they are counted without identity copies.
+
+    With an adapter, it decides which layers are left out, and corrects the others.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: a layer to drop is not there.
+        ConfigError: a layer to drop is not there, or the adapter is another model's.
     """
+    if adapter is not None:
+        adapter.require_base(checkpoint)
+        drop_layers = adapter.manifest.dropped_layers
     working = working_layers(checkpoint)
     wrong = [layer for layer in drop_layers if layer >= len(working)]
     if wrong:
         raise ConfigError(f"--drop-layers: {wrong[0]}; {checkpoint.folder.name} has layers 0 to {len(working) - 1}")
     kept = tuple(layer for index, layer in enumerate(working) if index not in set(drop_layers))
-    return ResidentModel(build_skeleton(checkpoint, DTYPES[dtype], kept), device)
-
-
-def working_layers(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Layers that change their input: all, but for the identity copies of a block-expanded checkpoint."""
-    manifest = checkpoint.folder / EXPANSION_NAME
-    if manifest.is_file():
-        return tuple(json.loads(manifest.read_text())["working_layers"])
-    return tuple(range(load_config(checkpoint.folder).num_hidden_layers))
+    model = ResidentModel(build_skeleton(checkpoint, DTYPES[dtype], kept), device)
+    if adapter is not None:
+        adapter.apply(model.skeleton.layers)
+    return model

@@ -21,7 +21,7 @@ from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from draft_worker.engine import Engine, Request, settle
 from draft_worker.session import MAX_EXPANSIONS, DraftSession, Window
-from draft_worker.sources import load_draft
+from draft_worker.sources import load_draft, open_adapter
 
 
 class DraftWorker:
@@ -35,7 +35,10 @@ class DraftWorker:
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
         self._fingerprint = checkpoint.fingerprint()
         self._name = config.model_name or checkpoint.folder.name
-        self._model = load_draft(checkpoint, config.drop_layers, config.dtype, choose_device(config.device))
+        adapter = open_adapter(config)
+        self._dropped = adapter.manifest.dropped_layers if adapter else config.drop_layers
+        device = choose_device(config.device)
+        self._model = load_draft(checkpoint, config.drop_layers, adapter, config.dtype, device)
         skeleton = self._model.skeleton
         self.vocab_size = skeleton.vocab_size
         self._max_context = min(config.max_context, skeleton.max_positions)
@@ -80,10 +83,10 @@ class DraftWorker:
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
-        dropped = self._config.drop_layers
-        device = self._model.device
+        dropped, device = self._dropped, self._model.device
         notes = (
             *([f"substitute draft: layers {', '.join(map(str, dropped))} left out"] if dropped else []),
+            *([f"weights corrected by {self._config.adapter}"] if self._config.adapter else []),
             *(
                 [f"draft-ahead: {self._engine.num_warm_trees} of {self._engine.num_trees} trees were known in part"]
                 if self._config.ahead_steps

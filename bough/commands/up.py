@@ -38,7 +38,8 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     target = arguments.target or os.environ.get("BOUGH_TARGET_MODEL")
     draft = arguments.draft or os.environ.get("BOUGH_DRAFT_MODEL")
     drops = arguments.drop_layers or os.environ.get("BOUGH_DRAFT_DROP_LAYERS")
-    if draft is None and drops is None:
+    adapter = arguments.draft_adapter or os.environ.get("BOUGH_DRAFT_ADAPTER")
+    if draft is None and drops is None and adapter is None:
         if os.environ.get("BOUGH_ORCHESTRATOR_DRAFT") == NO_DRAFT:
             draft = NO_DRAFT
         elif target is None:
@@ -50,7 +51,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     orchestrator_flags = ["--draft", NO_DRAFT if draft == NO_DRAFT else "workers"]
     return Settings(
         target=parse(TargetConfig, "target_worker", target_flags, os.environ),
-        draft=_draft_config(arguments.draft_dtype, target, draft, drops),
+        draft=_draft_config(arguments.draft_dtype, target, draft, drops, adapter),
         orchestrator=replace(
             parse(OrchestratorConfig, "orchestrator", orchestrator_flags, os.environ), port=arguments.port
         ),
@@ -58,18 +59,23 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     )
 
 
-def _draft_config(dtype: str | None, target: str, draft: str | None, drops: str | None) -> DraftConfig | None:
+def _draft_config(
+    dtype: str | None, target: str, draft: str | None, drops: str | None, adapter: str | None
+) -> DraftConfig | None:
     """Settings of the draft worker; None where there is to be none."""
     if draft == NO_DRAFT:
-        if drops is not None:
-            raise ConfigError(f"--drop-layers: {drops}, but --draft none has no layers; one of the two would do")
+        for flag, value in (("--drop-layers", drops), ("--draft-adapter", adapter)):
+            if value is not None:
+                raise ConfigError(f"{flag}: {value}, but --draft none has no layers; one of the two would do")
         return None
-    if drops is None and draft is None:
+    if drops is None and draft is None and adapter is None:
         raise ConfigError(
-            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, or --drop-layers "
-            "for a substitute made of the target's own layers; or none, to guess from a session's own text only"
+            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, "
+            "--draft-adapter with what `bough distill` made of the target, or --drop-layers for a substitute as it is; "
+            "or none, to guess from a session's own text only"
         )
-    flags = ["--model", draft or target, *_given("--dtype", dtype), *_given("--drop-layers", drops)]
+    flags = ["--model", draft or target, *_given("--dtype", dtype)]
+    flags += [*_given("--drop-layers", drops), *_given("--adapter", adapter)]
     return parse(DraftConfig, "draft_worker", flags, os.environ)
 
 

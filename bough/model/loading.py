@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from bough.demonstration import EXPANSION_NAME
 from bough.errors import CheckpointError
 from bough.model import attention, experts
 from bough.model.checkpoint import Checkpoint, TensorPlace
@@ -110,6 +112,14 @@ def load_config(folder: Path) -> PretrainedConfig:
     except (OSError, ValueError, KeyError) as exc:
         raise CheckpointError(f"{folder / 'config.json'}: {exc}") from exc
     return config
+
+
+def working_layers(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Layers that change their input: all, but for the identity copies of a block-expanded checkpoint."""
+    manifest = checkpoint.folder / EXPANSION_NAME
+    if manifest.is_file():
+        return tuple(json.loads(manifest.read_text())["working_layers"])
+    return tuple(range(load_config(checkpoint.folder).num_hidden_layers))
 
 
 def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tuple[int, ...] | None = None) -> Skeleton:

@@ -7,12 +7,10 @@ configuration is written last, without which a folder is no model.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from tqdm import tqdm
 from bough.errors import ConfigError
 from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace
 from bough.model.experts import Experts
+from bough.model.files import replace
 from bough.model.loading import ParameterSlot, build_skeleton, read_place
 from bough.model.naming import PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.quantize import GROUP_SIZES, SCALE_BYTES, quantize
@@ -100,7 +99,7 @@ class _Manifest:
 
     def save(self) -> None:
         """At once or not at all."""
-        _replace(self.path, lambda partial: partial.write_text(json.dumps(self.content)))
+        replace(self.path, lambda partial: partial.write_text(json.dumps(self.content)))
 
 
 def _shards(checkpoint: Checkpoint, shard_bytes: int) -> list[list[TensorPlace]]:
@@ -154,7 +153,7 @@ def _tensors(place: TensorPlace, bits: int, is_packed: bool) -> list[tuple[str, 
 
 
 def _write_shard(folder: Path, name: str, tensors: dict[str, torch.Tensor], manifest: _Manifest) -> None:
-    _replace(folder / name, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+    replace(folder / name, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
     checksums = {key: crc32(tensor.flatten().view(torch.uint8)) for key, tensor in tensors.items()}
     manifest.content["checksums"].update(checksums)
     manifest.content["weight_map"].update(dict.fromkeys(tensors, name))
@@ -169,10 +168,10 @@ def _write_rest(checkpoint: Checkpoint, folder: Path, manifest: _Manifest, bits:
         if file.is_file() and file.name not in {*weights, INDEX_NAME, "config.json"} and file.suffix != ".safetensors":
             shutil.copyfile(file, folder / file.name)
     index = {"metadata": {}, "weight_map": manifest.content["weight_map"]}
-    _replace(folder / INDEX_NAME, lambda partial: partial.write_text(json.dumps(index, indent=1)))
+    replace(folder / INDEX_NAME, lambda partial: partial.write_text(json.dumps(index, indent=1)))
     config = json.loads((checkpoint.folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bough", "bits": bits, "group_size": GROUP_SIZES[bits]}
-    _replace(folder / "config.json", lambda partial: partial.write_text(json.dumps(config, indent=2)))
+    replace(folder / "config.json", lambda partial: partial.write_text(json.dumps(config, indent=2)))
 
 
 def _require_room(folder: Path, num_bytes: int) -> None:
@@ -182,25 +181,3 @@ def _require_room(folder: Path, num_bytes: int) -> None:
         raise ConfigError(
             f"--out: {folder}: {num_bytes / 1e9:.2f} GB are to be written and {(free + there) / 1e9:.2f} GB are free"
         )
-
-
-def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file at once or not at all.
-
-    Raises:
-        ConfigError: the disk is full, or will not be written to.
-    """
-    partial = file.with_name(file.name + ".partial")
-    try:
-        write(partial)
-        with partial.open("rb") as stream:
-            os.fsync(stream.fileno())
-        partial.replace(file)
-    except Exception as exc:
-        partial.unlink(missing_ok=True)
-        code = getattr(exc, "errno", None)
-        if code == errno.ENOSPC or "No space left" in str(exc):
-            raise ConfigError(f"{file}: the disk is full; make room and run the same command again to go on") from exc
-        if isinstance(exc, OSError):
-            raise ConfigError(f"{file}: cannot be written: {exc}") from exc
-        raise

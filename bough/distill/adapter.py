@@ -1,0 +1,174 @@
+"""A draft as a few megabytes beside its target's checkpoint: which layers to leave out, and corrections to the others.
+
+`adapter.safetensors` holds `layers.I.NAME.down` (rank, inputs) and `.up` (outputs, rank) for a linear layer, whose
+weight becomes W + up @ down, and `layers.I.NAME.weight` for a norm. I counts the target's layers without identity
+copies. The manifest is written last: without it a folder is no adapter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from bough.errors import CheckpointError, ConfigError
+from bough.model.checkpoint import Checkpoint
+from bough.model.files import replace
+from bough.model.loading import build_skeleton, working_layers
+
+MANIFEST_NAME = "bough_adapter.json"
+WEIGHTS_NAME = "adapter.safetensors"
+FORMAT = 1
+SAMPLE_BYTES = 4096  # of each tensor, that its fingerprint looks at
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What an adapter fits, and how it came about."""
+
+    base: str  # fingerprint of the target
+    base_name: str
+    num_layers: int  # of the target, without identity copies
+    dropped_layers: tuple[int, ...]
+    rank: int
+    command: str
+    seed: int
+    written_tokens: int  # by the target
+    trained_tokens: int  # some of them more than once
+    held_out: str  # what the agreement was measured on
+    top1: float
+    top4: float
+    untrained_top1: float  # of the same layers without corrections
+    untrained_top4: float
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A manifest and its tensors."""
+
+    manifest: Manifest
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Adapter:
+        """Reads a folder that `bough distill` has finished.
+
+        Raises:
+            ConfigError: it is something else, or damaged.
+        """
+        path = Path(folder)
+        try:
+            content: dict[str, Any] = json.loads((path / MANIFEST_NAME).read_text())
+            if content.get("format") != FORMAT:
+                raise ConfigError(f"adapter: {path} has format {content.get('format')}; {FORMAT} can be read")
+            content["dropped_layers"] = tuple(content["dropped_layers"])
+            return cls(Manifest(**content), load_file(path / WEIGHTS_NAME))
+        except FileNotFoundError as exc:
+            raise ConfigError(
+                f"adapter: {exc.filename} is missing; a folder that `bough distill` wrote would do"
+            ) from exc
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as exc:
+            raise ConfigError(f"adapter: {path} is damaged: {exc}") from exc
+
+    def save(self, folder: Path) -> None:
+        """At once or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        replace(folder / WEIGHTS_NAME, lambda partial: save_file(tensors, partial))
+        replace(folder / "README.md", lambda partial: partial.write_text(card(self.manifest)))
+        text = json.dumps(asdict(self.manifest), indent=1)
+        replace(folder / MANIFEST_NAME, lambda partial: partial.write_text(text))
+
+    def require_base(self, checkpoint: Checkpoint) -> None:
+        """Makes sure that a checkpoint is what the adapter was made from.
+
+        Raises:
+            ConfigError: naming both fingerprints.
+        """
+        found = base_fingerprint(checkpoint)
+        if found != self.manifest.base:
+            raise ConfigError(
+                f"adapter: made for a model {self.manifest.base_name} with fingerprint {self.manifest.base}; "
+                f"{checkpoint.folder.name} has {found}"
+            )
+
+    def kept_layers(self) -> tuple[int, ...]:
+        """Layers of the target that the draft has, without identity copies."""
+        return tuple(i for i in range(self.manifest.num_layers) if i not in set(self.manifest.dropped_layers))
+
+    @torch.no_grad()
+    def apply(self, layers: Sequence[nn.Module]) -> None:
+        """Corrects the weights of the kept layers, reckoned in float32 and rounded to the data type that they have.
+
+        Raises:
+            ConfigError: a correction has no place in the model.
+        """
+        modules = dict(zip(self.kept_layers(), layers, strict=True))
+        for name, tensor in self.tensors.items():
+            _, index, rest = name.split(".", 2)
+            path, _, kind = rest.rpartition(".")
+            try:
+                weight = modules[int(index)].get_submodule(path).get_parameter("weight")
+                if kind == "weight":
+                    weight.copy_(tensor)
+                elif kind == "up":
+                    down = self.tensors[f"layers.{index}.{path}.down"].to(weight.device).float()
+                    weight.copy_(weight.float() + tensor.to(weight.device).float() @ down)
+            except (KeyError, AttributeError, RuntimeError) as exc:
+                raise ConfigError(
+                    f"adapter: {name} of shape {list(tensor.shape)} does not fit the model: {exc}"
+                ) from exc
+
+
+def base_fingerprint(checkpoint: Checkpoint) -> str:
+    """Names a target by its layers that work: shapes, data types and the first bytes of every tensor, in order.
+
+    So a block-expanded checkpoint has the fingerprint of the model that it expands, and reading it takes moments.
+    """
+    skeleton = build_skeleton(checkpoint, torch.bfloat16, working_layers(checkpoint))
+    digest = hashlib.blake2b(type(skeleton.model).__name__.encode(), digest_size=12)
+    for slots in (*skeleton.layer_slots, skeleton.resident_slots):
+        for slot in slots:
+            for place in slot.source.places:
+                digest.update(f"{slot.key} {place.dtype} {place.shape}\n".encode())
+                try:
+                    with place.file.open("rb") as stream:
+                        stream.seek(place.offset)
+                        digest.update(stream.read(min(SAMPLE_BYTES, place.num_bytes)))
+                except OSError as exc:
+                    raise CheckpointError(f"{place.file}: tensor {place.name} cannot be read: {exc}") from exc
+    return digest.hexdigest()
+
+
+def card(manifest: Manifest) -> str:
+    """README of an adapter."""
+    kept = manifest.num_layers - len(manifest.dropped_layers)
+    left_out = ", ".join(map(str, manifest.dropped_layers))
+    return f"""# A draft for {manifest.base_name}
+
+{kept} of the {manifest.num_layers} layers of {manifest.base_name} (left out: {left_out}), with low-rank corrections
+of rank {manifest.rank} to the weights of those that are left, healed by distillation on text that the model wrote
+itself. It is no model of its own: bough applies it to the target's weights as it loads them.
+
+    python -m draft_worker --model {manifest.base_name} --adapter THIS_FOLDER
+
+It was made, and can be made again, by
+
+    {manifest.command}
+
+- text: {manifest.written_tokens} tokens written by the target, seed {manifest.seed}
+- training: {manifest.trained_tokens} tokens, some of them more than once
+- agreement with the target on {manifest.held_out}: top-1 {manifest.top1:.3f}, top-4 {manifest.top4:.3f}
+  (the same layers without corrections: {manifest.untrained_top1:.3f}, {manifest.untrained_top4:.3f})
+- target: fingerprint {manifest.base}
+"""

@@ -1,0 +1,52 @@
+"""Which layers to leave out: one after another, each time the one whose loss costs least, by measurement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bough.distill.evaluate import Agreement, agreement
+from bough.distill.rows import Rows
+from bough.distill.teacher import Network
+from bough.model.files import replace
+
+SHORTLIST = 12  # layers that are cheapest alone: those that are tried after the first
+
+
+def choose_layers(
+    teacher: Network, num_layers: int, rows: Rows, opening: torch.Tensor, folder: Path, report: Callable[[str], None]
+) -> tuple[int, ...]:
+    """The layers to drop so that `num_layers` are left; `report` hears of each step. The teacher is left as it was.
+
+    The choice is kept in `folder`, where the text is too, and not made again.
+    """
+    file = folder / f"dropped-for-{num_layers}.json"
+    if file.is_file():
+        return tuple(json.loads(file.read_text()))
+    layers, types = list(teacher.layers), getattr(teacher.skeleton.config, "layer_types", None)
+    dropped: list[int] = []
+    candidates = list(range(len(layers)))
+    while len(layers) - len(dropped) > num_layers:
+        trials: dict[int, Agreement] = {}
+        for layer in candidates:
+            _use(teacher, layers, types, {*dropped, layer})
+            trials[layer] = agreement(teacher, rows, opening)
+        _use(teacher, layers, types, set())
+        ranked = sorted(candidates, key=lambda layer: trials[layer].loss)
+        candidates = ranked[1 : max(SHORTLIST, len(layers) - num_layers)]
+        dropped.append(ranked[0])
+        report(f"without layers {', '.join(map(str, sorted(dropped)))}: {trials[ranked[0]]}")
+    replace(file, lambda partial: partial.write_text(json.dumps(sorted(dropped))))
+    return tuple(sorted(dropped))
+
+
+def _use(network: Network, layers: list[nn.Module], types: list[str] | None, left_out: set[int]) -> None:
+    """The layers that a forward pass runs through, and of which type each is."""
+    kept = [i for i in range(len(layers)) if i not in left_out]
+    network.skeleton.model.get_decoder().layers = nn.ModuleList(layers[i] for i in kept)
+    if types is not None:
+        network.skeleton.config.layer_types = [types[i] for i in kept]

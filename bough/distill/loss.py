@@ -1,0 +1,63 @@
+"""What the student is to learn: the teacher's likeliest next tokens, and what is left for all others together.
+
+With teacher_probs t_k over its top tokens and rest r = 1 - sum t_k, and student_probs s with rest R, the loss at a
+place is KL((t, r) || (s, R)). Its gradient by a logit is s - t at the top tokens, s (1 - r / R) at all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+CHUNK = 512  # places whose logits are in memory at once
+SMALLEST = 1e-6  # of the mass that is left
+
+
+class _TopLoss(torch.autograd.Function):
+    """Makes the gradient by the hidden states at once, so that the logits of a chunk are forgotten with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor
+    ) -> torch.Tensor:
+        total = torch.zeros((), device=hidden.device)
+        gradient = torch.empty_like(hidden)
+        for begin in range(0, len(hidden), CHUNK):
+            part = slice(begin, begin + CHUNK)
+            loss, by_logits = _by_logits(linear(hidden[part], head), top_ids[part], top_log_probs[part].float())
+            total += loss
+            gradient[part] = by_logits @ head
+        ctx.save_for_backward(gradient)
+        ctx.count = len(hidden)
+        return total / len(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * (scale / ctx.count), None, None, None
+
+
+def _by_logits(
+    logits: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss summed over places, and its gradient by the logits in their data type."""
+    whole = logits.float()
+    log_total = whole.logsumexp(1, keepdim=True)
+    student = whole.gather(1, top_ids) - log_total  # log-probabilities
+    teacher = top_log_probs.exp()
+    rest = (1 - teacher.sum(1, keepdim=True)).clamp_min(SMALLEST)
+    student_rest = (1 - student.exp().sum(1, keepdim=True)).clamp_min(SMALLEST)
+    loss = (teacher * (top_log_probs - student)).sum() + (rest * (rest / student_rest).log()).sum()
+    gradient = whole.sub_(log_total).exp_().mul_(1 - rest / student_rest)
+    gradient.scatter_(1, top_ids, student.exp() - teacher)
+    return loss, gradient.to(logits.dtype)
+
+
+def top_loss(
+    hidden: torch.Tensor, head: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor
+) -> torch.Tensor:
+    """Mean over places: hidden (places, hidden_size), head (vocab_size, hidden_size), top_* (places, num_top)."""
+    loss: torch.Tensor = _TopLoss.apply(hidden, head, top_ids.long(), top_log_probs)  # type: ignore[no-untyped-call]
+    return loss

@@ -1,0 +1,146 @@
+"""Rows of text with what the teacher thought of each place, and the attention that reads such rows.
+
+A row is documents one behind the other. In front of all of them stands, once and shared, the opening of the chat
+template: every token sees the opening and its own document, nothing else. So nothing is computed twice or padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from bough.errors import ConfigError
+from bough.model.files import replace
+
+NAME = "bough_rows"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Written text; the opening is not in it."""
+
+    tokens: torch.Tensor  # (num_rows, length) int32
+    starts: torch.Tensor  # (num_rows, length) int32: the place in the row where the token's document begins
+    is_answer: torch.Tensor  # (num_rows, length) bool: the token after this one was the assistant's to choose
+    top_ids: torch.Tensor  # (num_rows, length, num_top) int32: the teacher's likeliest next tokens, best first
+    top_log_probs: torch.Tensor  # (num_rows, length, num_top) float16
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.numel()
+
+    def take(self, index: torch.Tensor) -> Rows:
+        """Some of the rows."""
+        return Rows(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def to(self, device: torch.device) -> Rows:
+        """On another device."""
+        return Rows(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+    def save(self, file: Path) -> None:
+        """At once or not at all."""
+        tensors = {f.name: getattr(self, f.name).contiguous() for f in fields(self)}
+        replace(file, lambda partial: save_file(tensors, partial))
+
+    @classmethod
+    def load(cls, file: Path) -> Rows:
+        """What `save` has written.
+
+        Raises:
+            ConfigError: the file is something else.
+        """
+        try:
+            tensors = load_file(file)
+            return cls(**tensors)
+        except (SafetensorError, TypeError) as exc:
+            raise ConfigError(f"--data: {file} is no text that `bough distill` wrote: {exc}") from exc
+
+    @classmethod
+    def joined(cls, parts: list[Rows]) -> Rows:
+        """Rows of equal length, one below the other."""
+        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+
+    def placed(self, opening: torch.Tensor) -> Placed:
+        """The rows as a model takes them, behind the opening, (num_opening,)."""
+        num_rows, length = self.tokens.shape
+        count = len(opening)
+        in_front = torch.arange(count, device=self.tokens.device).expand(num_rows, count)
+        place = torch.arange(length, device=self.tokens.device)
+        positions = torch.cat((in_front, count + place - self.starts), dim=1)
+        starts = torch.cat((torch.full_like(in_front, -1), self.starts), dim=1)
+        every = torch.arange(count + length, device=self.tokens.device)
+        same = (starts[:, :, None] == starts[:, None, :]) | (every < count)
+        mask = same & (every[:, None] >= every)
+        return Placed(torch.cat((opening.expand(num_rows, count), self.tokens), dim=1), positions, mask[:, None])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Input of a model pass."""
+
+    tokens: torch.Tensor  # (num_rows, num_places)
+    positions: torch.Tensor  # (num_rows, num_places)
+    mask: torch.Tensor  # (num_rows, 1, num_places, num_places) bool: which keys a token sees
+
+
+class Store:
+    """Keys and values of rows that are being written, all of one length."""
+
+    def __init__(self, num_rows: int, num_places: int) -> None:
+        self._num_rows, self._num_places = num_rows, num_places
+        self.length = 0  # places that are taken when the pass that is under way is over
+        self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes a layer's new (num_rows, heads, new places, head_dim) and gives all that it holds by now."""
+        if layer not in self._held:
+            shape = (self._num_rows, key.shape[1], self._num_places)
+            self._held[layer] = (key.new_empty(*shape, key.shape[3]), value.new_empty(*shape, value.shape[3]))
+        keys, values = (held[:, :, : self.length] for held in self._held[layer])
+        keys[:, :, -key.shape[2] :], values[:, :, -key.shape[2] :] = key, value
+        return keys, values
+
+
+def row_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    store: Store | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: (num_rows, heads, places, head_dim) in, (num_rows, places, heads, ...) out.
+
+    Raises:
+        ConfigError: the architecture's attention does more than attend to a row.
+    """
+    if store is not None:
+        key, value = store.append(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        raise ConfigError(f"--row-tokens: rows of {key.shape[2]} with the opening; this model sees {sliding_window}")
+    if s_aux is not None or softcap:
+        raise ConfigError("TARGET: attention with sinks or capped scores cannot be distilled so far")
+    num_rows, num_heads, num_places, _ = query.shape
+    group = num_heads // key.shape[1]
+    if num_places == 1:  # heads that share keys are rows of one query: no keys are copied
+        shared = query.reshape(num_rows, key.shape[1], group, -1)
+        out = scaled_dot_product_attention(shared, key, value, attention_mask, scale=scaling)
+        return out.reshape(num_rows, 1, num_heads, -1), None
+    keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    out = scaled_dot_product_attention(query, keys, values, attention_mask, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, row_attention)

@@ -1,0 +1,162 @@
+"""A whole run: the target writes, layers to leave out are chosen, the student learns, the adapter is written."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from bough.config import DistillConfig
+from bough.distill.adapter import Adapter, Manifest, base_fingerprint
+from bough.distill.choose import choose_layers
+from bough.distill.corpus import Corpus, TextSettings
+from bough.distill.evaluate import agreement
+from bough.distill.rows import Rows
+from bough.distill.teacher import Network, Template
+from bough.distill.train import CHECKPOINT_NAME, Recipe, Trainer
+from bough.errors import ConfigError
+from bough.model.checkpoint import Checkpoint
+from bough.model.device import choose_device
+from bough.model.loading import working_layers
+from bough.model.threads import compute_with
+from bough.model.tokenizer_files import load_tokenizer_files
+from bough.tokenizer import Tokenizer
+
+CHOOSING_ROWS = 3  # of text, on which the layers to leave out are chosen
+DECIDING = (
+    "drop_layers", "rank", "tokens", "text_tokens", "text_rows", "row_tokens", "batch_rows", "learning_rate", "seed",
+    "dtype",
+)  # fmt: skip
+
+
+class Target(NamedTuple):
+    """What is to have a draft."""
+
+    checkpoint: Checkpoint
+    fingerprint: str
+    num_layers: int  # without identity copies
+    tokenizer: Tokenizer
+    template: Template
+    device: torch.device
+
+    @property
+    def opening(self) -> torch.Tensor:
+        return torch.tensor(self.template.opening, device=self.device)
+
+
+class Lessons(NamedTuple):
+    """What the teacher leaves behind."""
+
+    rows: Rows
+    held_out: Rows
+    dropped_layers: tuple[int, ...]
+
+
+def make_adapter(config: DistillConfig) -> Adapter:
+    """The whole run, from the target's weights to the folder of its draft.
+
+    Raises:
+        ConfigError: a setting does not fit the target, or a folder holds something else.
+    """
+    compute_with(config.threads)
+    checkpoint = Checkpoint.open(config.target)
+    num_layers = len(working_layers(checkpoint))
+    _require_layers(config, num_layers)
+    tokenizer = Tokenizer(load_tokenizer_files(checkpoint.folder))
+    fingerprint = base_fingerprint(checkpoint)
+    device = choose_device(config.device)
+    target = Target(checkpoint, fingerprint, num_layers, tokenizer, Template.of(tokenizer), device)
+    return _train(config, target, _teach(config, target))
+
+
+def _require_layers(config: DistillConfig, num_layers: int) -> None:
+    wrong = [layer for layer in config.drop_layers if layer >= num_layers]
+    if wrong:
+        raise ConfigError(f"--drop-layers: {wrong[0]}; {config.target} has layers 0 to {num_layers - 1}")
+    if len(set(config.drop_layers)) >= num_layers:
+        raise ConfigError(f"--drop-layers: all {num_layers}; a draft keeps at least one")
+    if config.num_layers >= num_layers:
+        raise ConfigError(f"--num-layers: {config.num_layers} of {num_layers}; a draft leaves out at least one")
+
+
+def _teach(config: DistillConfig, target: Target) -> Lessons:
+    """Everything for which the whole target is needed; its memory is free again afterwards."""
+    teacher = Network(target.checkpoint, (), config.dtype, target.device)
+    teacher.require_plain_head()
+    folder = Path(config.data or f"{config.out}-text")
+    settings = TextSettings(
+        target.fingerprint, config.seed, config.text_rows, config.row_tokens, config.row_tokens // 2
+    )
+    corpus = Corpus(folder, settings, teacher, target.template)
+    held_out = corpus.held_out(_questions(config.held_out, target))
+    rows = corpus.rows(config.text_tokens)
+    dropped = config.drop_layers
+    if not dropped:
+        some = rows.take(torch.arange(min(CHOOSING_ROWS, len(rows.tokens))))
+        count = config.num_layers or target.num_layers * 4 // 5
+        dropped = choose_layers(teacher, count, some, target.opening, folder, tqdm.write)
+    return Lessons(rows, held_out, tuple(sorted(set(dropped))))
+
+
+def _train(config: DistillConfig, target: Target, lessons: Lessons) -> Adapter:
+    student = Network(target.checkpoint, lessons.dropped_layers, config.dtype, target.device)
+    untrained = agreement(student, lessons.held_out, target.opening)
+    recipe = Recipe(
+        config.rank, config.learning_rate, config.batch_rows, config.tokens, config.seed, lessons.dropped_layers
+    )
+    trainer = Trainer(student, target.opening, lessons.rows, recipe)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    result = trainer.run(lessons.held_out, config.check_steps, out, tqdm.write)
+    manifest = Manifest(
+        base=target.fingerprint,
+        base_name=target.checkpoint.folder.name,
+        num_layers=target.num_layers,
+        dropped_layers=lessons.dropped_layers,
+        rank=config.rank,
+        command=command_of(config, lessons.dropped_layers),
+        seed=config.seed,
+        written_tokens=lessons.rows.num_tokens,
+        trained_tokens=trainer.trained_tokens,
+        held_out=_held_out_words(config, lessons.held_out),
+        top1=round(result.top1, 4),
+        top4=round(result.top4, 4),
+        untrained_top1=round(untrained.top1, 4),
+        untrained_top4=round(untrained.top4, 4),
+    )
+    adapter = Adapter(manifest, trainer.tensors())
+    adapter.save(out)
+    (out / CHECKPOINT_NAME).unlink()
+    return adapter
+
+
+def _questions(file: str, target: Target) -> list[list[int]]:
+    """Tokens of each question in a JSONL file, behind the opening."""
+    if not file:
+        return []
+    try:
+        lines = Path(file).read_text().splitlines()
+        entries = [json.loads(line) for line in lines if line.strip()]
+        texts = [str(entry["text"] if "text" in entry else entry["turns"][0]) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as exc:
+        raise ConfigError(f"--held-out: {file}: {exc!r}; JSON lines with `text` or `turns` would do") from exc
+    if not texts:
+        raise ConfigError(f"--held-out: {file} has no questions")
+    return [target.tokenizer.encode_chat([("user", text)])[len(target.template.opening) :] for text in texts]
+
+
+def _held_out_words(config: DistillConfig, held_out: Rows) -> str:
+    whose = f"questions of {Path(config.held_out).name}" if config.held_out else "questions that it made up"
+    return f"{int(held_out.is_answer.sum())} tokens of its greedy answers to {whose}, never trained on"
+
+
+def command_of(config: DistillConfig, dropped_layers: tuple[int, ...]) -> str:
+    """The command that makes the draft again: every setting that decides it, and no folder but the target's name."""
+    settings = {**asdict(config), "drop_layers": ",".join(map(str, dropped_layers))}
+    flags = [f"--{name.replace('_', '-')} {shlex.quote(str(settings[name]))}" for name in DECIDING]
+    return f"bough distill {Path(config.target).name} --out DIR {' '.join(flags)}"

@@ -1,0 +1,255 @@
+"""Drafts made of their targets: text, training, and what is written of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, save_model
+
+from bough.cli import argument_parser
+from bough.commands.distill import settings_from
+from bough.config import DraftConfig, parse
+from bough.distill import train
+from bough.distill.adapter import MANIFEST_NAME, WEIGHTS_NAME, Adapter
+from bough.distill.loss import top_loss
+from bough.distill.rows import Rows
+from bough.distill.run import make_adapter
+from bough.distill.teacher import Network, Template
+from bough.distill.text import Script, Writer
+from bough.errors import ConfigError
+from bough.model.batch import Batch, Segment
+from bough.model.checkpoint import Checkpoint
+from bough.model.kv import KVSlot
+from bough.model.tokenizer_files import load_tokenizer_files
+from bough.tokenizer import Tokenizer
+from bough.tree import Tree
+from draft_worker.sources import load_draft, open_adapter
+from draft_worker.worker import DraftWorker
+
+CPU = torch.device("cpu")
+SHORT = ("--text-tokens", "500", "--text-rows", "4", "--row-tokens", "48", "--rank", "4", "--tokens", "960")
+FLOAT = ("--dtype", "float32", "--device", "cpu", "--threads", "1")
+
+
+def distilled(target: Path, out: Path, *flags: str) -> Adapter:
+    """A run of the command."""
+    argv = ["distill", str(target), "--out", str(out), *SHORT, *FLOAT, *flags]
+    return make_adapter(settings_from(argument_parser().parse_args(argv)))
+
+
+@pytest.fixture(scope="module")
+def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of the tiny model without its third layer; its text stands beside it."""
+    out = tmp_path_factory.mktemp("distilled") / "draft"
+    distilled(tiny, out, "--drop-layers", "2")
+    return out
+
+
+def test_training_brings_the_student_nearer(tiny: Path, tmp_path: Path) -> None:
+    """On answers that it was not trained on."""
+    flags = ("--text-tokens", "6000", "--text-rows", "24", "--tokens", "12000", "--learning-rate", "0.003")
+    manifest = distilled(tiny, tmp_path / "out", "--drop-layers", "2", *flags).manifest
+    assert manifest.top4 > manifest.untrained_top4 + 0.03
+    assert manifest.dropped_layers == (2,)
+
+
+def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(
+    tiny: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optimizer, order of the text and learning rate: all must be as they were."""
+    whole = Adapter.open(made)
+    take_step = train.Trainer._train_step
+
+    def cut_off(self: train.Trainer) -> float:
+        if self.step == 7:
+            raise KeyboardInterrupt
+        return take_step(self)
+
+    flags = ("--drop-layers", "2", "--data", f"{made}-text", "--check-steps", "3")
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "_train_step", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            distilled(tiny, tmp_path, *flags)
+    with pytest.raises(ConfigError, match=MANIFEST_NAME):
+        Adapter.open(tmp_path)
+    resumed = distilled(tiny, tmp_path, *flags)
+    assert whole.tensors.keys() == resumed.tensors.keys()
+    assert all(torch.equal(whole.tensors[name], resumed.tensors[name]) for name in whole.tensors)
+    assert not (tmp_path / train.CHECKPOINT_NAME).exists()
+
+
+def test_text_that_was_cut_off_is_written_on(tiny: Path, made: Path, tmp_path: Path) -> None:
+    """A shard that is missing comes out as it was; one that is half there was never named so."""
+    text = tmp_path / "text"
+    distilled(tiny, tmp_path / "one", "--drop-layers", "2", "--data", str(text))
+    shards = sorted(text.glob("text-*.safetensors"))
+    before = shards[1].read_bytes()
+    shards[1].rename(shards[1].with_name("text-00001.safetensors.partial"))
+    kept_at = shards[0].stat().st_mtime_ns
+    distilled(tiny, tmp_path / "two", "--drop-layers", "2", "--data", str(text))
+    assert shards[1].read_bytes() == before
+    assert shards[0].stat().st_mtime_ns == kept_at
+
+
+def test_layers_are_chosen_by_what_their_loss_costs(tiny: Path, made: Path, tmp_path: Path) -> None:
+    """An identity layer costs nothing, so it is the first to go."""
+    folder = save_model(tmp_path / "model", TINY)
+    _make_identity(folder, layer=1)
+    adapter = distilled(folder, tmp_path / "out", "--num-layers", "3")
+    assert adapter.manifest.dropped_layers == (1,)
+    assert adapter.manifest.untrained_top1 == 1.0
+
+
+def test_what_the_writer_keeps_is_what_the_target_thinks(tiny: Path) -> None:
+    """Documents behind one another in a row must not see each other, and all must see the opening."""
+    teacher = Network(Checkpoint.open(tiny), (), "float32", CPU)
+    template = Template.of(Tokenizer(load_tokenizer_files(tiny)))
+    rows = Writer(teacher, Script(template, 12), seed=3).write(2, 300, lambda _: None)
+    assert len(rows.starts[0].unique()) > 2
+    hidden = teacher.hidden(rows.placed(torch.tensor(template.opening)))[:, len(template.opening) :]
+    batched = teacher.head(hidden).log_softmax(-1).gather(2, rows.top_ids.long())
+    torch.testing.assert_close(batched, rows.top_log_probs.float(), atol=2e-2, rtol=0)
+    begin, end = int(rows.starts[0, -1]), rows.tokens.shape[1]
+    alone = _plain_logits(tiny, [*template.opening, *rows.tokens[0, begin:end].tolist()])
+    best = alone[len(template.opening) :].argmax(1)
+    assert best.tolist() == rows.top_ids[0, begin:, 0].tolist()
+
+
+def test_greedy_answers_are_the_likeliest_tokens(tiny: Path) -> None:
+    teacher = Network(Checkpoint.open(tiny), (), "float32", CPU)
+    template = Template.of(Tokenizer(load_tokenizer_files(tiny)))
+    question = [40, 41, 42, *template.handover]
+    rows = Writer(teacher, Script(template, 8), seed=0).answer([question], 8, lambda _: None)
+    assert rows.is_answer[0].nonzero()[0].tolist() == [len(question) - 1]
+    length = int(rows.is_answer[0].sum())
+    answer = slice(len(question), len(question) + length - 1)
+    assert rows.tokens[0, answer].tolist() == rows.top_ids[0, len(question) - 1 :, 0][: length - 1].tolist()
+
+
+def test_the_loss_is_the_divergence_and_its_gradient_is_right() -> None:
+    """Against autograd over whole distributions, in float64."""
+    torch.manual_seed(0)
+    hidden = torch.randn(700, 8, dtype=torch.float64, requires_grad=True)  # more than one chunk
+    head = torch.randn(40, 8, dtype=torch.float64)
+    teacher = torch.randn(700, 40).log_softmax(-1)
+    top, ids = teacher.topk(5)
+    loss = top_loss(hidden, head, ids, top)
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    student = (hidden @ head.T).log_softmax(-1).gather(1, ids)
+    rest, student_rest = 1 - top.exp().sum(1), 1 - student.exp().sum(1)
+    wanted = (top.exp() * (top - student)).sum() + (rest * (rest / student_rest).log()).sum()
+    (wanted_gradient,) = torch.autograd.grad(wanted / 700, hidden)
+    assert loss.item() == pytest.approx(wanted.item() / 700, rel=1e-4)
+    torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_a_draft_with_an_adapter_has_the_merged_weights(tiny: Path, made: Path) -> None:
+    adapter = Adapter.open(made)
+    plain = load_draft(Checkpoint.open(tiny), (2,), None, "float32", CPU)
+    corrected = load_draft(Checkpoint.open(tiny), (), adapter, "float32", CPU)
+    assert len(corrected.skeleton.layers) == 3
+    weights = [model.skeleton.layers[2].mlp.up_proj.weight for model in (plain, corrected)]
+    up, down = (adapter.tensors[f"layers.3.mlp.up_proj.{kind}"].float() for kind in ("up", "down"))
+    torch.testing.assert_close(weights[1], weights[0] + up @ down)
+    assert float((weights[1] - weights[0]).abs().max()) > 1e-4
+    norm = corrected.skeleton.layers[2].input_layernorm.weight
+    assert torch.equal(norm, adapter.tensors["layers.3.input_layernorm.weight"])
+
+
+def test_a_draft_agrees_as_often_as_its_card_says(tiny: Path, made: Path) -> None:
+    """What training measured must be what the draft worker then runs."""
+    adapter = Adapter.open(made)
+    held_out = Rows.load(Path(f"{made}-text") / "held-out.safetensors")
+    template = Template.of(Tokenizer(load_tokenizer_files(tiny)))
+    draft = load_draft(Checkpoint.open(tiny), (), adapter, "float32", CPU)
+    hits = total = 0
+    for row in range(len(held_out.tokens)):
+        for start in held_out.starts[row].unique().tolist():
+            places = (held_out.starts[row] == start).nonzero()[:, 0]
+            tokens = [*template.opening, *held_out.tokens[row, places].tolist()]
+            best = _logits(draft, tokens)[len(template.opening) :].argmax(1)
+            wanted = held_out.is_answer[row, places]
+            hits += int((best == held_out.top_ids[row, places, 0])[wanted].sum())
+            total += int(wanted.sum())
+    assert hits / total == pytest.approx(adapter.manifest.top1, abs=0.02)  # the adapter is kept in bfloat16
+
+
+def test_an_adapter_fits_its_target_alone(tiny: Path, made: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", TINY, seed=1)
+    adapter = Adapter.open(made)
+    with pytest.raises(ConfigError, match=rf"fingerprint {adapter.manifest.base}; other has [0-9a-f]{{24}}"):
+        load_draft(Checkpoint.open(other), (), adapter, "float32", CPU)
+
+
+def test_the_draft_worker_says_what_it_runs(tiny: Path, made: Path) -> None:
+    worker = DraftWorker(parse(DraftConfig, "d", ["--model", str(tiny), "--adapter", str(made)], {}), "d")
+    worker.close()
+    assert worker.info().notes[:2] == ("substitute draft: layers 2 left out", f"weights corrected by {made}")
+
+
+def test_an_adapter_decides_what_is_left_out(made: Path) -> None:
+    config = parse(DraftConfig, "d", ["--model", "M", "--adapter", str(made), "--drop-layers", "1"], {})
+    with pytest.raises(ConfigError, match=r"--drop-layers: 1; the adapter .* leaves out 2"):
+        open_adapter(config)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, WEIGHTS_NAME])
+def test_a_damaged_adapter_is_refused_by_name(made: Path, tmp_path: Path, name: str) -> None:
+    for file in (MANIFEST_NAME, WEIGHTS_NAME):
+        (tmp_path / file).write_bytes((made / file).read_bytes())
+    with (tmp_path / name).open("r+b") as stream:
+        stream.truncate(100)
+    with pytest.raises(ConfigError, match="damaged"):
+        Adapter.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--drop-layers", "4"], "--drop-layers: 4; .* has layers 0 to 3"),
+        (["--drop-layers", "0-3"], "--drop-layers: all 4"),
+        (["--num-layers", "4"], "--num-layers: 4 of 4"),
+        (["--num-layers", "2", "--drop-layers", "1"], "--num-layers: 2; --drop-layers"),
+        (["--rank", "0"], "--rank: '0'"),
+        (["--held-out", "/nowhere"], "--held-out: /nowhere"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(tiny: Path, tmp_path: Path, flags: Sequence[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        distilled(tiny, tmp_path / "out", *flags)
+
+
+def test_text_of_another_kind_is_not_gone_on_with(tiny: Path, made: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--data: .* holds text of seed 0, not 1"):
+        distilled(tiny, tmp_path, "--data", f"{made}-text", "--seed", "1")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("all of it")
+    with pytest.raises(ConfigError, match="is not empty"):
+        distilled(tiny, tmp_path, "--data", str(tmp_path / "full"))
+
+
+def _plain_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+    return _logits(load_draft(Checkpoint.open(folder), (), None, "float32", CPU), tokens)
+
+
+def _logits(model: object, tokens: list[int]) -> torch.Tensor:
+    """(num_tokens, vocab_size), as the draft worker makes them."""
+    slot = KVSlot(model.skeleton.kv_shape(), len(tokens), CPU)
+    chain = Tree.of(tokens, list(range(-1, len(tokens) - 1)), [0.0] * len(tokens))
+    return model.logits(Batch([Segment.tree(slot, 0, chain)], None, CPU))
+
+
+def _make_identity(folder: Path, layer: int) -> None:
+    """Zeroes what a layer adds to its input."""
+    from safetensors.torch import load_file, save_file
+
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    for name in (f"model.layers.{layer}.{end}.weight" for end in ("self_attn.o_proj", "mlp.down_proj")):
+        file = folder / weight_map[name]
+        tensors = load_file(file)
+        tensors[name] = torch.zeros_like(tensors[name])
+        save_file(tensors, file, metadata={"format": "pt"})
