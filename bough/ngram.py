@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import NamedTuple
 
 from bough.tree import Tree
@@ -30,12 +31,31 @@ class Follower(NamedTuple):
     match: Match  # those tokens and it
 
 
+class Draft(Enum):
+    """What a draft's tree says of a guess."""
+
+    SILENT = 0  # it has guessed nothing below the parent
+    AGREES = 1
+    DISAGREES = 2  # it has guessed other tokens there
+
+
 class GuessKind(NamedTuple):
     """What is known of a guess before it is verified."""
 
     match_length: int  # tokens before it that were the same where it stood before
     rank: int  # 0 is the first choice below its parent: longest match, then most frequent, then most recent
     depth: int  # below the root
+    draft: Draft = Draft.SILENT
+
+
+class Context(NamedTuple):
+    """A node of a tree in the making: the text with the path to it."""
+
+    node: int
+    depth: int
+    score: float  # log-probability of the path
+    match: Match
+    drafted: dict[int, int]  # what the draft has guessed below it: token to the draft's node
 
 
 class Guesses(NamedTuple):
@@ -153,31 +173,41 @@ class SuffixAutomaton:
 
 
 def grow_continuations(
-    text: SuffixAutomaton, root_token: int, limits: Limits, log_prob: Callable[[GuessKind], float]
+    text: SuffixAutomaton, drafted: Tree, limits: Limits, log_prob: Callable[[GuessKind], float]
 ) -> Guesses:
-    """The likeliest continuations of a text that ends with the root, by the estimate of each kind of guess.
+    """The likeliest continuations of a text, by the estimate of each kind of guess; the root is the text's last token.
 
     Below every node stands what has followed the text with the path to that node. The best path is always extended
-    first, so that siblings are best first and the nodes are the `max_nodes` best of those that were considered.
+    first, so that siblings are best first and the nodes are the `max_nodes` best of those that were considered. Of what
+    the draft has guessed nothing is used but whether it agrees.
     """
-    tokens, parents, log_probs = [root_token], [-1], [0.0]
+    tokens, parents, log_probs = [int(drafted.tokens[0])], [-1], [0.0]
     kinds: list[GuessKind] = []
-    heap: list[tuple[float, int, int, int, GuessKind, float, Match]] = []  # the first three settle every order
+    children = drafted.children()
+    heap: list[tuple[float, int, int, GuessKind, Follower, Context]] = []  # parent and rank settle every order
 
-    def consider(parent: int, depth: int, score: float, match: Match) -> None:
-        for rank, follower in enumerate(text.followers(match, MAX_BRANCH)):
-            kind = GuessKind(follower.match_length, rank, depth)
-            own = min(log_prob(kind), 0.0)
-            heapq.heappush(heap, (-score - own, parent, rank, follower.token, kind, own, follower.match))
+    def consider(parent: Context) -> None:
+        if parent.depth >= limits.max_depth or tokens[parent.node] in limits.closed:
+            return
+        for rank, follower in enumerate(text.followers(parent.match, MAX_BRANCH)):
+            kind = GuessKind(follower.match_length, rank, parent.depth + 1, _draft(parent.drafted, follower.token))
+            score = parent.score + min(log_prob(kind), 0.0)
+            heapq.heappush(heap, (-score, parent.node, rank, kind, follower, parent))
 
-    if limits.max_depth > 0 and root_token not in limits.closed:
-        consider(0, 1, 0.0, text.longest_match())
+    consider(Context(0, 0, 0.0, text.longest_match(), children[0]))
     while heap and len(kinds) < limits.max_nodes:
-        cost, parent, _, token, kind, own, match = heapq.heappop(heap)
-        tokens.append(token)
-        parents.append(parent)
-        log_probs.append(own)
+        cost, _, _, kind, follower, parent = heapq.heappop(heap)
+        tokens.append(follower.token)
+        parents.append(parent.node)
+        log_probs.append(-cost - parent.score)
         kinds.append(kind)
-        if kind.depth < limits.max_depth and token not in limits.closed:
-            consider(len(kinds), kind.depth + 1, -cost, match)
+        drafted_node = parent.drafted.get(follower.token)
+        below = children[drafted_node] if drafted_node is not None else {}
+        consider(Context(len(kinds), kind.depth, -cost, follower.match, below))
     return Guesses(Tree.of(tokens, parents, log_probs), tuple(kinds))
+
+
+def _draft(drafted: dict[int, int], token: int) -> Draft:
+    if not drafted:
+        return Draft.SILENT
+    return Draft.AGREES if token in drafted else Draft.DISAGREES

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from bough.ngram import Guesses, GuessKind, Limits, SuffixAutomaton, grow_continuations
+from bough.ngram import Draft, Guesses, GuessKind, Limits, SuffixAutomaton, grow_continuations
 from bough.tree import Tree
 
 PRIOR_WEIGHT = 8.0  # trials that an estimate's prior counts for
 MEMORY = 500.0  # trials of a kind that are remembered; older ones count for less
 MAX_READ = 8192  # tokens of a prompt read before a round: a long one should not hold up other sessions
 
-FIRST_CHOICE = (0.25, 0.4, 0.6, 0.75, 0.85)  # by doubling match length
-LATER_CHOICE = 0.2  # of the probability that the first choice is wrong; so on for each after it
+# As measured by `python -m loadtest.lookup` (docs/measurements.md), rounded.
+FIRST_CHOICE = (0.2, 0.55, 0.7, 0.9, 0.95)  # by doubling match length
+LATER_CHOICE = 0.1  # of the probability that the first choice is wrong; so on for each after it
+DISAGREEING = 0.05  # of the same guess where the draft is silent
 
 
 def assumed_probability(kind: GuessKind) -> float:
-    """What is assumed before anything has been measured."""
+    """What is assumed before anything has been learnt."""
     first = FIRST_CHOICE[_doublings(kind.match_length, len(FIRST_CHOICE) - 1)]
-    return first if kind.rank == 0 else (1 - first) * LATER_CHOICE**kind.rank
+    own = first if kind.rank == 0 else (1 - first) * LATER_CHOICE**kind.rank
+    return own * DISAGREEING if kind.draft is Draft.DISAGREES else own
 
 
 class Acceptance:
@@ -27,7 +30,7 @@ class Acceptance:
 
     def __init__(self, prior: Callable[[GuessKind], float]) -> None:
         self._prior = prior
-        self._trials: dict[tuple[int, int, int], tuple[float, float]] = {}  # tried, right
+        self._trials: dict[GuessKind, tuple[float, float]] = {}  # tried, right; by the bucket of a kind
 
     def probability(self, kind: GuessKind) -> float:
         """That a guess is right, its parent being so; strictly between 0 and 1 where the prior is."""
@@ -41,9 +44,9 @@ class Acceptance:
         self._trials[_bucket(kind)] = (tried * kept + 1, right * kept + was_right)
 
 
-def _bucket(kind: GuessKind) -> tuple[int, int, int]:
-    """Kinds that are taken for one: match lengths and depths from one power of two to the next."""
-    return _doublings(kind.match_length, 4), min(kind.rank, 3), _doublings(kind.depth, 3)
+def _bucket(kind: GuessKind) -> GuessKind:
+    """What stands for kinds that are taken for one: match lengths and depths from one power of two to the next."""
+    return GuessKind(_doublings(kind.match_length, 4), kind.rank, _doublings(kind.depth, 3), kind.draft)
 
 
 def _doublings(number: int, most: int) -> int:
@@ -58,14 +61,17 @@ class Lookup:
         self._shared = shared
         self._own = Acceptance(shared.probability)
 
-    def grow(self, tokens: Sequence[int], limits: Limits) -> Guesses:
-        """Guesses below the last token; none while the text is still being read or where nothing has been repeated."""
+    def grow(self, tokens: Sequence[int], drafted: Tree, limits: Limits) -> Guesses:
+        """Guesses below the last token, beside what a draft has guessed there.
+
+        None while the text is still being read or where nothing has been repeated.
+        """
         if limits.max_nodes > 0:
             start = self._text.num_tokens
             self._text.extend(tokens[start : start + MAX_READ])
         if self._text.num_tokens < len(tokens):
             return Guesses(Tree.root(tokens[-1]), ())
-        return grow_continuations(self._text, tokens[-1], limits, self._log_prob)
+        return grow_continuations(self._text, drafted, limits, self._log_prob)
 
     def observe(self, guesses: Guesses, chosen: Sequence[int]) -> None:
         """Learns from what the target chose below the root, whether the guesses were sent or not."""

@@ -57,8 +57,8 @@ class Rounds:
             began_ns = time.perf_counter_ns()
             plan = self.planner.plan(session.session_id, session.num_left, session.speculation)
             plan = plan.within(target.info.max_nodes)
-            guesses = lookup.grow(session.tokens, self._lookup_limits(session, plan))
             drafted, drafting, draft_id = await self._grow(session, target, plan)
+            guesses = lookup.grow(session.tokens, drafted, self._lookup_limits(session, plan))
             tree = merged(drafted, guesses.tree, plan.growth.budget) if guesses.kinds else drafted
             result, verifying = await self._verify(session, target, tree, plan.scheme)
             target.report(is_fault=False)

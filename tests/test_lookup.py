@@ -14,6 +14,11 @@ from orchestrator.lookup import MAX_READ, Acceptance, Lookup, assumed_probabilit
 LIMITS = Limits(max_nodes=6, max_depth=6)
 
 
+def grow(guessing: Lookup, text: list[int], limits: Limits = LIMITS) -> Guesses:
+    """Without a draft."""
+    return guessing.grow(text, Tree.root(text[-1]), limits)
+
+
 def lookup() -> Lookup:
     return Lookup(Acceptance(assumed_probability))
 
@@ -46,12 +51,12 @@ def test_a_new_session_starts_from_what_others_have_seen_and_then_goes_its_own_w
         first.observe(guesses, [8, 9])
     text = [1, 2, 3, 1]
     second = Lookup(shared)
-    before = math.exp(second.grow(text, LIMITS).tree.log_probs[1])
+    before = math.exp(grow(second, text).tree.log_probs[1])
     assert before > 0.9
     for _ in range(100):
         second.observe(guesses, [9])
-    assert math.exp(second.grow(text, LIMITS).tree.log_probs[1]) < 0.2
-    assert math.exp(Lookup(shared).grow(text, LIMITS).tree.log_probs[1]) == pytest.approx(2 / 3, abs=0.05)
+    assert math.exp(grow(second, text).tree.log_probs[1]) < 0.2
+    assert math.exp(grow(Lookup(shared), text).tree.log_probs[1]) == pytest.approx(2 / 3, abs=0.05)
 
 
 def test_only_guesses_whose_parent_was_chosen_are_learnt_from() -> None:
@@ -69,25 +74,37 @@ def test_guesses_that_keep_failing_give_way_to_better_ones() -> None:
     """With room for one guess, the second choice is taken once the first has proved wrong often enough."""
     text = [1, 2, 1, 3, 1, 3, 1]
     guessing, limits = lookup(), Limits(1, 1)
-    assert guessing.grow(text, limits).tree.tokens.tolist() == [1, 3]
+    assert grow(guessing, text, limits).tree.tokens.tolist() == [1, 3]
     for _ in range(60):
-        guessing.observe(guessing.grow(text, Limits(2, 1)), [2])
-    assert guessing.grow(text, limits).tree.tokens.tolist() == [1, 2]
+        guessing.observe(grow(guessing, text, Limits(2, 1)), [2])
+    assert grow(guessing, text, limits).tree.tokens.tolist() == [1, 2]
 
 
 def test_text_is_read_as_it_grows() -> None:
     guessing = lookup()
-    assert len(guessing.grow([5, 6, 7], LIMITS).tree) == 1
-    assert guessing.grow([5, 6, 7, 5], LIMITS).tree.tokens.tolist()[:3] == [5, 6, 7]
+    assert len(grow(guessing, [5, 6, 7]).tree) == 1
+    assert grow(guessing, [5, 6, 7, 5]).tree.tokens.tolist()[:3] == [5, 6, 7]
 
 
 def test_a_long_prompt_is_read_over_several_rounds() -> None:
     """It must not hold up the rounds of other sessions."""
     tokens, guessing = [1, 2] * MAX_READ, lookup()
-    assert [len(guessing.grow(tokens, LIMITS).tree) for _ in range(2)] == [1, 7]
+    assert [len(grow(guessing, tokens).tree) for _ in range(2)] == [1, 7]
 
 
 def test_where_no_guesses_are_wanted_nothing_is_read() -> None:
     guessing = lookup()
-    assert len(guessing.grow([1, 1, 1], Limits(0, 6)).tree) == 1
+    assert len(grow(guessing, [1, 1, 1], Limits(0, 6)).tree) == 1
     assert guessing._text.num_tokens == 0
+
+
+def test_what_the_draft_thinks_better_of_gives_way() -> None:
+    """A guess that the draft did not share is worth less than the same guess where the draft is silent."""
+    guessing, text = lookup(), [1, 2, 1]
+    drafted = Tree.of([1, 9], [-1, 0], [0.0, -0.1])
+    for _ in range(60):
+        guessing.observe(guessing.grow(text, drafted, LIMITS), [9])
+        guessing.observe(grow(guessing, text), [2])
+    silent, disagreeing = (guessing.grow(text, tree, LIMITS).tree.log_probs[1] for tree in (Tree.root(1), drafted))
+    assert math.exp(silent) > 0.8
+    assert math.exp(disagreeing) < 0.2

@@ -8,7 +8,8 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.ngram import Follower, Guesses, GuessKind, Limits, SuffixAutomaton, grow_continuations
+from bough.ngram import Draft, Follower, Guesses, GuessKind, Limits, SuffixAutomaton, grow_continuations
+from bough.tree import Tree
 
 VOCAB = 5
 texts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60)
@@ -76,7 +77,7 @@ def by_length(kind: GuessKind) -> float:
 
 
 def grow(text: list[int], limits: Limits) -> Guesses:
-    return grow_continuations(automaton(text), text[-1], limits, by_length)
+    return grow_continuations(automaton(text), Tree.root(text[-1]), limits, by_length)
 
 
 @given(texts, st.integers(0, 12), st.integers(0, 5))
@@ -102,6 +103,14 @@ def test_a_smaller_tree_is_the_best_part_of_a_larger_one(text: list[int], max_no
     best = sorted(large.scores().tolist(), reverse=True)[: len(small)]
     assert sorted(small.scores().tolist(), reverse=True) == best
     assert small.tokens.tolist() == large.tokens.tolist()[: len(small)]
+
+
+def test_guesses_know_whether_the_draft_agrees() -> None:
+    drafted = Tree.of([1, 2, 4, 9], [-1, 0, 0, 1], [0.0, -1.0, -1.0, -1.0])
+    text = automaton([1, 2, 3, 1, 4, 5, 1])
+    guesses = grow_continuations(text, drafted, Limits(4, 2), by_length)
+    kinds = {int(token): kind.draft for token, kind in zip(guesses.tree.tokens[1:], guesses.kinds, strict=True)}
+    assert kinds == {4: Draft.AGREES, 5: Draft.SILENT, 2: Draft.AGREES, 3: Draft.DISAGREES}
 
 
 def test_a_repeated_passage_is_one_long_chain() -> None:
