@@ -7,6 +7,7 @@ The next call grows from nothing as ever, only that the model need not be asked 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,8 +23,8 @@ from draft_worker.grow import BestFirstGrower
 from draft_worker.session import MAX_EXPANSIONS, DraftSession
 from draft_worker.walk import Walk
 
-NUM_OUTCOMES = 4  # whose trees grow at the same time
-MAX_ROWS = 64  # of one draft step: a call that comes waits for it
+NUM_OUTCOMES = 32  # that are looked at
+MAX_ROWS = 32  # of one draft step: a call that comes waits for it
 
 Place = tuple[int, int]  # expansion of the parent, token
 
@@ -46,7 +47,7 @@ class Ahead:
         """Chooses what to find out next; whether there is anything, and a step for it."""
         if self._num_steps_left == 0 or len(self.session.explored) + MAX_ROWS > MAX_EXPANSIONS:
             return False
-        places = list(dict.fromkeys(self._places()))[:MAX_ROWS]
+        places = self._choose(self._options())
         if not places:
             return False
         parents, tokens = np.array(places, np.int32).T
@@ -69,27 +70,40 @@ class Ahead:
         self._num_steps_left -= 1
         self.session.learn(self._wanted, values, tokens, vocab_size)
 
-    def _places(self) -> Iterator[Place]:
-        """What to expand: leaves of the tree that are as likely as the outcomes that are looked at, then these."""
+    def _options(self) -> list[tuple[float, list[Place]]]:
+        """What could be expanded, each with a logarithm of its worth: chance to be asked for, per row of a step.
+
+        A leaf of the tree opens outcomes below it; what an outcome's growth misses is a step that the next call saves.
+        """
         expansions = self._expansions()
-        growing: list[Walk] = []
-        weakest = -np.inf
+        is_closed = np.isin(self._tree.tokens, self._closed)
+        options: list[tuple[float, list[Place]]] = []
+        for leaf in np.flatnonzero((expansions < 0) & ~is_closed).tolist():
+            place = (int(expansions[self._tree.parents[leaf]]), int(self._tree.tokens[leaf]))
+            options.append((float(self._scores[leaf]), [place]))
+        num_growing = 0
         for score, place in self._outcomes(expansions):
             if place not in self._walks:
                 grower = BestFirstGrower(place[1], self._limits, self._branch, self._closed)
                 self._walks[place] = Walk(grower, self.session.explored, place[0])
             if self._walks[place].advance():
-                growing.append(self._walks[place])
-            if len(growing) == NUM_OUTCOMES:
-                weakest = score
+                parents, tokens = self._walks[place].missing()
+                missing = list(zip(parents.tolist(), tokens.tolist(), strict=True))
+                options.append((score - math.log(len(missing)), missing))
+                num_growing += 1
+            if num_growing == NUM_OUTCOMES:
                 break
-        is_closed = np.isin(self._tree.tokens, self._closed)
-        leaves = np.flatnonzero((expansions < 0) & (self._scores >= weakest) & ~is_closed)
-        for leaf in leaves[np.argsort(-self._scores[leaves], kind="stable")].tolist():
-            yield int(expansions[self._tree.parents[leaf]]), int(self._tree.tokens[leaf])
-        for walk in growing:
-            parents, tokens = walk.missing()
-            yield from zip(parents.tolist(), tokens.tolist(), strict=True)
+        return options
+
+    @staticmethod
+    def _choose(options: list[tuple[float, list[Place]]]) -> list[Place]:
+        """The most worth within a step's rows; an outcome's step by halves would be worth nothing."""
+        chosen: dict[Place, None] = {}
+        for _, places in sorted(options, key=lambda option: -option[0]):
+            new = dict.fromkeys(place for place in places if place not in chosen)
+            if not chosen or len(chosen) + len(new) <= MAX_ROWS:
+                chosen |= new
+        return list(chosen)[:MAX_ROWS]
 
     def _expansions(self) -> NDArray[np.int32]:
         """(num_nodes,) of the tree's nodes; -1 where the model has not been run."""

@@ -92,7 +92,7 @@ def test_it_ends_after_its_steps_and_gives_way_to_calls() -> None:
     engine.release("other")
     go_ahead(engine)
     assert len(model.rows_run) == 4 + 6 + 4
-    assert max(model.rows_run[4:]) <= 64
+    assert max(model.rows_run[4:]) <= 32
 
 
 def test_a_call_with_other_parameters_takes_over_no_guesses() -> None:
@@ -152,10 +152,10 @@ def test_a_session_longer_than_the_drafts_context_goes_on_in_a_window() -> None:
     while len(tokens) < 100:
         model.rows_run.clear()
         result = grow_now(engine, grow_call(tokens, held))
+        num_windows += max(model.rows_run, default=0) > 12 + 3
         go_ahead(engine)
         held = result.held_length
         assert held == len(tokens) - 1
-        num_windows += max(model.rows_run, default=0) > 12 + 3
         seen = [tokens[begin:] for begin in range(len(tokens))]
         firsts = [int(np.argmax(fake_log_probs(part))) for part in seen if len(part) <= 20]
         assert int(result.tree.tokens[1]) in firsts

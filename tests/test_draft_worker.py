@@ -1,0 +1,93 @@
+"""A real draft worker on a tiny model: its thread, many callers at once, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_draft import grow_call
+
+from bough.config import DraftConfig, parse
+from bough.errors import NotFound
+from bough.growth import BestFirst, Chains, Scheme, StaticShape, TreePlan
+from bough.messages import GrowCall
+from bough.sampling import SamplingParams
+from draft_worker.worker import DraftWorker
+
+PLANS = (
+    TreePlan(BestFirst(16, 4, 4)),
+    TreePlan(StaticShape((0, 0, 1, 1, 2, 3)), Scheme.WITHOUT_REPLACEMENT),
+    TreePlan(Chains(3, 3), Scheme.MULTI_ROUND),
+)
+
+
+@contextmanager
+def worker(model: Path, *flags: str) -> Iterator[DraftWorker]:
+    config = parse(DraftConfig, "d", ["--model", str(model), "--dtype", "float32", "--threads", "1", *flags], {})
+    draft = DraftWorker(config, "test")
+    try:
+        yield draft
+    finally:
+        draft.close()
+
+
+def calls(num: int) -> list[GrowCall]:
+    rng = np.random.default_rng(1)
+    return [
+        grow_call(
+            rng.integers(0, 256, 5 + 7 * number).tolist(),
+            sampling=SamplingParams(temperature=0.7, seed=number),
+            plan=PLANS[number % len(PLANS)],
+            session_id=f"session {number}",
+        )
+        for number in range(num)
+    ]
+
+
+def test_callers_at_once_get_the_trees_that_they_would_get_alone(tiny: Path) -> None:
+    """Rows of other sessions in a step change the rounding of one's own, and nothing else."""
+    with worker(tiny) as draft:
+        together = [future.result() for future in [draft.grow(call) for call in calls(9)]]
+        assert draft.info().num_sessions == 9
+    with worker(tiny) as draft:
+        for call, result in zip(calls(9), together, strict=True):
+            alone = draft.grow(call).result()
+            assert result.tree.tokens.tolist() == alone.tree.tokens.tolist()
+            assert result.tree.parents.tolist() == alone.tree.parents.tolist()
+            assert result.tree.log_probs == pytest.approx(alone.tree.log_probs, abs=1e-3)
+            assert result.held_length == alone.held_length == call.context.base_length
+
+
+def test_a_caller_that_gives_up_and_one_that_releases_leave_the_others_alone(tiny: Path) -> None:
+    with worker(tiny) as draft:
+        gone, kept = (draft.grow(call) for call in calls(2))
+        gone.cancel()
+        assert len(kept.result().tree) > 1
+        draft.release("session 1").result()
+        with pytest.raises(NotFound, match="'session 1' is not held here"):
+            draft.release("session 1").result()
+
+
+def test_a_session_goes_on_past_the_drafts_context(tiny: Path) -> None:
+    """A target with a longer context is no reason to refuse."""
+    with worker(tiny, "--max-context", "24") as draft:
+        for length in (20, 23, 24, 25, 60, 61):
+            result = draft.grow(grow_call(list(range(length)))).result()
+            assert (len(result.tree), result.held_length) == (12, length - 1)
+
+
+def test_growing_ahead_is_told_of_and_changes_no_tree(tiny: Path) -> None:
+    """The draft as its own target, greedy: outcomes are what decoding goes on with."""
+    with worker(tiny, "--ahead-steps", "20") as ahead, worker(tiny) as cold:
+        tokens = [3, 1, 4]
+        for _ in range(6):
+            result = ahead.grow(grow_call(tokens)).result()
+            assert result.tree.tokens.tolist() == cold.grow(grow_call(tokens)).result().tree.tokens.tolist()
+            node = int(np.argmax(result.tree.depths()))
+            tokens = [*tokens, *(int(result.tree.tokens[step]) for step in result.tree.path(node)[1:]), 7]
+        assert ahead.info().notes[0].startswith("draft-ahead: ")
+        assert ahead.info().notes[0].endswith(" of 6 trees were known in part")
+        assert cold.info().notes == ()
