@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bough.model.attention import exp_below_zero
 from bough.model.batch import Piece
 from bough.model.packed import rounded
-from bough.model.products import BLOCKS, LANES, MAX_ROWS, WIDTH, compiled, multiply, parallel
+from bough.model.products import LANES, MAX_ROWS, WIDTH, compiled, multiply_groups, parallel
 
 SPAN_ROWS = 8  # rows that share the keys which are laid out for them
 
@@ -146,7 +146,7 @@ def _lay_out_values(values, chosen, count, kv_head, out):  # type: ignore[no-unt
 
 
 @compiled
-def _weigh(scores, low, high, places, weights):  # type: ignore[no-untyped-def]
+def _weigh(scores, scale, low, high, places, weights):  # type: ignore[no-untyped-def]
     """Softmax over places [low, high) and `places`, as bfloat16's bits into zeroed `weights`; the sum is returned."""
     peak = np.float32(-np.inf)
     for j in range(low, high):
@@ -155,29 +155,15 @@ def _weigh(scores, low, high, places, weights):  # type: ignore[no-untyped-def]
         peak = max(peak, scores[j])
     total = np.float32(0)
     for j in range(low, high):
-        scores[j] = exp_below_zero(scores[j] - peak)
+        scores[j] = exp_below_zero((scores[j] - peak) * scale)
     for j in range(low, high):
         total += scores[j]
         weights[j] = rounded(scores[j])
     for j in places:
-        weight = exp_below_zero(scores[j] - peak)
+        weight = exp_below_zero((scores[j] - peak) * scale)
         total += weight
         weights[j] = rounded(weight)
     return total
-
-
-@compiled
-def _products(inputs, num_rows, matrix, num_pairs, scale, out):  # type: ignore[no-untyped-def]
-    """out (rows, outputs) float32 = inputs times a matrix, all outputs whole groups."""
-    sums = np.empty((BLOCKS, MAX_ROWS, LANES), np.float32)
-    for begin in range(0, out.shape[1], WIDTH):
-        for row in range(0, num_rows, MAX_ROWS):
-            count = min(MAX_ROWS, num_rows - row)
-            multiply(inputs, row, count, matrix, begin * num_pairs, num_pairs, sums)
-            for block in range(BLOCKS):
-                for r in range(count):
-                    for lane in range(LANES):
-                        out[row + r, begin + block * LANES + lane] = sums[block, r, lane] * scale
 
 
 @compiled
@@ -201,21 +187,25 @@ def _attend_part(queries, keys, values, spans, part, kv_head, group, scale, wind
             asked[i, d] = queries[begin + i // group, head * head_dim + d]
     matrix = np.empty((num_keys // LANES, head_dim // 2, LANES), np.uint32)
     _lay_out_keys(keys, chosen, count, kv_head, matrix)
-    scores = np.empty((len(asked), num_keys), np.float32)
-    _products(asked, num_rows, matrix, head_dim // 2, scale, scores)
+    scores = np.zeros((len(asked), num_keys), np.float32)
+    multiply_groups(asked, num_rows, matrix, 0, head_dim // 2, scores, 0, num_keys // WIDTH, WIDTH, LANES)
+    places = np.empty(spans.ranges[piece, 4], np.int32)
     weights, totals = np.zeros((len(asked), num_keys), np.uint16), np.empty(num_rows, np.float32)
     for i in range(num_rows):
         row = begin + i // group
         length = np.int64(spans.lengths[row])
         first = max(0, length - window) if window > 0 else 0
         tail = spans.ranges[piece, 3] + (row - spans.ranges[piece, 0]) * spans.ranges[piece, 4] - base
-        places = place_of[spans.tails[tail + max(base, first) : tail + max(base, length)]]
+        num_places = 0
+        for position in range(max(base, first), length):
+            places[num_places] = place_of[spans.tails[tail + position]]
+            num_places += 1
         low, high = first - start, min(num_committed, length - start)
-        totals[i] = _weigh(scores[i], low, high, places, weights[i])
+        totals[i] = _weigh(scores[i], scale, low, high, places[:num_places], weights[i])
     matrix = np.empty((_whole(head_dim, WIDTH) // LANES, num_keys // 2, LANES), np.uint32)
     _lay_out_values(values, chosen, count, kv_head, matrix)
-    heads = np.empty((len(asked), _whole(head_dim, WIDTH)), np.float32)
-    _products(weights, num_rows, matrix, num_keys // 2, np.float32(1), heads)
+    heads = np.zeros((len(asked), _whole(head_dim, WIDTH)), np.float32)
+    multiply_groups(weights, num_rows, matrix, 0, num_keys // 2, heads, 0, heads.shape[1] // WIDTH, WIDTH, LANES)
     for i in range(num_rows):
         column = (kv_head * group + i % group) * head_dim
         for d in range(head_dim):
