@@ -146,8 +146,16 @@ def _load(skeleton: Skeleton) -> Weights:
     )
 
 
+def large_pages(num_bytes: int) -> np.ndarray:
+    """Memory in pages of 2 MB, where the system has them: small ones cost a look-up for every 4 KB that are read."""
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.int32)
+
+
 class _Stack:
-    """One matrix after another, in memory of large pages: small ones cost a look-up every 4 KB that are read."""
+    """One matrix after another."""
 
     def __init__(self, count: int) -> None:
         self._count, self._used = count, 0
@@ -156,9 +164,7 @@ class _Stack:
     def put(self, matrix: torch.Tensor) -> None:
         """All are of one size."""
         if not len(self.flat):
-            memory = mmap.mmap(-1, self._count * matrix.nbytes)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            self.flat = np.frombuffer(memory, np.int32)
+            self.flat = large_pages(self._count * matrix.nbytes)
         self.flat[self._used : self._used + matrix.numel()] = matrix.flatten().numpy()
         self._used += matrix.numel()
 
