@@ -18,7 +18,7 @@ from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
 from bough.model.lean import is_lean
 from bough.model.loading import build_skeleton
-from bough.model.products import BLOCKS, LANES, MAX_ROWS, WIDTH, multiply, packed
+from bough.model.products import BLOCKS, LANES, MAX_ROWS, WIDTH, packed, project
 from bough.model.runner import ResidentModel
 from bough.tree import Tree
 
@@ -98,26 +98,15 @@ def test_other_architectures_and_data_types_go_by_way_of_transformers(
     assert not is_lean(build_skeleton(Checkpoint.open(tmp_path / "l"), torch.bfloat16), torch.device("cuda"))
 
 
-@numba.njit
-def times(inputs, num_rows, matrix, num_outputs):  # type: ignore[no-untyped-def]
-    num_pairs = inputs.shape[1]
-    out = np.empty((num_rows, num_outputs), np.float32)
-    sums = np.empty((BLOCKS, MAX_ROWS, LANES), np.float32)
-    for begin in range(0, num_outputs, WIDTH):
-        multiply(inputs, 0, num_rows, matrix, begin * num_pairs, num_pairs, sums)
-        for row in range(num_rows):
-            for i in range(min(WIDTH, num_outputs - begin)):
-                out[row, begin + i] = sums[i // LANES, row, i % LANES]
-    return out
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 9, 16])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 9, 13, 16, 35])
 def test_products_of_any_number_of_rows(num_rows: int) -> None:
     torch.manual_seed(num_rows)
-    weight, inputs = torch.randn(75, 64).bfloat16(), torch.randn(MAX_ROWS, 64).bfloat16()
-    out = times(inputs.view(torch.int32).numpy(), num_rows, packed(weight).flatten().numpy(), 75)
-    expected = inputs[:num_rows].double() @ weight.double().T
-    torch.testing.assert_close(torch.from_numpy(out).double(), expected, rtol=1e-4, atol=1e-4)
+    weight, inputs, bias = torch.randn(75, 64).bfloat16(), torch.randn(3 * MAX_ROWS, 64).bfloat16(), torch.randn(96)
+    out = np.full((3 * MAX_ROWS, 96), np.nan, np.float32)
+    pairs, matrix = inputs.view(torch.int32).numpy(), packed(weight).flatten().numpy()
+    project(2, pairs, num_rows, matrix, 0, 32, bias.numpy(), out)
+    expected = inputs[:num_rows].double() @ weight.double().T + bias[:75]
+    torch.testing.assert_close(torch.from_numpy(out)[:num_rows, :75].double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +115,11 @@ def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pyt
 
     @numba.njit
     def run(inputs, matrix, sums):  # type: ignore[no-untyped-def]
-        elsewhere(inputs, 0, matrix, 0, inputs.shape[1], sums, 0)
+        elsewhere(inputs, 0, matrix, 0, inputs.shape[1], sums, 0, WIDTH, LANES)
 
     torch.manual_seed(0)
     weight, inputs = torch.randn(WIDTH, 64).bfloat16(), torch.randn(4, 64).bfloat16()
-    sums = np.zeros((BLOCKS, MAX_ROWS, LANES), np.float32)
+    sums = np.ones((4, WIDTH), np.float32)
     run(inputs.view(torch.int32).numpy(), packed(weight).flatten().numpy(), sums)
     expected = (inputs.double() @ weight.double().T).numpy()
-    np.testing.assert_allclose(np.concatenate(sums, axis=1)[:4], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(sums, 1 + expected, rtol=1e-4, atol=1e-4)

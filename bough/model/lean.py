@@ -18,7 +18,7 @@ from bough.model.batch import Batch
 from bough.model.lean_attention import Spans
 from bough.model.lean_step import Room, Sizes, Weights, run_step
 from bough.model.loading import ParameterSlot, Skeleton, bind_resident
-from bough.model.products import MAX_ROWS, packed
+from bough.model.products import LANES, MAX_ROWS, WIDTH, packed
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of one build; any other goes by way of transformers
 POSITIONS_STEP = 1024  # rotary tables grow by so many rows
@@ -36,7 +36,7 @@ def is_lean(skeleton: Skeleton, device: torch.device) -> bool:
         and config.hidden_act == "silu"
         and layer.self_attn.o_proj.bias is None
         and layer.mlp.down_proj.bias is None
-        and config.hidden_size % 2 == config.intermediate_size % 2 == skeleton.kv_shape().head_dim % 2 == 0
+        and config.hidden_size % WIDTH == config.intermediate_size % LANES == skeleton.kv_shape().head_dim % 2 == 0
     )
 
 
@@ -68,8 +68,9 @@ class LeanDecoder:
         positions = batch.position_ids[0].numpy()
         self._know_positions(int(positions.max()) + 1)
         if batch.num_rows > len(self._room.hidden):
-            self._room = self._new_room(-(-batch.num_rows // MAX_ROWS) * MAX_ROWS)
-        logits = torch.empty((len(batch.logit_rows), self._vocab_size))
+            self._room = self._new_room(_whole(batch.num_rows, MAX_ROWS))
+        num_logits = len(batch.logit_rows)
+        logits = torch.empty((_whole(num_logits, MAX_ROWS), len(self._weights.head_bias)))
         run_step(
             numba.get_num_threads(),
             batch.input_ids[0].numpy(),
@@ -82,7 +83,7 @@ class LeanDecoder:
             Spans.of(chunk.pieces),
             logits.numpy(),
         )
-        return logits
+        return logits[:num_logits, : self._vocab_size]
 
     def _new_room(self, rows: int) -> Room:
         attended = self._sizes.num_heads * self._sizes.head_dim
@@ -90,9 +91,10 @@ class LeanDecoder:
         return Room(
             np.zeros((rows, self._hidden), np.float32),
             np.zeros((rows, self._hidden), np.uint16),
-            np.zeros((rows, qkv), np.float32),
+            np.zeros((rows, _whole(qkv, WIDTH)), np.float32),
             np.zeros((rows, attended), np.uint16),
             np.zeros((rows, attended), np.uint16),
+            np.zeros((rows, 2 * self._intermediate), np.float32),
             np.zeros((rows, self._intermediate), np.uint16),
         )
 
@@ -113,7 +115,7 @@ def _load(skeleton: Skeleton) -> Weights:
     if output is not embeddings:
         output.put(packed(head.weight))
     final_norm = _floats(decoder.norm.weight)
-    head_bias = np.zeros(skeleton.vocab_size, np.float32) if head.bias is None else _floats(head.bias)
+    head_bias = _biases(head)
     _release(skeleton.resident_slots)
     matrices = [_Stack(len(skeleton.layers)) for _ in range(4)]
     vectors = []
@@ -144,8 +146,16 @@ def _load(skeleton: Skeleton) -> Weights:
     )
 
 
+def large_pages(num_bytes: int) -> np.ndarray:
+    """Memory in pages of 2 MB, where the system has them: small ones cost a look-up for every 4 KB that are read."""
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.int32)
+
+
 class _Stack:
-    """One matrix after another, in memory of large pages: small ones cost a look-up every 4 KB that are read."""
+    """One matrix after another."""
 
     def __init__(self, count: int) -> None:
         self._count, self._used = count, 0
@@ -154,9 +164,7 @@ class _Stack:
     def put(self, matrix: torch.Tensor) -> None:
         """All are of one size."""
         if not len(self.flat):
-            memory = mmap.mmap(-1, self._count * matrix.nbytes)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            self.flat = np.frombuffer(memory, np.int32)
+            self.flat = large_pages(self._count * matrix.nbytes)
         self.flat[self._used : self._used + matrix.numel()] = matrix.flatten().numpy()
         self._used += matrix.numel()
 
@@ -172,16 +180,26 @@ def _vectors(layer: Any) -> tuple[np.ndarray, ...]:
     """Norm before attention, biases of queries, keys and values, norms of queries and keys, norm before the MLP."""
     attention = layer.self_attn
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    biases = [p.weight.new_zeros(p.out_features) if p.bias is None else p.bias for p in projections]
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     query_norm, key_norm = (np.zeros(0, np.float32) if norm is None else _floats(norm.weight) for norm in norms)
     return (
         _floats(layer.input_layernorm.weight),
-        _floats(torch.cat(biases)),
+        _biases(*projections),
         query_norm,
         key_norm,
         _floats(layer.post_attention_layernorm.weight),
     )
+
+
+def _biases(*projections: Any) -> np.ndarray:
+    """Of linear layers one after another, 0 where there are none, in whole groups."""
+    biases = [p.weight.new_zeros(p.out_features) if p.bias is None else p.bias for p in projections]
+    together = torch.cat(biases)
+    return _floats(nn.functional.pad(together, (0, -len(together) % WIDTH)))
+
+
+def _whole(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def _floats(values: torch.Tensor) -> np.ndarray:

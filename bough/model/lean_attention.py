@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from bough.model.attention import exp_below_zero
 from bough.model.batch import Piece
 from bough.model.packed import rounded
-from bough.model.products import BLOCKS, LANES, MAX_ROWS, WIDTH, compiled, multiply, parallel
+from bough.model.products import LANES, MAX_ROWS, WIDTH, compiled, multiply_groups, parallel
 
+LEAST = np.float32(-80)  # e to it counts for nothing; e to less is a number that processors are slow with
 SPAN_ROWS = 8  # rows that share the keys which are laid out for them
 
 
@@ -107,77 +108,84 @@ def _choose_keys(spans, piece, begin, end, window, chosen, place_of):  # type: i
 
 
 @compiled
-def _lay_out_keys(keys, chosen, count, kv_head, out):  # type: ignore[no-untyped-def]
-    """out (keys / LANES, head_dim / 2, LANES) pairs: the keys as a matrix of `multiply`; what is beyond count is 0."""
+def _lay_out_keys(keys, chosen, kv_head, out):  # type: ignore[no-untyped-def]
+    """out (keys / LANES, head_dim / 2, LANES) pairs: the keys as a matrix of `multiply`, zeros where they end."""
     for block in range(out.shape[0]):
-        first = block * LANES
-        if first + LANES <= count:
-            for pair in range(out.shape[1]):
+        some, here = chosen[block * LANES : (block + 1) * LANES], out[block]
+        if len(some) == LANES:
+            for pair in range(here.shape[0]):
                 for lane in range(LANES):
-                    out[block, pair, lane] = keys[chosen[first + lane], kv_head, pair]
+                    here[pair, lane] = keys[some[lane], kv_head, pair]
             continue
-        out[block] = 0
-        for lane in range(count - first):
-            for pair in range(out.shape[1]):
-                out[block, pair, lane] = keys[chosen[first + lane], kv_head, pair]
+        here[:] = 0
+        for lane in range(len(some)):
+            for pair in range(here.shape[0]):
+                here[pair, lane] = keys[some[lane], kv_head, pair]
 
 
 @compiled
-def _lay_out_values(values, chosen, count, kv_head, out):  # type: ignore[no-untyped-def]
+def _lay_out_values(values, chosen, kv_head, out):  # type: ignore[no-untyped-def]
     """out (head_dim / LANES, keys / 2, LANES) pairs of keys: the values as a matrix of `multiply`, padded with 0."""
-    head_dim = values.shape[2]
+    head_dim, count = values.shape[2], len(chosen)
     if head_dim % WIDTH:
         out[-1] = 0
     for both in range(out.shape[1]):
-        here, there = 2 * both, 2 * both + 1
-        first = values[chosen[min(here, count - 1)], kv_head]
-        second = values[chosen[min(there, count - 1)], kv_head]
-        low = np.uint32(0xFFFF if here < count else 0)
-        high = np.uint32(0xFFFF if there < count else 0)
-        for begin in range(0, head_dim - LANES + 1, LANES):
-            for lane in range(LANES):
-                number = (np.uint32(first[begin + lane]) & low) | (np.uint32(second[begin + lane]) & high) << np.uint32(
-                    16
-                )
-                out[begin // LANES, both, lane] = number
-        for d in range(head_dim // LANES * LANES, head_dim):
-            number = (np.uint32(first[d]) & low) | (np.uint32(second[d]) & high) << np.uint32(16)
-            out[d // LANES, both, d % LANES] = number
+        if 2 * both + 1 < count:
+            _pair_up(values[chosen[2 * both], kv_head], values[chosen[2 * both + 1], kv_head], out, both)
+        elif 2 * both < count:
+            only = values[chosen[2 * both], kv_head]
+            _pair_up(only, np.zeros_like(only), out, both)
+        else:
+            out[:, both] = 0
 
 
 @compiled
-def _weigh(scores, low, high, places, weights):  # type: ignore[no-untyped-def]
+def _pair_up(first, second, out, both):  # type: ignore[no-untyped-def]
+    for block in range((len(first) + LANES - 1) // LANES):
+        low, high = first[block * LANES : (block + 1) * LANES], second[block * LANES : (block + 1) * LANES]
+        here = out[block, both]
+        for lane in range(len(low)):
+            here[lane] = np.uint32(low[lane]) | np.uint32(high[lane]) << np.uint32(16)
+
+
+@compiled
+def _highest(scores):  # type: ignore[no-untyped-def]
+    """The highest score, in sixteen runs side by side: a single one would wait for itself at each step."""
+    peaks = np.full(LANES, -np.inf, np.float32)
+    num_whole = len(scores) // LANES
+    for run in range(num_whole):
+        some = scores[run * LANES : (run + 1) * LANES]
+        for lane in range(LANES):
+            peaks[lane] = max(peaks[lane], some[lane])
+    peak = peaks.max()
+    for score in scores[num_whole * LANES :]:
+        peak = max(peak, score)
+    return peak
+
+
+# Loops count from 0 over slices: of a count from elsewhere the compiler cannot know that no index is negative, which
+# would mean one from the end, and it makes no vector instructions of such a loop.
+
+
+@compiled
+def _weigh(scores, scale, low, high, places, weights):  # type: ignore[no-untyped-def]
     """Softmax over places [low, high) and `places`, as bfloat16's bits into zeroed `weights`; the sum is returned."""
-    peak = np.float32(-np.inf)
-    for j in range(low, high):
-        peak = max(peak, scores[j])
+    committed, out = scores[low:high], weights[low:high]
+    peak = _highest(committed)
     for j in places:
         peak = max(peak, scores[j])
     total = np.float32(0)
-    for j in range(low, high):
-        scores[j] = exp_below_zero(scores[j] - peak)
-    for j in range(low, high):
-        total += scores[j]
-        weights[j] = rounded(scores[j])
+    for j in range(len(committed)):
+        committed[j] = exp_below_zero(max((committed[j] - peak) * scale, LEAST))
+    for j in range(len(committed)):
+        total += committed[j]
+    for j in range(len(committed)):
+        out[j] = rounded(committed[j])
     for j in places:
-        weight = exp_below_zero(scores[j] - peak)
+        weight = exp_below_zero(max((scores[j] - peak) * scale, LEAST))
         total += weight
         weights[j] = rounded(weight)
     return total
-
-
-@compiled
-def _products(inputs, num_rows, matrix, num_pairs, scale, out):  # type: ignore[no-untyped-def]
-    """out (rows, outputs) float32 = inputs times a matrix, all outputs whole groups."""
-    sums = np.empty((BLOCKS, MAX_ROWS, LANES), np.float32)
-    for begin in range(0, out.shape[1], WIDTH):
-        for row in range(0, num_rows, MAX_ROWS):
-            count = min(MAX_ROWS, num_rows - row)
-            multiply(inputs, row, count, matrix, begin * num_pairs, num_pairs, sums)
-            for block in range(BLOCKS):
-                for r in range(count):
-                    for lane in range(LANES):
-                        out[row + r, begin + block * LANES + lane] = sums[block, r, lane] * scale
 
 
 @compiled
@@ -196,30 +204,36 @@ def _attend_part(queries, keys, values, spans, part, kv_head, group, scale, wind
     num_keys, num_rows = _whole(count, WIDTH), (end - begin) * group
     asked = np.zeros((_whole(num_rows, MAX_ROWS), head_dim), np.uint16)
     for i in range(num_rows):
-        head = kv_head * group + i % group
-        for d in range(head_dim):
-            asked[i, d] = queries[begin + i // group, head * head_dim + d]
+        column = (kv_head * group + i % group) * head_dim
+        query, here = queries[begin + i // group, column : column + head_dim], asked[i]
+        for d in range(len(here)):
+            here[d] = query[d]
     matrix = np.empty((num_keys // LANES, head_dim // 2, LANES), np.uint32)
-    _lay_out_keys(keys, chosen, count, kv_head, matrix)
-    scores = np.empty((len(asked), num_keys), np.float32)
-    _products(asked, num_rows, matrix, head_dim // 2, scale, scores)
+    _lay_out_keys(keys, chosen[:count], kv_head, matrix)
+    scores = np.zeros((len(asked), num_keys), np.float32)
+    multiply_groups(asked, num_rows, matrix, 0, head_dim // 2, scores, 0, num_keys // WIDTH, WIDTH, LANES)
+    places = np.empty(spans.ranges[piece, 4], np.int32)
     weights, totals = np.zeros((len(asked), num_keys), np.uint16), np.empty(num_rows, np.float32)
     for i in range(num_rows):
         row = begin + i // group
         length = np.int64(spans.lengths[row])
         first = max(0, length - window) if window > 0 else 0
         tail = spans.ranges[piece, 3] + (row - spans.ranges[piece, 0]) * spans.ranges[piece, 4] - base
-        places = place_of[spans.tails[tail + max(base, first) : tail + max(base, length)]]
+        num_places = 0
+        for position in range(max(base, first), length):
+            places[num_places] = place_of[spans.tails[tail + position]]
+            num_places += 1
         low, high = first - start, min(num_committed, length - start)
-        totals[i] = _weigh(scores[i], low, high, places, weights[i])
+        totals[i] = _weigh(scores[i], scale, low, high, places[:num_places], weights[i])
     matrix = np.empty((_whole(head_dim, WIDTH) // LANES, num_keys // 2, LANES), np.uint32)
-    _lay_out_values(values, chosen, count, kv_head, matrix)
-    heads = np.empty((len(asked), _whole(head_dim, WIDTH)), np.float32)
-    _products(weights, num_rows, matrix, num_keys // 2, np.float32(1), heads)
+    _lay_out_values(values, chosen[:count], kv_head, matrix)
+    heads = np.zeros((len(asked), _whole(head_dim, WIDTH)), np.float32)
+    multiply_groups(weights, num_rows, matrix, 0, num_keys // 2, heads, 0, heads.shape[1] // WIDTH, WIDTH, LANES)
     for i in range(num_rows):
         column = (kv_head * group + i % group) * head_dim
-        for d in range(head_dim):
-            out[begin + i // group, column + d] = rounded(heads[i, d] / totals[i])
+        head, here, share = heads[i], out[begin + i // group, column : column + head_dim], np.float32(1) / totals[i]
+        for d in range(len(here)):
+            here[d] = rounded(head[d] * share)
 
 
 @parallel

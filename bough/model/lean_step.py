@@ -21,7 +21,7 @@ class Weights(NamedTuple):
     embeddings: Pairs
     attention_norm: Floats  # (num_layers, hidden)
     qkv: Pairs
-    qkv_bias: Floats  # (num_layers, queries, keys and values)
+    qkv_bias: Floats  # (num_layers, queries, keys and values, in whole groups)
     query_norm: Floats  # (num_layers, head_dim), or (num_layers, 0) where there is none
     key_norm: Floats
     out: Pairs
@@ -30,7 +30,7 @@ class Weights(NamedTuple):
     down: Pairs
     final_norm: Floats  # (hidden,)
     head: Pairs
-    head_bias: Floats  # (vocab_size,)
+    head_bias: Floats  # (vocab_size,) in whole groups
     windows: NDArray[np.int64]  # (num_layers,), 0 where a layer sees all
 
 
@@ -49,9 +49,10 @@ class Room(NamedTuple):
 
     hidden: Floats  # (rows, hidden)
     normed: NDArray[np.uint16]  # (rows, hidden)
-    qkv: Floats  # (rows, queries, keys and values)
+    qkv: Floats  # (rows, queries, keys and values, in whole groups)
     queries: NDArray[np.uint16]  # (rows, num_heads * head_dim)
     attended: NDArray[np.uint16]
+    gate_up: Floats  # (rows, 2 * intermediate)
     gated: NDArray[np.uint16]  # (rows, intermediate)
 
 
@@ -125,7 +126,7 @@ def _place(layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-unt
 
 @compiled
 def run_step(num_threads, tokens, cos, sin, logit_rows, weights, sizes, room, spans, logits):  # type: ignore[no-untyped-def]
-    """Logits (num_logit_rows, vocab_size) float32 of a batch; cos, sin (rows, head_dim) float32.
+    """Logits (rows, vocab_size in whole groups) float32 of a batch; cos, sin (rows, head_dim) float32.
 
     Keys and values of all rows are put into their slots.
     """
@@ -149,9 +150,8 @@ def run_step(num_threads, tokens, cos, sin, logit_rows, weights, sizes, room, sp
         project_onto(num_threads, room.attended, num_rows, weights.out, layer * layer_out, out_pairs, room.hidden)
         for row in range(num_rows):
             _normalise(room.hidden[row], weights.mlp_norm[layer], epsilon, room.normed[row])
-        project_gated(
-            num_threads, room.normed, num_rows, weights.gate_up, layer * layer_gate_up, hidden_pairs, room.gated
-        )
+        begin, both = layer * layer_gate_up, room.gate_up
+        project_gated(num_threads, room.normed, num_rows, weights.gate_up, begin, hidden_pairs, both, room.gated)
         down_pairs = room.gated.shape[1] // 2
         project_onto(num_threads, room.gated, num_rows, weights.down, layer * layer_down, down_pairs, room.hidden)
     for i in range(len(logit_rows)):

@@ -7,7 +7,7 @@ it is laid out once, in the order in which it is read, and read ahead of its use
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding
 import numba
@@ -25,7 +25,7 @@ BLOCKS = 2  # registers of outputs that are computed together
 WIDTH = LANES * BLOCKS  # outputs are padded to a multiple
 MAX_ROWS = 16  # rows that share one reading of a matrix: so many registers hold their sums
 PAIR_BYTES = 4  # two inputs that belong together, in bfloat16
-_READ_AHEAD_BYTES = 2048
+_READ_AHEAD_BYTES = 4096
 
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 compiled = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy")
@@ -100,7 +100,7 @@ def _read_ahead(builder: ir.IRBuilder, address: Any) -> None:
     )
 
 
-def _emit(builder: ir.IRBuilder, rows: int, blocks: int, inputs: Any, matrix: Any, num_pairs: Any, out: Any) -> None:
+def _emit(builder: ir.IRBuilder, rows: int, blocks: int, inputs: Any, matrix: Any, num_pairs: Any, out: _Out) -> None:
     """The loop over pairs, with all sums in registers."""
 
     def at(base: Any, offset: Any, kind: ir.Type = _I32) -> Any:
@@ -108,12 +108,14 @@ def _emit(builder: ir.IRBuilder, rows: int, blocks: int, inputs: Any, matrix: An
 
     starts = [at(inputs, builder.mul(num_pairs, ir.Constant(_I64, row))) for row in range(rows)]
     streams = [at(matrix, builder.mul(num_pairs, ir.Constant(_I64, block)), _PAIRS) for block in range(blocks)]
+    places = [out.place(builder, row, block) for block in range(blocks) for row in range(rows)]
+    begins = [builder.load(place, typ=_FLOATS, align=PAIR_BYTES) for place in places]
     entry, body, done = builder.block, builder.append_basic_block("body"), builder.append_basic_block("done")
     builder.branch(body)
     builder.position_at_end(body)
     pair = builder.phi(_I64)
     pair.add_incoming(ir.Constant(_I64, 0), entry)
-    phis = [builder.phi(_FLOATS) for _ in range(rows * blocks)]
+    phis = [builder.phi(_FLOATS) for _ in places]
     sums = list(phis)
     weights = []
     for stream in streams:
@@ -128,30 +130,43 @@ def _emit(builder: ir.IRBuilder, rows: int, blocks: int, inputs: Any, matrix: An
     following = builder.add(pair, ir.Constant(_I64, 1))
     builder.cbranch(builder.icmp_signed("<", following, num_pairs), body, done)
     pair.add_incoming(following, builder.block)
-    for phi, total in zip(phis, sums, strict=True):
-        phi.add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), entry)
+    for phi, begin, total in zip(phis, begins, sums, strict=True):
+        phi.add_incoming(begin, entry)
         phi.add_incoming(total, body)
     builder.position_at_end(done)
-    for place, total in enumerate(sums):
-        where = (place // rows * MAX_ROWS + place % rows) * LANES
-        address = at(out, ir.Constant(_I64, where), ir.FloatType())
-        builder.store(total, builder.bitcast(address, _FLOATS.as_pointer()), align=PAIR_BYTES)
+    for place, total in zip(places, sums, strict=True):
+        builder.store(total, place, align=PAIR_BYTES)
+
+
+class _Out(NamedTuple):
+    """Where sums go, as values of the code that is made."""
+
+    base: Any
+    row_stride: Any  # in floats
+    block_stride: Any
+
+    def place(self, builder: ir.IRBuilder, row: int, block: int) -> Any:
+        """Address of the sums of one row and block."""
+        steps = (builder.mul(s, ir.Constant(_I64, n)) for s, n in ((self.row_stride, row), (self.block_stride, block)))
+        address = builder.gep(self.base, [builder.add(*steps)], source_etype=ir.FloatType())
+        return builder.bitcast(address, _FLOATS.as_pointer())
 
 
 def _multiplier(rows: int, blocks: int) -> Callable[..., Any]:
-    """A function of arrays (inputs, first input pair, matrix, its first pair, pairs in a row, sums, their first)."""
+    """`multiply` for one number of rows and blocks, with the first input given as a pair."""
 
-    def multiply(_context, inputs, begin, matrix, offset, num_pairs, out, out_begin):  # type: ignore[no-untyped-def]
-        signature = numba.types.void(inputs, begin, matrix, offset, num_pairs, out, out_begin)
+    def multiply(_context, inputs, begin, matrix, offset, num_pairs, out, out_begin, row_stride, block_stride):  # type: ignore[no-untyped-def]
+        arguments = inputs, begin, matrix, offset, num_pairs, out, out_begin, row_stride, block_stride
+        signature = numba.types.void(*arguments)
 
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            def pointer(place: int, shift: int, scale: int) -> Any:
-                array = context.make_array(signature.args[place])(context, builder, arguments[place])
-                step = builder.mul(arguments[shift], ir.Constant(_I64, scale))
+        def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+            def pointer(place: int, shift: int) -> Any:
+                array = context.make_array(signature.args[place])(context, builder, values[place])
+                step = builder.mul(values[shift], ir.Constant(_I64, PAIR_BYTES))  # as many as of a float32
                 return builder.gep(array.data, [step], source_etype=ir.IntType(8))
 
-            starts = pointer(0, 1, PAIR_BYTES), pointer(2, 3, PAIR_BYTES), arguments[4], pointer(5, 6, PAIR_BYTES)
-            _emit(builder, rows, blocks, *starts)
+            out = _Out(pointer(5, 6), values[7], values[8])
+            _emit(builder, rows, blocks, pointer(0, 1), pointer(2, 3), values[4], out)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -164,42 +179,44 @@ _multiply_1 = _multiplier(1, BLOCKS)
 _multiply_2 = _multiplier(2, BLOCKS)
 _multiply_4 = _multiplier(4, BLOCKS)
 _multiply_8 = _multiplier(8, BLOCKS)
+_multiply_12 = _multiplier(12, 1)
 _multiply_16 = _multiplier(MAX_ROWS, 1)
 
 
 @compiled
-def multiply(inputs, row, num_rows, matrix, offset, num_pairs, sums):  # type: ignore[no-untyped-def]
-    """Rows [row, row + num_rows), at most MAX_ROWS, times WIDTH outputs, into sums (BLOCKS, MAX_ROWS, LANES) float32.
+def multiply(inputs, row, num_rows, matrix, offset, num_pairs, out, begin, row_stride, block_stride):  # type: ignore[no-untyped-def]
+    """Adds rows [row, row + num_rows), at most MAX_ROWS, times WIDTH outputs to `out`.
 
-    inputs (rows, num_pairs) pairs, in whole multiples of MAX_ROWS rows; matrix is flat, its pairs from `offset` on.
+    inputs (rows, num_pairs) pairs, matrix flat with its pairs from `offset` on, out float32 from `begin` on. Both have
+    room for a multiple of MAX_ROWS rows: what is in rows beyond those that are asked for is of no meaning.
     """
-    begin = row * num_pairs
+    first = row * num_pairs
     if num_rows == 1:
-        _multiply_1(inputs, begin, matrix, offset, num_pairs, sums, 0)
+        _multiply_1(inputs, first, matrix, offset, num_pairs, out, begin, row_stride, block_stride)
     elif num_rows == 2:
-        _multiply_2(inputs, begin, matrix, offset, num_pairs, sums, 0)
+        _multiply_2(inputs, first, matrix, offset, num_pairs, out, begin, row_stride, block_stride)
     elif num_rows <= 4:
-        _multiply_4(inputs, begin, matrix, offset, num_pairs, sums, 0)
+        _multiply_4(inputs, first, matrix, offset, num_pairs, out, begin, row_stride, block_stride)
     elif num_rows <= 8:
-        _multiply_8(inputs, begin, matrix, offset, num_pairs, sums, 0)
+        _multiply_8(inputs, first, matrix, offset, num_pairs, out, begin, row_stride, block_stride)
     else:
         for block in range(BLOCKS):
-            place = offset + block * num_pairs * LANES
-            _multiply_16(inputs, begin, matrix, place, num_pairs, sums, block * MAX_ROWS * LANES)
+            place, there = offset + block * num_pairs * LANES, begin + block * block_stride
+            if num_rows <= 12:
+                _multiply_12(inputs, first, matrix, place, num_pairs, out, there, row_stride, block_stride)
+            else:
+                _multiply_16(inputs, first, matrix, place, num_pairs, out, there, row_stride, block_stride)
 
 
 @compiled
-def _store(sums, row, num_rows, begin, bias, out):  # type: ignore[no-untyped-def]
-    """A group's sums and their bias as rows of out (rows, outputs) float32."""
-    for block in range(BLOCKS):
-        first = begin + block * LANES
-        for r in range(num_rows):
-            if first + LANES <= out.shape[1]:
-                for lane in range(LANES):
-                    out[row + r, first + lane] = sums[block, r, lane] + bias[first + lane]
-            else:
-                for lane in range(out.shape[1] - first):
-                    out[row + r, first + lane] = sums[block, r, lane] + bias[first + lane]
+def multiply_groups(inputs, num_rows, matrix, offset, num_pairs, out, first, last, step, block_stride):  # type: ignore[no-untyped-def]
+    """`multiply` of all rows with groups [first, last) of a matrix, `step` columns apart in `out` (rows, columns)."""
+    width = out.shape[1]
+    for group in range(first, last):
+        for row in range(0, num_rows, MAX_ROWS):
+            count, place = min(MAX_ROWS, num_rows - row), offset + group * num_pairs * WIDTH
+            begin = row * width + group * step
+            multiply(inputs, row, count, matrix, place, num_pairs, out, begin, width, block_stride)
 
 
 # Each of these is one reading of a matrix by all threads. A thread takes its share in one run, so that it reads ahead.
@@ -207,51 +224,45 @@ def _store(sums, row, num_rows, begin, bias, out):  # type: ignore[no-untyped-de
 
 @parallel
 def project(num_threads, inputs, num_rows, matrix, offset, num_pairs, bias, out):  # type: ignore[no-untyped-def]
-    """out = inputs times a matrix, plus bias: out (rows, outputs), bias (outputs,) float32; the rest as `multiply`."""
-    num_groups = (out.shape[1] + WIDTH - 1) // WIDTH
+    """out = inputs times a matrix, plus bias: out (rows, outputs), bias (outputs,) float32, outputs in whole groups."""
+    num_groups = out.shape[1] // WIDTH
     for part in numba.prange(num_threads):
-        sums = np.empty((BLOCKS, MAX_ROWS, LANES), np.float32)
-        for group in range(part * num_groups // num_threads, (part + 1) * num_groups // num_threads):
-            for row in range(0, num_rows, MAX_ROWS):
-                count = min(MAX_ROWS, num_rows - row)
-                multiply(inputs, row, count, matrix, offset + group * num_pairs * WIDTH, num_pairs, sums)
-                _store(sums, row, count, group * WIDTH, bias, out)
+        first, last = part * num_groups // num_threads, (part + 1) * num_groups // num_threads
+        for row in range(num_rows):
+            out[row, first * WIDTH : last * WIDTH] = bias[first * WIDTH : last * WIDTH]
+        multiply_groups(inputs, num_rows, matrix, offset, num_pairs, out, first, last, WIDTH, LANES)
 
 
 @parallel
 def project_onto(num_threads, inputs, num_rows, matrix, offset, num_pairs, out):  # type: ignore[no-untyped-def]
     """out += inputs times a matrix: the end of a branch beside the residual stream."""
-    num_groups = (out.shape[1] + WIDTH - 1) // WIDTH
+    num_groups = out.shape[1] // WIDTH
     for part in numba.prange(num_threads):
-        sums = np.empty((BLOCKS, MAX_ROWS, LANES), np.float32)
-        for group in range(part * num_groups // num_threads, (part + 1) * num_groups // num_threads):
-            begin = group * WIDTH
-            for row in range(0, num_rows, MAX_ROWS):
-                count = min(MAX_ROWS, num_rows - row)
-                multiply(inputs, row, count, matrix, offset + begin * num_pairs, num_pairs, sums)
-                for block in range(BLOCKS):
-                    first = begin + block * LANES
-                    for r in range(count):
-                        for lane in range(min(LANES, out.shape[1] - first)):
-                            out[row + r, first + lane] += sums[block, r, lane]
+        first, last = part * num_groups // num_threads, (part + 1) * num_groups // num_threads
+        multiply_groups(inputs, num_rows, matrix, offset, num_pairs, out, first, last, WIDTH, LANES)
+
+
+@compiled
+def _gate(gate, up, out):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        power = exp_below_zero(-abs(gate[i]))
+        out[i] = rounded(gate[i] * up[i] * (np.float32(1) if gate[i] > 0 else power) / (np.float32(1) + power))
 
 
 @parallel
-def project_gated(num_threads, inputs, num_rows, matrix, offset, num_pairs, out):  # type: ignore[no-untyped-def]
-    """out = silu(gate) * up in bfloat16's bits, (rows, outputs) uint16; blocks of gate and up stand by turns."""
-    num_groups = (out.shape[1] + LANES - 1) // LANES
+def project_gated(num_threads, inputs, num_rows, matrix, offset, num_pairs, both, out):  # type: ignore[no-untyped-def]
+    """out = silu(gate) * up in bfloat16's bits, (rows, outputs) uint16; blocks of gate and up stand by turns.
+
+    both (rows, 2 * outputs) float32 takes the two.
+    """
+    size = out.shape[1]
+    num_groups = size // LANES
     for part in numba.prange(num_threads):
-        sums = np.empty((BLOCKS, MAX_ROWS, LANES), np.float32)
-        for group in range(part * num_groups // num_threads, (part + 1) * num_groups // num_threads):
-            first = group * LANES
-            for row in range(0, num_rows, MAX_ROWS):
-                count = min(MAX_ROWS, num_rows - row)
-                multiply(inputs, row, count, matrix, offset + group * num_pairs * WIDTH, num_pairs, sums)
-                for r in range(count):
-                    for lane in range(LANES):
-                        gate = sums[0, r, lane]
-                        power = exp_below_zero(-abs(gate))
-                        sums[0, r, lane] *= sums[1, r, lane] * (np.float32(1) if gate > 0 else power)
-                        sums[0, r, lane] /= np.float32(1) + power
-                    for lane in range(min(LANES, out.shape[1] - first)):
-                        out[row + r, first + lane] = rounded(sums[0, r, lane])
+        first, last = part * num_groups // num_threads, (part + 1) * num_groups // num_threads
+        for row in range(num_rows):
+            both[row, first * LANES : last * LANES] = 0
+            both[row, size + first * LANES : size + last * LANES] = 0
+        multiply_groups(inputs, num_rows, matrix, offset, num_pairs, both, first, last, LANES, size)
+        for row in range(num_rows):
+            begin, end = first * LANES, last * LANES
+            _gate(both[row, begin:end], both[row, size + begin : size + end], out[row, begin:end])
