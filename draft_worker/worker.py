@@ -39,6 +39,7 @@ class DraftWorker:
         self._dropped = adapter.manifest.dropped_layers if adapter else config.drop_layers
         device = choose_device(config.device)
         self._model = load_draft(checkpoint, config.drop_layers, adapter, config.dtype, device)
+        self._model.warm_up()
         skeleton = self._model.skeleton
         self.vocab_size = skeleton.vocab_size
         self._max_context = min(config.max_context, skeleton.max_positions)

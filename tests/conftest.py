@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# isort: off
+import bough.model  # noqa: F401  # before torch, see there
+# isort: on
+
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

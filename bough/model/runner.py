@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from bough.model.batch import Batch
+from bough.model.batch import Batch, Segment
 from bough.model.device import working_on
+from bough.model.kv import KVSlot
 from bough.model.lean import LeanDecoder, is_lean
 from bough.model.loading import Skeleton, bind_resident, move_buffers
+from bough.tree import Tree
 
 
 class ResidentModel:
@@ -25,6 +27,11 @@ class ResidentModel:
             for slots in skeleton.layer_slots:
                 bind_resident(slots, skeleton.dtype, device)
             move_buffers(skeleton.model, device)
+
+    def warm_up(self) -> None:
+        """Runs one token, so that what is compiled at its first use (seconds, once on a machine) is there."""
+        slot = KVSlot(self.skeleton.kv_shape(), 1, self.device)
+        self.logits(Batch([Segment.tree(slot, 0, Tree.root(0))], None, self.device))
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
