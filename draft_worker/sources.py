@@ -8,7 +8,7 @@ from bough.config import DraftConfig
 from bough.distill.adapter import Adapter
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
-from bough.model.loading import DTYPES, build_skeleton, working_layers
+from bough.model.loading import DTYPES, build_skeleton, uncorrected, working_layers
 from bough.model.runner import ResidentModel
 
 
@@ -31,7 +31,11 @@ def open_adapter(config: DraftConfig) -> Adapter | None:
 
 
 def load_draft(
-    checkpoint: Checkpoint, drop_layers: tuple[int, ...], adapter: Adapter | None, dtype: str, device: torch.device
+    checkpoint: Checkpoint,
+    drop_layers: tuple[int, ...],
+    dtype: str,
+    device: torch.device,
+    adapter: Adapter | None = None,
 ) -> ResidentModel:
     """Loads the draft model for good. `drop_layers` makes it a substitute; they are counted without identity copies.
 
@@ -49,7 +53,5 @@ def load_draft(
     if wrong:
         raise ConfigError(f"--drop-layers: {wrong[0]}; {checkpoint.folder.name} has layers 0 to {len(working) - 1}")
     kept = tuple(layer for index, layer in enumerate(working) if index not in set(drop_layers))
-    model = ResidentModel(build_skeleton(checkpoint, DTYPES[dtype], kept), device)
-    if adapter is not None:
-        adapter.apply(model.skeleton.layers)
-    return model
+    skeleton = build_skeleton(checkpoint, DTYPES[dtype], kept)
+    return ResidentModel(skeleton, device, adapter.correct if adapter is not None else uncorrected)

@@ -38,7 +38,7 @@ class DraftWorker:
         adapter = open_adapter(config)
         self._dropped = adapter.manifest.dropped_layers if adapter else config.drop_layers
         device = choose_device(config.device)
-        self._model = load_draft(checkpoint, config.drop_layers, adapter, config.dtype, device)
+        self._model = load_draft(checkpoint, config.drop_layers, config.dtype, device, adapter)
         self._model.warm_up()
         skeleton = self._model.skeleton
         self.vocab_size = skeleton.vocab_size

@@ -149,8 +149,8 @@ def test_the_loss_is_the_divergence_and_its_gradient_is_right() -> None:
 
 def test_a_draft_with_an_adapter_has_the_merged_weights(tiny: Path, made: Path) -> None:
     adapter = Adapter.open(made)
-    plain = load_draft(Checkpoint.open(tiny), (2,), None, "float32", CPU)
-    corrected = load_draft(Checkpoint.open(tiny), (), adapter, "float32", CPU)
+    plain = load_draft(Checkpoint.open(tiny), (2,), "float32", CPU)
+    corrected = load_draft(Checkpoint.open(tiny), (), "float32", CPU, adapter)
     assert len(corrected.skeleton.layers) == 3
     weights = [model.skeleton.layers[2].mlp.up_proj.weight for model in (plain, corrected)]
     up, down = (adapter.tensors[f"layers.3.mlp.up_proj.{kind}"].float() for kind in ("up", "down"))
@@ -160,12 +160,13 @@ def test_a_draft_with_an_adapter_has_the_merged_weights(tiny: Path, made: Path) 
     assert torch.equal(norm, adapter.tensors["layers.3.input_layernorm.weight"])
 
 
-def test_a_draft_agrees_as_often_as_its_card_says(tiny: Path, made: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # by way of transformers, and by the lean path
+def test_a_draft_agrees_as_often_as_its_card_says(tiny: Path, made: Path, dtype: str) -> None:
     """What training measured must be what the draft worker then runs."""
     adapter = Adapter.open(made)
     held_out = Rows.load(Path(f"{made}-text") / "held-out.safetensors")
     template = Template.of(Tokenizer(load_tokenizer_files(tiny)))
-    draft = load_draft(Checkpoint.open(tiny), (), adapter, "float32", CPU)
+    draft = load_draft(Checkpoint.open(tiny), (), dtype, CPU, adapter)
     hits = total = 0
     for row in range(len(held_out.tokens)):
         for start in held_out.starts[row].unique().tolist():
@@ -175,14 +176,16 @@ def test_a_draft_agrees_as_often_as_its_card_says(tiny: Path, made: Path) -> Non
             wanted = held_out.is_answer[row, places]
             hits += int((best == held_out.top_ids[row, places, 0])[wanted].sum())
             total += int(wanted.sum())
-    assert hits / total == pytest.approx(adapter.manifest.top1, abs=0.02)  # the adapter is kept in bfloat16
+    assert hits / total == pytest.approx(
+        adapter.manifest.top1, abs=0.02 if dtype == "float32" else 0.05
+    )  # the adapter is kept in bfloat16
 
 
 def test_an_adapter_fits_its_target_alone(tiny: Path, made: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", TINY, seed=1)
     adapter = Adapter.open(made)
     with pytest.raises(ConfigError, match=rf"fingerprint {adapter.manifest.base}; other has [0-9a-f]{{24}}"):
-        load_draft(Checkpoint.open(other), (), adapter, "float32", CPU)
+        load_draft(Checkpoint.open(other), (), "float32", CPU, adapter)
 
 
 def test_the_draft_worker_says_what_it_runs(tiny: Path, made: Path) -> None:
@@ -233,7 +236,7 @@ def test_text_of_another_kind_is_not_gone_on_with(tiny: Path, made: Path, tmp_pa
 
 
 def _plain_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
-    return _logits(load_draft(Checkpoint.open(folder), (), None, "float32", CPU), tokens)
+    return _logits(load_draft(Checkpoint.open(folder), (), "float32", CPU), tokens)
 
 
 def _logits(model: object, tokens: list[int]) -> torch.Tensor:

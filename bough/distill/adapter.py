@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,18 @@ class Adapter:
             if content.get("format") != FORMAT:
                 raise ConfigError(f"adapter: {path} has format {content.get('format')}; {FORMAT} can be read")
             content["dropped_layers"] = tuple(content["dropped_layers"])
-            return cls(Manifest(**content), load_file(path / WEIGHTS_NAME))
+            adapter = cls(Manifest(**content), load_file(path / WEIGHTS_NAME))
         except FileNotFoundError as exc:
             raise ConfigError(
                 f"adapter: {exc.filename} is missing; a folder that `bough distill` wrote would do"
             ) from exc
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as exc:
             raise ConfigError(f"adapter: {path} is damaged: {exc}") from exc
+        kept = tuple(f"layers.{index}." for index in adapter.kept_layers())
+        strays = [name for name in adapter.tensors if not name.startswith(kept)]
+        if strays:
+            raise ConfigError(f"adapter: {path} is damaged: {strays[0]} is of no layer that is kept")
+        return adapter
 
     def save(self, folder: Path) -> None:
         """At once or not at all."""
@@ -107,22 +112,25 @@ class Adapter:
         return tuple(i for i in range(self.manifest.num_layers) if i not in set(self.manifest.dropped_layers))
 
     @torch.no_grad()
-    def apply(self, layers: Sequence[nn.Module]) -> None:
-        """Corrects the weights of the kept layers, reckoned in float32 and rounded to the data type that they have.
+    def correct(self, place: int, layer: nn.Module) -> None:
+        """Corrects the weights of a kept layer, reckoned in float32 and rounded to the data type that they have.
+
+        `place` is the layer's among those that are kept.
 
         Raises:
-            ConfigError: a correction has no place in the model.
+            ConfigError: a correction has no place in the layer.
         """
-        modules = dict(zip(self.kept_layers(), layers, strict=True))
+        prefix = f"layers.{self.kept_layers()[place]}."
         for name, tensor in self.tensors.items():
-            _, index, rest = name.split(".", 2)
-            path, _, kind = rest.rpartition(".")
+            if not name.startswith(prefix):
+                continue
+            path, _, kind = name.removeprefix(prefix).rpartition(".")
             try:
-                weight = modules[int(index)].get_submodule(path).get_parameter("weight")
+                weight = layer.get_submodule(path).get_parameter("weight")
                 if kind == "weight":
                     weight.copy_(tensor)
                 elif kind == "up":
-                    down = self.tensors[f"layers.{index}.{path}.down"].to(weight.device).float()
+                    down = self.tensors[f"{prefix}{path}.down"].to(weight.device).float()
                     weight.copy_(weight.float() + tensor.to(weight.device).float() @ down)
             except (KeyError, AttributeError, RuntimeError) as exc:
                 raise ConfigError(

@@ -11,8 +11,7 @@ from bough.distill.rows import NAME, Placed, Store
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
 from bough.model.experts import Experts
-from bough.model.loading import DTYPES, Skeleton, build_skeleton, working_layers
-from bough.model.runner import ResidentModel
+from bough.model.loading import DTYPES, Skeleton, bind_all, build_skeleton, working_layers
 from bough.tokenizer import Tokenizer
 
 MARKS = ("bough", "tree")  # two user messages: what their conversations share is the template's
@@ -60,7 +59,7 @@ class Network:
             raise ConfigError(
                 f"TARGET: {checkpoint.folder.name} has experts; only dense models can be distilled so far"
             )
-        ResidentModel(skeleton, device)
+        bind_all(skeleton, device)
         skeleton.model.config._attn_implementation = NAME
         self.skeleton: Skeleton = skeleton
         self.device = device

@@ -17,7 +17,7 @@ from torch import nn
 from bough.model.batch import Batch
 from bough.model.lean_attention import Spans
 from bough.model.lean_step import Room, Sizes, Weights, run_step
-from bough.model.loading import ParameterSlot, Skeleton, bind_resident
+from bough.model.loading import Correction, ParameterSlot, Skeleton, bind_resident, uncorrected
 from bough.model.products import LANES, MAX_ROWS, WIDTH, packed
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of one build; any other goes by way of transformers
@@ -43,8 +43,8 @@ def is_lean(skeleton: Skeleton, device: torch.device) -> bool:
 class LeanDecoder:
     """A model whose weights have been laid out for products of a few rows; it keeps no other copy of them."""
 
-    def __init__(self, skeleton: Skeleton) -> None:
-        """Loads the weights, layer by layer."""
+    def __init__(self, skeleton: Skeleton, correct: Correction = uncorrected) -> None:
+        """Loads the weights, layer by layer; `correct` may change a layer's before they are laid out."""
         config, kv = skeleton.config, skeleton.kv_shape()
         first: Any = skeleton.layers[0]
         self._rotary = skeleton.model.get_decoder().rotary_emb
@@ -57,7 +57,7 @@ class LeanDecoder:
             config.rms_norm_eps,
         )
         self._hidden, self._intermediate = int(config.hidden_size), int(config.intermediate_size)
-        self._weights = _load(skeleton)
+        self._weights = _load(skeleton, correct)
         self._cos = self._sin = np.zeros((0, kv.head_dim), np.float32)
         self._room = self._new_room(MAX_ROWS)
 
@@ -105,7 +105,7 @@ class LeanDecoder:
             self._cos, self._sin = cos[0].float().numpy(), sin[0].float().numpy()
 
 
-def _load(skeleton: Skeleton) -> Weights:
+def _load(skeleton: Skeleton, correct: Correction) -> Weights:
     """Layer by layer, so that no more than one layer is there twice."""
     bind_resident(skeleton.resident_slots, skeleton.dtype, CPU)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
@@ -119,8 +119,9 @@ def _load(skeleton: Skeleton) -> Weights:
     _release(skeleton.resident_slots)
     matrices = [_Stack(len(skeleton.layers)) for _ in range(4)]
     vectors = []
-    for layer, slots in zip(skeleton.layers, skeleton.layer_slots, strict=True):
+    for index, (layer, slots) in enumerate(zip(skeleton.layers, skeleton.layer_slots, strict=True)):
         bind_resident(slots, skeleton.dtype, CPU)
+        correct(index, layer)
         for stack, matrix in zip(matrices, _matrices(layer), strict=True):
             stack.put(matrix)
         vectors.append(_vectors(layer))

@@ -31,6 +31,13 @@ BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length 
 NUM_NAMED = 3  # unused tensors that a warning names
 
 
+Correction = Callable[[int, nn.Module], None]  # of the weights of a layer with this number, in place
+
+
+def uncorrected(_index: int, _layer: nn.Module) -> None:
+    """Leaves weights as they are stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
     """One parameter or persistent buffer of a module, and what its value is made of."""
@@ -242,6 +249,15 @@ def bind_resident(slots: Sequence[ParameterSlot], dtype: torch.dtype, device: to
             continue
         slot.bind([read_place(place).to(device) for place in slot.source.places], dtype, memory)
         loaded[slot.source.places] = (slot.module, slot.key)
+
+
+def bind_all(skeleton: Skeleton, device: torch.device, correct: Correction = uncorrected) -> None:
+    """Loads a whole model for good; `correct` may change each layer's weights when they are there."""
+    bind_resident(skeleton.resident_slots, skeleton.dtype, device)
+    for index, slots in enumerate(skeleton.layer_slots):
+        bind_resident(slots, skeleton.dtype, device)
+        correct(index, skeleton.layers[index])
+    move_buffers(skeleton.model, device)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from bough.model.batch import Batch, Segment
 from bough.model.device import working_on
 from bough.model.kv import KVSlot
 from bough.model.lean import LeanDecoder, is_lean
-from bough.model.loading import Skeleton, bind_resident, move_buffers
+from bough.model.loading import Correction, Skeleton, bind_all, uncorrected
 from bough.tree import Tree
 
 
@@ -18,15 +18,12 @@ class ResidentModel:
     Through transformers' own modules, or where the architecture and the device allow it through a leaner path of ours.
     """
 
-    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+    def __init__(self, skeleton: Skeleton, device: torch.device, correct: Correction = uncorrected) -> None:
         self.skeleton = skeleton
         self.device = device
-        self._lean = LeanDecoder(skeleton) if is_lean(skeleton, device) else None
+        self._lean = LeanDecoder(skeleton, correct) if is_lean(skeleton, device) else None
         if self._lean is None:
-            bind_resident(skeleton.resident_slots, skeleton.dtype, device)
-            for slots in skeleton.layer_slots:
-                bind_resident(slots, skeleton.dtype, device)
-            move_buffers(skeleton.model, device)
+            bind_all(skeleton, device, correct)
 
     def warm_up(self) -> None:
         """Runs one token, so that what is compiled at its first use (seconds, once on a machine) is there."""
