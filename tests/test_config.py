@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bough.cli import argument_parser
+from bough.commands.demo import UP_DEFAULTS
 from bough.commands.up import settings_from
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, parse_bytes, parse_layers, to_flags
+from bough.demonstration import demonstration_folder
 from bough.errors import ConfigError
 
 
@@ -115,3 +117,11 @@ def test_no_draft_with_layers_left_out_is_a_contradiction() -> None:
 def test_bough_up_asks_for_a_draft_where_it_cannot_guess_one() -> None:
     with pytest.raises(ConfigError, match="--draft: a target of your own needs a draft"):
         settings_from(argument_parser().parse_args(["up", "--target", "T"]))
+
+
+def test_the_demonstration_starts_what_up_starts() -> None:
+    """An option that `up` had gained once broke `make demo`, which no test runs whole."""
+    settings = settings_from(UP_DEFAULTS)
+    assert settings.target.model == str(demonstration_folder())
+    assert settings.draft is not None
+    assert settings.orchestrator.port == 0

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from time import perf_counter
 
+from bough.cli import argument_parser
 from bough.client import Client
 from bough.commands.talk import Answer
 from bough.commands.up import clear_report, ensure_demonstration, report, settings_from
@@ -18,9 +19,7 @@ from bough.launch import launched
 
 MIN_TOKENS = 16
 GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
-UP_DEFAULTS = argparse.Namespace(
-    target=None, draft=None, drop_layers=None, dtype=None, draft_dtype=None, port=0, index_url=""
-)
+UP_DEFAULTS = argument_parser().parse_args(["up", "--port", "0"])
 
 
 async def demo(arguments: argparse.Namespace) -> int:
