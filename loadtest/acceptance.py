@@ -146,9 +146,7 @@ class Bench:
     def acceptance(self, scheme: Scheme, guess: Guess, params: SamplingParams) -> SchemeAcceptance:
         """By rank, from trees of a root and its children only, at every position of the texts."""
         accepted, rejected = np.zeros(RANKS), np.zeros(RANKS)
-        growth = StaticShape((0,) * RANKS)
-        if scheme is Scheme.MULTI_ROUND:
-            growth = Chains(RANKS, 1)
+        growth = Chains(RANKS, 1) if scheme is Scheme.MULTI_ROUND else StaticShape((0,) * RANKS)
         plan = TreePlan(growth, scheme, guess)
         streams = [Stream(SESSION.format(i), list(p), len(p)) for i, p in enumerate(self._prompts)]
         for _ in range(self._length):

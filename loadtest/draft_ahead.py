@@ -16,9 +16,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from bough.commands.up import SUBSTITUTE_DROPS, ensure_demonstration
+from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, TargetConfig, parse
-from bough.demonstration import demonstration_folder
+from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
 from bough.growth import BestFirst, TreePlan
 from bough.messages import Context, GrowCall, VerifyCall, VerifyResult
 from bough.sampling import SamplingParams

@@ -14,9 +14,9 @@ import os
 import statistics
 import time
 
-from bough.commands.up import SUBSTITUTE_DROPS, ensure_demonstration
+from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, parse
-from bough.demonstration import demonstration_folder
+from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
 from bough.growth import BestFirst, TreePlan
 from bough.messages import Context, GrowCall
 from bough.sampling import SamplingParams

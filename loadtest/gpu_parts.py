@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def draft_steps(device: torch.device, config: LlamaConfig, folder: Path) -> list
     for width in DRAFT_WIDTHS:
         tree = Tree.of(list(range(width)), [-1] + [0] * (width - 1), [0.0] * width)
         batch = Batch([Segment.tree(slot, DRAFT_CONTEXT, tree)], None, device)
-        eager = milliseconds(lambda batch=batch: model.logits(batch), device)
+        eager = milliseconds(partial(model.logits, batch), device)
         rows.append({"width": width, "eager_ms": eager, **_graphed(model, batch)})
     return rows
 

@@ -84,7 +84,7 @@ def one_after_another(pair: Pair, sizes: list[int], rng: np.random.Generator, nu
         )
         draws = list(draws_at(tree, 0, Scheme.WITHOUT_REPLACEMENT, len(pair.target_probs)))
         total += [law_given(pair.target_probs, draws[:k])[drawn[:k]].sum() for k in sizes]
-    return (total / num).tolist()
+    return [float(rate) for rate in total / num]
 
 
 def in_rounds(pair: Pair, k: int) -> float:

@@ -74,7 +74,7 @@ class Contestant:
     def seconds(self, num_tokens: int, repeats: int) -> float:
         """Of one sweep, of several right after one another, the first of which does not count."""
         sweeps = self.ask("sweep", num_tokens, repeats + 1)[1:]
-        return sum(sweep["seconds"] for sweep in sweeps) / repeats
+        return float(sum(sweep["seconds"] for sweep in sweeps) / repeats)
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None, "it was opened"
