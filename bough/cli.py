@@ -113,9 +113,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="model folder or cached hub id; the demonstration model by default")
-    parser.add_argument(
-        "--draft", help="the same for the draft, or none; by default a substitute of the target's layers"
-    )
+    parser.add_argument("--draft", help="the same for the draft, or none; the demonstration model has one by default")
     parser.add_argument("--drop-layers", help="layers that a substitute leaves out, such as 12-15")
     parser.add_argument("--draft-adapter", help="a substitute that `bough distill` made: its folder")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="data type of the target (default bfloat16)")

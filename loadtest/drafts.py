@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, TargetConfig, parse
-from bough.demonstration import demonstration_folder
+from bough.demonstration import EMBEDDED_DRAFT, demonstration_folder
 from bough.growth import BestFirst, TreePlan
 from bough.messages import Context, GrowCall, VerifyCall
 from bough.sampling import SamplingParams
@@ -24,6 +24,8 @@ from bough.tokenizer import Tokenizer
 from draft_worker.worker import DraftWorker
 from loadtest.prompts import load_prompts
 from target_worker.worker import TargetWorker
+
+DISTILLED = "distilled"
 
 
 class Tally(NamedTuple):
@@ -87,8 +89,8 @@ def main() -> None:
         f"{'drops':>12} {'budget':>6} {'width':>5} {'depth':>5} "
         f"{'tokens/round':>12} {'first guess':>11} {'steps':>6} ms/step"
     )
-    for drops in arguments.drops:
-        flags = ["--model", folder, "--drop-layers", "" if drops == "none" else drops]
+    for drops in (*arguments.drops, *([DISTILLED] if arguments.distilled else [])):
+        flags = ["--model", folder, *_draft_flags(drops)]
         draft = DraftWorker(parse(DraftConfig, "bench", flags, {}), "bench")
         for sizes in itertools.product(arguments.budgets, arguments.widths, arguments.depths):
             size = BestFirst(*sizes)
@@ -117,9 +119,16 @@ def main() -> None:
     print(json.dumps({**settings, "seed": arguments.seed, "rows": rows}))
 
 
+def _draft_flags(drops: str) -> list[str]:
+    if drops == DISTILLED:
+        return ["--adapter", str(EMBEDDED_DRAFT)]
+    return ["--drop-layers", "" if drops == "none" else drops]
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drops", nargs="+", default=["3,14,25", "12-15"], help="substitutes: layers left out")
+    parser.add_argument("--distilled", action="store_true", help="the draft that bough ships as well")
     parser.add_argument("--budgets", nargs="+", type=int, default=[16, 32, 64], help="nodes of a tree")
     parser.add_argument("--widths", nargs="+", type=int, default=[8], help="nodes that a draft step expands")
     parser.add_argument("--depths", nargs="+", type=int, default=[12], help="levels of a tree")

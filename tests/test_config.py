@@ -8,7 +8,8 @@ from bough.cli import argument_parser
 from bough.commands.demo import UP_DEFAULTS
 from bough.commands.up import settings_from
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, parse_bytes, parse_layers, to_flags
-from bough.demonstration import demonstration_folder
+from bough.demonstration import EMBEDDED_DRAFT, demonstration_folder
+from bough.distill.adapter import Adapter
 from bough.errors import ConfigError
 
 
@@ -125,3 +126,10 @@ def test_the_demonstration_starts_what_up_starts() -> None:
     assert settings.target.model == str(demonstration_folder())
     assert settings.draft is not None
     assert settings.orchestrator.port == 0
+
+
+def test_the_draft_that_is_shipped_fits_the_demonstration_model() -> None:
+    flags = ["up", "--draft-adapter", str(EMBEDDED_DRAFT)]
+    settings = settings_from(argument_parser().parse_args(flags))
+    assert settings.draft is not None
+    assert Adapter.open(settings.draft.adapter).manifest.top1 >= 0.70
