@@ -12,7 +12,7 @@ PRIOR_WEIGHT = 8.0  # trials that an estimate's prior counts for
 MEMORY = 500.0  # trials of a kind that are remembered; older ones count for less
 MAX_READ = 8192  # tokens of a prompt read before a round: a long one should not hold up other sessions
 
-# As measured by `python -m loadtest.lookup` (docs/measurements.md), rounded.
+# After `python -m loadtest.lookup` (docs/measurements.md); nearer to the middle where little was seen.
 FIRST_CHOICE = (0.2, 0.55, 0.7, 0.9, 0.95)  # by doubling match length
 LATER_CHOICE = 0.1  # of the probability that the first choice is wrong; so on for each after it
 DRAFT = {Draft.OTHERWISE: 0.01, Draft.UNLIKELY: 0.05, Draft.POSSIBLE: 0.3, Draft.LIKELY: 0.75}  # for the shortest match
