@@ -6,6 +6,7 @@ Knows no models: tokens are numbers, and how likely a continuation is to be righ
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
@@ -35,8 +36,10 @@ class Draft(Enum):
     """What a draft's tree says of a guess."""
 
     SILENT = 0  # it has guessed nothing below the parent
-    AGREES = 1
-    DISAGREES = 2  # it has guessed other tokens there
+    OTHERWISE = 1  # it has guessed other tokens there
+    UNLIKELY = 2  # it has guessed the token too, with a probability below 0.1,
+    POSSIBLE = 3  # below 0.5,
+    LIKELY = 4  # or more
 
 
 class GuessKind(NamedTuple):
@@ -172,14 +175,17 @@ class SuffixAutomaton:
         return Match(link, self._length[link])
 
 
+_BOUNDS = ((Draft.UNLIKELY, math.log(0.1)), (Draft.POSSIBLE, math.log(0.5)))
+
+
 def grow_continuations(
     text: SuffixAutomaton, drafted: Tree, limits: Limits, log_prob: Callable[[GuessKind], float]
 ) -> Guesses:
     """The likeliest continuations of a text, by the estimate of each kind of guess; the root is the text's last token.
 
     Below every node stands what has followed the text with the path to that node. The best path is always extended
-    first, so that siblings are best first and the nodes are the `max_nodes` best of those that were considered. Of what
-    the draft has guessed nothing is used but whether it agrees.
+    first, so that siblings are best first and the nodes are the `max_nodes` best of those that were considered. What
+    the draft has guessed adds no nodes; it is part of a guess's kind.
     """
     tokens, parents, log_probs = [int(drafted.tokens[0])], [-1], [0.0]
     kinds: list[GuessKind] = []
@@ -190,7 +196,8 @@ def grow_continuations(
         if parent.depth >= limits.max_depth or tokens[parent.node] in limits.closed:
             return
         for rank, follower in enumerate(text.followers(parent.match, MAX_BRANCH)):
-            kind = GuessKind(follower.match_length, rank, parent.depth + 1, _draft(parent.drafted, follower.token))
+            draft = _draft(drafted, parent.drafted, follower.token)
+            kind = GuessKind(follower.match_length, rank, parent.depth + 1, draft)
             score = parent.score + min(log_prob(kind), 0.0)
             heapq.heappush(heap, (-score, parent.node, rank, kind, follower, parent))
 
@@ -207,7 +214,8 @@ def grow_continuations(
     return Guesses(Tree.of(tokens, parents, log_probs), tuple(kinds))
 
 
-def _draft(drafted: dict[int, int], token: int) -> Draft:
-    if not drafted:
-        return Draft.SILENT
-    return Draft.AGREES if token in drafted else Draft.DISAGREES
+def _draft(tree: Tree, children: dict[int, int], token: int) -> Draft:
+    if token not in children:
+        return Draft.OTHERWISE if children else Draft.SILENT
+    log_prob = float(tree.log_probs[children[token]])
+    return next((draft for draft, bound in _BOUNDS if log_prob < bound), Draft.LIKELY)

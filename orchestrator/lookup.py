@@ -12,17 +12,24 @@ PRIOR_WEIGHT = 8.0  # trials that an estimate's prior counts for
 MEMORY = 500.0  # trials of a kind that are remembered; older ones count for less
 MAX_READ = 8192  # tokens of a prompt read before a round: a long one should not hold up other sessions
 
-# As measured by `python -m loadtest.lookup` (docs/measurements.md), rounded.
+# After `python -m loadtest.lookup` (docs/measurements.md); nearer to the middle where little was seen.
 FIRST_CHOICE = (0.2, 0.55, 0.7, 0.9, 0.95)  # by doubling match length
 LATER_CHOICE = 0.1  # of the probability that the first choice is wrong; so on for each after it
-DISAGREEING = 0.05  # of the same guess where the draft is silent
+DRAFT = {Draft.OTHERWISE: 0.01, Draft.UNLIKELY: 0.05, Draft.POSSIBLE: 0.3, Draft.LIKELY: 0.75}  # for the shortest match
 
 
 def assumed_probability(kind: GuessKind) -> float:
-    """What is assumed before anything has been learnt."""
+    """What is assumed before anything has been learnt: text and draft as two witnesses, the odds of each multiplied."""
     first = FIRST_CHOICE[_doublings(kind.match_length, len(FIRST_CHOICE) - 1)]
     own = first if kind.rank == 0 else (1 - first) * LATER_CHOICE**kind.rank
-    return own * DISAGREEING if kind.draft is Draft.DISAGREES else own
+    if kind.draft is Draft.SILENT:
+        return own
+    odds = _odds(DRAFT[kind.draft]) * _odds(own) / _odds(FIRST_CHOICE[0])
+    return odds / (1 + odds)
+
+
+def _odds(probability: float) -> float:
+    return probability / (1 - probability)
 
 
 class Acceptance:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from bough.ngram import Guesses, GuessKind, Limits
+from bough.ngram import Draft, Guesses, GuessKind, Limits
 from bough.tree import Tree
 from orchestrator.lookup import MAX_READ, Acceptance, Lookup, assumed_probability
 
@@ -98,13 +98,20 @@ def test_where_no_guesses_are_wanted_nothing_is_read() -> None:
     assert guessing._text.num_tokens == 0
 
 
-def test_what_the_draft_thinks_better_of_gives_way() -> None:
-    """A guess that the draft did not share is worth less than the same guess where the draft is silent."""
+@pytest.mark.parametrize("match_length", [1, 30])
+def test_what_the_draft_thinks_of_a_guess_counts_from_the_start(match_length: int) -> None:
+    """Guessed otherwise by the draft it is worth less than where the draft is silent; likely to both, more."""
+    worth = [assumed_probability(GuessKind(match_length, 0, 1, draft)) for draft in Draft]
+    assert worth[1:] == sorted(worth[1:])
+    assert 0 < worth[Draft.OTHERWISE.value] < worth[Draft.SILENT.value] < worth[Draft.LIKELY.value] < 1
+
+
+def test_what_the_draft_guessed_otherwise_is_learnt_apart() -> None:
     guessing, text = lookup(), [1, 2, 1]
     drafted = Tree.of([1, 9], [-1, 0], [0.0, -0.1])
     for _ in range(60):
         guessing.observe(guessing.grow(text, drafted, LIMITS), [9])
         guessing.observe(grow(guessing, text), [2])
-    silent, disagreeing = (guessing.grow(text, tree, LIMITS).tree.log_probs[1] for tree in (Tree.root(1), drafted))
+    silent, otherwise = (guessing.grow(text, tree, LIMITS).tree.log_probs[1] for tree in (Tree.root(1), drafted))
     assert math.exp(silent) > 0.8
-    assert math.exp(disagreeing) < 0.2
+    assert math.exp(otherwise) < 0.01
