@@ -26,7 +26,6 @@ from typing import NamedTuple
 import numpy as np
 
 from bough.acceptance import Acceptance, DepthCounts, SchemeAcceptance, by_rank
-from bough.calibration import Calibration
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, parse
 from bough.demonstration import demonstration_folder
@@ -38,6 +37,7 @@ from bough.tokenizer import Tokenizer
 from draft_worker.worker import DraftWorker
 from loadtest.acceptance_report import interval, plot, prediction_error, table
 from loadtest.acceptance_target import LazyTarget
+from loadtest.calibration import Calibration
 from loadtest.prompts import load_prompts
 
 RANKS = 32  # children whose acceptance is measured

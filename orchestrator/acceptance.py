@@ -33,9 +33,8 @@ class AcceptanceCounter:
         for depth, (node, taken) in enumerate(zip_longest((0, *accepted_nodes), accepted_nodes)):
             children = np.flatnonzero(tree.parents == node)[:NUM_RANKS]
             if len(children):
-                ranks = np.flatnonzero(
-                    children == taken
-                )  # none: all were rejected, or the taken one is beyond the table
+                # None where all were rejected, or the taken one is beyond the table.
+                ranks = np.flatnonzero(children == taken)
                 outcome = (0, ranks[0]) if len(ranks) else (1, len(children) - 1)
                 counts[outcome[0], min(depth, NUM_DEPTHS - 1), outcome[1]] += 1
 

@@ -12,10 +12,10 @@ from bough.cli import argument_parser
 from bough.client import Client
 from bough.commands.talk import Answer
 from bough.commands.up import clear_report, ensure_demonstration, report, settings_from
-from bough.demonstration import SUBSTITUTE_DROPS
 from bough.errors import ConfigError
 from bough.generation import ChatPrompt, Event, GenerateOptions, Message, Speculation, Tokens
 from bough.launch import launched
+from bough.messages import WorkerInfo
 
 MIN_TOKENS = 16
 GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
@@ -36,9 +36,12 @@ async def demo(arguments: argparse.Namespace) -> int:
         fast = await _run(client, arguments, speculating)
         print("\nwithout speculation:\n")
         plain = await _run(client, arguments, Speculation(disabled=True))
+        models = {worker.info.kind: _described(worker.info) for worker in (await client.server_info()).workers}
     is_same = fast.answer.token_ids == plain.answer.token_ids
     _print_table(fast, plain, is_same=is_same)
-    print(json.dumps(_summary(fast, plain, is_same=is_same)))
+    print("\nThe target, block-expanded, has the text of SmolLM2-135M-Instruct and the cost of a 2.1 GB model.")
+    print("\n".join(f"{kind}: {words}" for kind, words in sorted(models.items())) + "\n")
+    print(json.dumps({**_summary(fast, plain, is_same=is_same), **models}))
     return 0 if is_same else 1
 
 
@@ -118,14 +121,13 @@ def _print_table(fast: Run, plain: Run, *, is_same: bool) -> None:
         print(f"{title:34}{value(fast):12.3f}{value(plain):10.3f}")
     print(f"{'speed-up':34}{fast.tokens_per_second / plain.tokens_per_second:12.2f}")
     print(f"{'same tokens':34}{'yes' if is_same else 'NO':>12}")
-    print(
-        "\ntarget: SmolLM2-135M-Instruct, block-expanded to 300 layers (the text of the small model, the cost of a "
-        "2.1 GB one), read from disk in every sweep.\n"
-        f"draft: a substitute, the same model without layers {SUBSTITUTE_DROPS}.\n"
-    )
 
 
-def _summary(fast: Run, plain: Run, *, is_same: bool) -> dict[str, float | bool | str]:
+def _described(info: WorkerInfo) -> str:
+    return "; ".join((f"{info.model_name}: {info.model_description}", *info.notes))
+
+
+def _summary(fast: Run, plain: Run, *, is_same: bool) -> dict[str, float | bool]:
     return {
         "speedup": round(fast.tokens_per_second / plain.tokens_per_second, 3),
         "tokens_per_round": round(fast.tokens_per_round, 3),
@@ -139,6 +141,4 @@ def _summary(fast: Run, plain: Run, *, is_same: bool) -> dict[str, float | bool 
         "plain_tokens_per_second": round(plain.tokens_per_second, 3),
         "plain_sweep_seconds": round(plain.mean_seconds("target_ns"), 4),
         "num_tokens": len(fast.answer.token_ids),
-        "target": "SmolLM2-135M-Instruct block-expanded x10",
-        "draft": f"substitute without layers {SUBSTITUTE_DROPS}",
     }
