@@ -60,6 +60,14 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class Resume:
+    """How far the stream of a request came before it broke."""
+
+    num_tokens: int  # output tokens that the client has seen
+    token_ids: tuple[int, ...] = ()  # these, where it has kept them
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateOptions:
     """Everything about a request but its prompt."""
 
@@ -80,6 +88,8 @@ class GenerateOptions:
     ignore_eos: bool = False
     logprobs: int | None = None
     speculation: Speculation = Speculation()
+    continues: bool = False  # the prompt comes after all that the session holds
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,7 @@ class Started:
     prompt_tokens: int
     seed: int
     model_name: str
+    resumed_tokens: int = 0  # output tokens that came before this stream
 
 
 @dataclass(frozen=True, slots=True)

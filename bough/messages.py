@@ -81,6 +81,7 @@ class VerifyCall:
     tree: Tree
     sampling: SamplingParams
     scheme: Scheme = Scheme.TARGET
+    max_length: int = 0  # tokens that the session may grow to in this request; 0 is as many as a session may have
 
 
 class Verdict(NamedTuple):
@@ -102,6 +103,7 @@ class VerifyResult:
     verdict: Verdict
     held_length: int
     timings: Timings
+    cached_length: int = 0  # leading tokens before the root that were held, or copied, and not computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,7 @@ def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
         tree=tree_to_wire(call.tree),
         sampling=sampling_to_wire(call.sampling),
         scheme=SCHEMES[call.scheme],
+        max_length=call.max_length,
     )
 
 
@@ -151,7 +152,7 @@ def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, ma
     sampling = sampling_from_wire(message.sampling)
     sampling.validate(vocab_size)
     context = context_from_wire(message.context, vocab_size)
-    return m.VerifyCall(context, message.epoch, message.round, tree, sampling, scheme)
+    return m.VerifyCall(context, message.epoch, message.round, tree, sampling, scheme, message.max_length)
 
 
 def verify_result_to_wire(result: m.VerifyResult) -> target_pb2.VerifyReply:
@@ -162,6 +163,7 @@ def verify_result_to_wire(result: m.VerifyResult) -> target_pb2.VerifyReply:
         logprobs=map(logprobs_to_wire, result.verdict.logprobs),
         held_length=result.held_length,
         timings=timings_to_wire(result.timings),
+        cached_length=result.cached_length,
     )
 
 
@@ -170,7 +172,8 @@ def verify_result_from_wire(message: target_pb2.VerifyReply) -> m.VerifyResult:
     verdict = m.Verdict(
         tuple(message.accepted_nodes), message.bonus_token, tuple(map(logprobs_from_wire, message.logprobs))
     )
-    return m.VerifyResult(verdict, message.held_length, timings_from_wire(message.timings))
+    timings = timings_from_wire(message.timings)
+    return m.VerifyResult(verdict, message.held_length, timings, message.cached_length)
 
 
 def logprobs_to_wire(value: PositionLogprobs) -> common_pb2.PositionLogprobs:

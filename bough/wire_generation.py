@@ -45,6 +45,8 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
         speculation=_speculation_to_wire(options.speculation),
+        continues=options.continues,
+        resume=None if options.resume is None else pb.Resume(**asdict(options.resume)),
     )
     defaults = g.GenerateOptions()
     for name in _OPTIONAL:
@@ -74,6 +76,10 @@ def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.Generate
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         speculation=_speculation_from_wire(message.speculation),
+        continues=message.continues,
+        resume=g.Resume(message.resume.num_tokens, tuple(message.resume.token_ids))
+        if message.HasField("resume")
+        else None,
         **given,
     )
     return _prompt_from_wire(message), options
@@ -153,7 +159,7 @@ def event_from_wire(message: pb.GenerateEvent) -> g.Event:
     """Any event."""
     if message.HasField("started"):
         started = message.started
-        return g.Started(started.request_id, started.prompt_tokens, started.seed, started.model_name)
+        return g.Started(*(getattr(started, f.name) for f in fields(g.Started)))
     if message.HasField("tokens"):
         tokens = message.tokens
         return g.Tokens(

@@ -79,7 +79,7 @@ SAMPLED = replace(
 @given(contexts, sampling_params, st.sampled_from([TREE, SAMPLED]), plans)
 def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree: Tree, plan: TreePlan) -> None:
     tree = tree if plan.scheme is Scheme.TARGET else SAMPLED  # the others are only for trees that were sampled
-    verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme)
+    verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme, 400)
     assert wire.verify_call_from_wire(wire.verify_call_to_wire(verify), VOCAB, 8) == verify
     grow = m.GrowCall(context, 5, params, 3, plan)
     assert wire.grow_call_from_wire(wire.grow_call_to_wire(grow), VOCAB, 8) == grow
@@ -87,7 +87,7 @@ def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree
 
 @given(timings, st.lists(logprobs, max_size=3).map(tuple))
 def test_results_survive_the_wire(times: m.Timings, positions: tuple[PositionLogprobs, ...]) -> None:
-    result = m.VerifyResult(m.Verdict((1, 2), 9, positions), 11, times)
+    result = m.VerifyResult(m.Verdict((1, 2), 9, positions), 11, times, 5)
     assert wire.verify_result_from_wire(wire.verify_result_to_wire(result)) == result
     grown = m.GrowResult(TREE, 3, times, 17)
     assert wire.grow_result_from_wire(wire.grow_result_to_wire(grown)) == grown
@@ -114,6 +114,8 @@ options = st.builds(
         st.sampled_from(Guess),
         st.none() | st.integers(0, 9),
     ),
+    continues=st.booleans(),
+    resume=st.none() | st.builds(g.Resume, st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3).map(tuple)),
 )
 prompts = st.one_of(
     st.builds(g.TextPrompt, st.text()),
@@ -132,7 +134,7 @@ def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.Generate
 def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> None:
     times, metrics = m.RoundTimings(*range(9)), g.SpeculationMetrics(1, 2, 3, 1.5, (0, 1), 4, 2)
     for event in (
-        g.Started("r", 3, 2**63, "model"),
+        g.Started("r", 3, 2**63, "model", 7),
         g.Tokens((1, 2), (True, False), ("a", ""), positions, 8, 3, times, 1),
         g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), metrics, times, ("w",)),
     ):
