@@ -7,8 +7,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+BLOCK_TOKENS = 32  # tokens that `block_hashes` names together
+
 
 def prefix_hash(tokens: Sequence[int]) -> int:
     """64 bits of BLAKE2b over the tokens as little-endian int32."""
     data = np.asarray(tokens, dtype="<i4").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def block_hashes(tokens: Sequence[int], start: Sequence[int] = ()) -> list[int]:
+    """One hash for each whole block of `BLOCK_TOKENS` tokens: of that block and of all before it.
+
+    Two sequences have their first n blocks in common where their n-th hashes are equal. `start` are hashes of leading
+    blocks that are known already; they are not computed again.
+    """
+    hashes, data = list(start), np.asarray(tokens, dtype="<i4").tobytes()
+    size = 4 * BLOCK_TOKENS
+    for begin in range(len(hashes) * size, len(data) - size + 1, size):
+        before = hashes[-1].to_bytes(8, "little") if hashes else b""
+        digest = hashlib.blake2b(before + data[begin : begin + size], digest_size=8).digest()
+        hashes.append(int.from_bytes(digest, "little"))
+    return hashes
