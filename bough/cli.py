@@ -10,9 +10,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import MISSING, fields
 
 from bough import __version__
+from bough.commands.speculation import add_speculation, speculation_from
 from bough.config import DEFAULT_PORT, DTYPE_NAMES, DistillConfig, PlanConfig
 from bough.errors import BoughError
-from bough.generation import GenerateOptions, Speculation
+from bough.generation import GenerateOptions
 from bough.growth import Scheme
 
 PLAN_SETTINGS = (
@@ -59,7 +60,11 @@ def _command(name: str) -> Command:
 
 
 def options_from(arguments: argparse.Namespace) -> GenerateOptions:
-    """The request that the flags of `_add_sampling` describe."""
+    """The request that the flags of `_add_sampling` describe.
+
+    Raises:
+        ConfigError, InvalidRequest: naming a flag that cannot be used.
+    """
     return GenerateOptions(
         session_id=arguments.session,
         temperature=arguments.temperature,
@@ -76,9 +81,7 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
         stop_token_ids=tuple(arguments.stop_token_id),
         ignore_eos=arguments.ignore_eos,
         logprobs=arguments.logprobs,
-        speculation=Speculation(
-            arguments.no_speculation, arguments.budget, arguments.width, arguments.depth, lookup=arguments.lookup
-        ),
+        speculation=speculation_from(arguments),
     )
 
 
@@ -190,11 +193,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--stop-token-id", type=int, action="append", default=[], metavar="TOKEN", help="may be repeated")
     add("--ignore-eos", action="store_true", help="go on past the model's own end")
     add("--logprobs", type=int, help="report log-probabilities with so many alternatives")
-    add("--no-speculation", action="store_true", help="plain decoding: the same tokens, one a sweep")
-    add("--budget", type=int, help="nodes of a tree")
-    add("--width", type=int, help="nodes that a draft step expands")
-    add("--depth", type=int, help="levels of a tree")
-    add("--lookup", type=int, metavar="N", help="most nodes from the session's own text; 0 is off (default 16)")
+    add_speculation(parser)
 
 
 def _bias(text: str) -> tuple[int, float]:
