@@ -91,7 +91,7 @@ def argument_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="everything from nothing: build the model, start, compare"))
     _add_up(commands.add_parser("up", help="start the index, the workers and the orchestrator, and keep them running"))
-    _add_pack(commands.add_parser("pack", help="write a smaller checkpoint, in 4 or 8 bits"))
+    _add_pack(commands.add_parser("pack", help="write a smaller checkpoint, in 4 or 8 bits, or a draft"))
     _add_distill(commands.add_parser("distill", help="make a draft of a target that has no small sibling"))
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", help="what to answer; - reads standard input")
@@ -127,8 +127,13 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 
 def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder or cached hub id, in 16 or 32 bits")
-    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="for a weight (default 4)")
-    parser.add_argument("--out", help="folder to write, or to go on writing; MODEL-4bit here by default")
+    parser.add_argument("--draft", action="store_true", help="write a draft: it shares embeddings and head with MODEL")
+    parser.add_argument("--drop-layers", help="of a draft: layers to leave out, such as 3,14")
+    parser.add_argument(
+        "--bits", type=float,
+        help="for a weight: 4 (default) or 8; of a draft the average, scales included (default 4.5)",
+    )  # fmt: skip
+    parser.add_argument("--out", help="folder to write, or to go on writing; MODEL-4bit or MODEL-draft here by default")
 
 
 def _add_distill(parser: argparse.ArgumentParser) -> None:
