@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bough.acceptance import Acceptance, DepthCounts, SchemeAcceptance, by_rank
+from bough.calibration import Calibration
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, parse
 from bough.demonstration import demonstration_folder
@@ -43,7 +44,6 @@ from bough.tree import Tree
 from draft_worker.worker import DraftWorker
 from loadtest.acceptance_report import Row, interval, plot, prediction_error, table
 from loadtest.acceptance_target import LazyTarget
-from loadtest.calibration import Calibration
 from loadtest.prompts import load_prompts
 
 RANKS = 32  # children whose acceptance is measured
