@@ -131,8 +131,11 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drop-layers", help="of a draft: layers to leave out, such as 3,14")
     parser.add_argument(
         "--bits", type=float,
-        help="for a weight: 4 (default) or 8; of a draft the average, scales included (default 4.5)",
+        help="for a weight: 4 (default) or 8; of a draft the average, scales included (default 6.5)",
     )  # fmt: skip
+    parser.add_argument(
+        "--whole", action="store_true", help="of a draft: copy what it would share, to use it elsewhere"
+    )
     parser.add_argument("--out", help="folder to write, or to go on writing; MODEL-4bit or MODEL-draft here by default")
 
 

@@ -89,6 +89,17 @@ def test_nothing_is_stored_twice(target: Path, draft: Path) -> None:
     assert checkpoint.kept_layers == (0, 2, 3)
 
 
+def test_a_whole_draft_needs_no_target(target: Path, draft: Path, tmp_path: Path) -> None:
+    gone = shutil.copytree(target, tmp_path / "target")
+    pack_draft(str(gone), (1,), 6.0, tmp_path / "draft", is_whole=True)
+    shutil.rmtree(gone)
+    whole = Checkpoint.open(tmp_path / "draft")
+    assert all(place.file.parent == tmp_path / "draft" for place in whole.tensors.values())
+    shared = Checkpoint.open(draft)
+    assert set(whole.tensors) == set(shared.tensors)
+    assert torch.equal(*(logits(load_draft(checkpoint, (), "float32", CPU)) for checkpoint in (whole, shared)))
+
+
 def test_a_draft_worker_runs_it(draft: Path) -> None:
     config = parse(DraftConfig, "d", ["--model", str(draft), "--dtype", "float32", "--threads", "1"], {})
     worker = DraftWorker(config, "test")
@@ -198,6 +209,7 @@ def test_the_command(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (["--bits", "5"], "error: --bits: 5; 4 or 8 would do, or --draft"),
         (["--drop-layers", "3"], "error: --drop-layers: 3; of a draft only"),
+        (["--whole"], "error: --whole: of a draft only"),
         (["--draft", "--drop-layers", "x"], "error: --drop-layers: 'x': layers such as 12-15,20 would do"),
     ],
 )

@@ -13,7 +13,7 @@ from bough.model.checkpoint import resolve
 from bough.model.pack import pack as write_packed
 from bough.model.pack_draft import pack_draft
 
-BITS, DRAFT_BITS = 4.0, 4.5  # by default
+BITS, DRAFT_BITS = 4.0, 6.5  # by default
 WHOLE_BITS = (4.0, 8.0)  # that all weights can have
 
 
@@ -27,6 +27,8 @@ async def pack(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--bits: {bits:g}; 4 or 8 would do, or --draft, whose weights may differ in bits")
     if arguments.drop_layers is not None:
         raise ConfigError(f"--drop-layers: {arguments.drop_layers}; of a draft only: --draft would do")
+    if arguments.whole:
+        raise ConfigError("--whole: of a draft only: --draft would do")
     folder = _folder(arguments, f"{bits:g}bit")
     write_packed(arguments.model, int(bits), folder)
     print(f"{folder}: use it as --target, or as --draft", file=sys.stderr)
@@ -40,12 +42,13 @@ def _pack_draft(arguments: argparse.Namespace) -> None:
     except ValueError as exc:
         raise ConfigError(f"--drop-layers: {arguments.drop_layers!r}: {exc}") from exc
     folder = _folder(arguments, "draft")
-    written = pack_draft(arguments.model, drops, bits, folder)
+    written = pack_draft(arguments.model, drops, bits, folder, is_whole=arguments.whole)
     numbers = Counter(written.layouts.values())
     kinds = ", ".join(f"{numbers[kind]} in {kind.bits} bits by {kind.group_size}" for kind in sorted(numbers))
+    rest = "" if arguments.whole else f"; the rest stays in {arguments.model}"
     print(
-        f"{folder}: {written.num_bytes / 1e6:.1f} MB, {written.bits_per_weight:.2f} bits a weight ({kinds}); the rest "
-        f"stays in {arguments.model}. Use it as --draft",
+        f"{folder}: {written.num_bytes / 1e6:.1f} MB, {written.bits_per_weight:.2f} bits a weight ({kinds}){rest}. "
+        "Use it as --draft",
         file=sys.stderr,
     )
 

@@ -141,6 +141,8 @@ def _borrowed(folder: Path, origin: Origin) -> dict[str, TensorPlace]:
     Raises:
         CheckpointError: the target is not there, or not what it was.
     """
+    if not origin.borrowed:
+        return {}
     remedy = "the same target, or another `bough pack --draft`, would do"
     try:
         target = Checkpoint.open(origin.model)

@@ -24,7 +24,7 @@ class Origin:
     model: str  # the target's folder, or its hub id
     fingerprint: str  # of the target's contents
     kept_layers: tuple[int, ...]  # as the target counts them
-    borrowed: tuple[str, ...]  # names of the tensors that are the target's
+    borrowed: tuple[str, ...]  # names of the tensors that are in the target's files; none where all were copied
     format: int = FORMAT
 
     @classmethod

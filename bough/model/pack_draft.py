@@ -2,7 +2,7 @@
 
 The matrices of the layers that are kept are packed, each in the layout that `bough.model.mixed` has chosen for it. What
 is in no layer (embeddings, the last norm, the head) is not stored again: the folder names the target, whose files hold
-it (`bough.model.origin`).
+it (`bough.model.origin`). Or it is copied, for a draft worker that runs where the target's files are not.
 """
 
 from __future__ import annotations
@@ -41,9 +41,16 @@ class Written:
 
 
 def pack_draft(
-    model: str, drop_layers: tuple[int, ...], bits: float, folder: Path, shard_bytes: int = SHARD_BYTES
+    model: str,
+    drop_layers: tuple[int, ...],
+    bits: float,
+    folder: Path,
+    *,
+    is_whole: bool = False,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Written:
-    """Writes the draft, or goes on where an interrupted run has left off. `bits` is for a weight, scales included.
+    """Writes the draft, or goes on where an interrupted run has left off. `bits` is for a weight, scales included;
+    a whole draft has copies of what it would share.
 
     Raises:
         CheckpointError: the model cannot be read.
@@ -58,13 +65,14 @@ def pack_draft(
     slots = [slot for layer in skeleton.layer_slots for slot in layer]
     matrices = {p.name: p for slot in slots for p in matrices_of(slot) if _layouts(p)}
     fingerprint = checkpoint.content_fingerprint()
-    origin = {"draft": True, "bits": bits, "kept_layers": list(kept), "source": fingerprint}
+    origin = {"draft": True, "bits": bits, "kept_layers": list(kept), "source": fingerprint, "whole": is_whole}
     written = PackFolder.begin(folder, checkpoint, origin)
     layouts = _chosen(written, matrices, bits)
-    places = list({place: None for slot in slots for place in slot.source.places})
-    _write(written, shards_of(places, shard_bytes), layouts)
-    borrowed = {place.name: None for slot in skeleton.resident_slots for place in slot.source.places}
-    Origin(_reference(model), fingerprint, kept, tuple(borrowed)).save(folder)
+    places = dict.fromkeys(place for slot in slots for place in slot.source.places)
+    shared = dict.fromkeys(place for slot in skeleton.resident_slots for place in slot.source.places)
+    _write(written, shards_of([*places, *(shared if is_whole else ())], shard_bytes), layouts)
+    borrowed = () if is_whole else tuple(place.name for place in shared)
+    Origin(_reference(model), fingerprint, kept, borrowed).save(folder)
     written.finish(checkpoint, {"bits": MIXED}, leave_out=(EXPANSION_NAME,))
     weights = sum(math.prod(place.shape) for place in matrices.values())
     packed_bits = sum(math.prod(p.shape) * layouts[name].bits_per_weight for name, p in matrices.items())
