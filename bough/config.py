@@ -109,6 +109,7 @@ class ServiceConfig:
     host: str = setting("127.0.0.1", str, "address to listen on")
     port: int = setting(0, _port, "port to listen on; 0 takes a free one")
     advertise: str = setting("", str, "host that others reach this process by, where it is not --host")
+    advertise_port: int = setting(0, _port, "port that others reach this process by, where it is not --port")
     index_url: str = setting("redis://127.0.0.1:6379", str, "Redis or Valkey server that is the index")
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")

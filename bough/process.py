@@ -61,7 +61,7 @@ def new_worker_id(kind: str) -> str:
 
 def advertised(config: ServiceConfig, port: int) -> str:
     """Address at which others reach a process."""
-    return f"{config.advertise or config.host}:{port}"
+    return f"{config.advertise or config.host}:{config.advertise_port or port}"
 
 
 class Worker(Protocol):
