@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -95,16 +96,24 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        codec = (handler.request_deserializer, handler.response_serializer)
+        decode, codec = handler.request_deserializer, (None, handler.response_serializer)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_guarded_stream(handler.unary_stream), *codec)
-        return grpc.unary_unary_rpc_method_handler(_guarded(handler.unary_unary), *codec)
+            return grpc.unary_stream_rpc_method_handler(_guarded_stream(handler.unary_stream, decode), *codec)
+        return grpc.unary_unary_rpc_method_handler(_guarded(handler.unary_unary, decode), *codec)
 
 
-def _guarded(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _decoded(request: bytes, decode: Callable[[bytes], Any]) -> Any:
+    """The message; raises InvalidRequest for bytes that are none, for which gRPC itself has only UNKNOWN."""
+    try:
+        return decode(request)
+    except DecodeError as exc:
+        raise errors.InvalidRequest(f"request: {len(request)} bytes that are no such message: {exc}") from exc
+
+
+def _guarded(method: Callable[..., Awaitable[Any]], decode: Callable[[bytes], Any]) -> Callable[..., Awaitable[Any]]:
+    async def run(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await method(request, context)
+            return await method(_decoded(request, decode), context)
         except grpc.aio.AbortError:
             raise
         except Exception as exc:  # every error becomes a status here
@@ -113,10 +122,12 @@ def _guarded(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
     return run
 
 
-def _guarded_stream(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _guarded_stream(
+    method: Callable[..., AsyncIterator[Any]], decode: Callable[[bytes], Any]
+) -> Callable[..., AsyncIterator[Any]]:
+    async def run(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            async for reply in method(request, context):
+            async for reply in method(_decoded(request, decode), context):
                 yield reply
         except grpc.aio.AbortError:
             raise
