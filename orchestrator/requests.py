@@ -69,7 +69,6 @@ class Requests:
         """
         target, session = await self._admit(prompt, options)
         self._running[session.request_id] = session
-        self._recorder.begin(session.session_id)
         target.num_running += 1
         rounds = self._rounds.run(session, target)
         try:
@@ -157,13 +156,15 @@ class Requests:
     def _end_in_background(self, session: Session, target: Known[TargetClient]) -> None:
         """A stream that ends, however it ends, does not wait for the cleaning up."""
         self._planner.forget(session.session_id)
-        ending = self._recorder.end(session.session_id) if session.keep else self._release(session, target)
-        task = asyncio.create_task(ending)
+        if session.keep:
+            self._recorder.end(session.session_id)
+            return
+        task = asyncio.create_task(self._release(session, target))
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
 
     async def _release(self, session: Session, target: Known[TargetClient]) -> None:
-        self._recorder.drop(session.session_id)
+        self._recorder.drop(session.session_id, session.epoch)
         draft = self.directory.draft(target)
         for client in (target.client, draft.client if draft else None):
             if client is not None:

@@ -15,7 +15,7 @@ from bough.growth import Scheme, TreePlan
 from bough.merge import merged
 from bough.messages import RoundTimings, VerifyResult
 from bough.ngram import Limits
-from bough.records import SessionRecord
+from bough.records import RequestRecord, SessionRecord
 from bough.tree import Tree
 from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.directory import Directory, Known
@@ -67,7 +67,11 @@ class Rounds:
             tokens = session.commit(tree, drafted, result, timings)
             self.planner.observe(session.session_id, _outcome(plan, tokens, result))
             self.acceptance.observe(plan.scheme, tree, result.verdict.accepted_nodes)
-            self.recorder.record(_record(session, target.record.worker_id, draft_id))
+            self.recorder.record(
+                _session_record(session, target.record.worker_id, draft_id),
+                _request_record(session),
+                target.info.model_fingerprint,
+            )
             yield tokens
 
     def _lookup_limits(self, session: Session, plan: TreePlan) -> Limits:
@@ -152,7 +156,7 @@ def _outcome(plan: TreePlan, tokens: Tokens, result: VerifyResult) -> RoundOutco
     return RoundOutcome(plan, tokens.num_nodes, tokens.tree_depth, accepted, tokens.timings)
 
 
-def _record(session: Session, target_id: str, draft_id: str) -> SessionRecord:
+def _session_record(session: Session, target_id: str, draft_id: str) -> SessionRecord:
     return SessionRecord(
         session.session_id,
         target_id,
@@ -161,4 +165,18 @@ def _record(session: Session, target_id: str, draft_id: str) -> SessionRecord:
         session.target_held,
         session.draft_held,
         tuple(session.tokens),
+    )
+
+
+def _request_record(session: Session) -> RequestRecord:
+    return RequestRecord(
+        session.request_id,
+        session.session_id,
+        session.epoch,
+        session.prompt_length,
+        tuple(session.tokens),
+        session.sampling,
+        session.stops,
+        session.finish_reason,
+        session.stop_reason,
     )
