@@ -11,7 +11,18 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
 PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
-PURE |= {"records", "placement", "planning", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
+PURE |= {
+    "records",
+    "index_url",
+    "placement",
+    "planning",
+    "growth",
+    "draft_probs",
+    "acceptance",
+    "shapes",
+    "ngram",
+    "merge",
+}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
 PURE_MAY_IMPORT |= {"bough.placement", "bough.growth", "bough.draft_probs", "bough.acceptance"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
