@@ -19,8 +19,8 @@ Messages = Sequence[tuple[str, str]]  # role and content of each
 _MARK = "Zyx"  # an answer that no template takes to pieces, and that stands in no template
 _QUESTION, _OTHER_TURN = ("user", "Tsr"), [("user", "Wvu")]
 _CANNOT_CONTINUE = (
-    "continues: true, but this model's chat template spells a new turn differently from one history to another; the full "
-    "history, with continues false, would do"
+    "continues: true, but this model's chat template spells a new turn differently from one history to another; the "
+    "full history, with continues false, would do"
 )
 
 

@@ -72,8 +72,8 @@ class Tokenizer:
         known = self._plain(before)
         if tokens[: len(known)] != known:
             raise InvalidRequest(
-                f"continues: true, but the first token of what is new, {text[:20]!r}, would reach into what is held; the "
-                "full history, with continues false, would do"
+                f"continues: true, but the first token of what is new, {text[:20]!r}, would reach into what is held; "
+                "the full history, with continues false, would do"
             )
         return tokens[len(known) :]
 
