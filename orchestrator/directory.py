@@ -20,7 +20,8 @@ from bough.errors import BoughError, Unavailable
 from bough.generation import WorkerStatus
 from bough.messages import PROTOCOL_VERSION, WorkerInfo
 from bough.pairing import fetch_tokenizer
-from bough.registry import LEASE_SECONDS, Registry, WorkerRecord
+from bough.records import WorkerRecord
+from bough.registry import LEASE_SECONDS, Registry
 from bough.rpc import open_channel
 from bough.tokenizer import Tokenizer, TokenizerFiles, first_difference
 from orchestrator.workers import DraftClient, TargetClient

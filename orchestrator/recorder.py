@@ -6,7 +6,8 @@ import asyncio
 import logging
 
 from bough.errors import Unavailable
-from bough.registry import Registry, SessionRecord
+from bough.records import SessionRecord
+from bough.registry import Registry
 
 logger = logging.getLogger(__name__)
 

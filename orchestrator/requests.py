@@ -243,7 +243,7 @@ def _session(tokens: list[int], options: GenerateOptions, target: Known[TargetCl
         speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
         text=TextStream(target.tokens.decode, options.stop),
         max_context=target.info.max_context,
-        epoch=time.time_ns(),  # grows from one placement to the next without asking anyone
+        epoch=time.time_ns() // 1000,  # grows from one placement to the next without asking anyone
     )
 
 

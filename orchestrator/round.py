@@ -15,7 +15,7 @@ from bough.growth import Scheme, TreePlan
 from bough.merge import merged
 from bough.messages import RoundTimings, VerifyResult
 from bough.ngram import Limits
-from bough.registry import SessionRecord
+from bough.records import SessionRecord
 from bough.tree import Tree
 from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.directory import Directory, Known

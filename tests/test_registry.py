@@ -11,8 +11,10 @@ import redis.asyncio
 
 from bough.config import OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError, Unavailable
+from bough.heartbeat import registered
 from bough.launch import Cluster, Settings
-from bough.registry import Registry, SessionRecord, WorkerRecord, registered
+from bough.records import SessionRecord, WorkerRecord
+from bough.registry import Registry
 
 WORKER = WorkerRecord("draft", "draft-1", "127.0.0.1:9")
 
@@ -48,14 +50,14 @@ async def test_leases_run_out_by_the_servers_clock(registry: Registry) -> None:
 
 
 async def test_a_registered_worker_stays_until_it_leaves(registry: Registry) -> None:
-    async with registered(registry, WORKER):
+    async with registered(registry, lambda: WORKER):
         assert await registry.workers() == [WORKER]
     assert await registry.workers() == []
 
 
 async def test_workers_come_back_after_the_index_lost_everything(registry: Registry, cluster: Cluster) -> None:
     raw = redis.asyncio.from_url(cluster.index_url)
-    async with registered(registry, WORKER):
+    async with registered(registry, lambda: WORKER):
         await raw.flushall()
         assert await registry.workers() == []
         for _ in range(100):
