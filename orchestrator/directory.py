@@ -122,6 +122,10 @@ class Directory:
         usable = [known for known in self._drafts.values() if known.is_usable and _fit(known, target)]
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.num_running), default=None)
 
+    def find(self, worker_id: str) -> Known[TargetClient] | Known[DraftClient] | None:
+        """A worker by its name, None for one that is not there."""
+        return self._targets.get(worker_id) or self._drafts.get(worker_id)
+
     @property
     def num_targets(self) -> int:
         """Targets that could be chosen between now."""

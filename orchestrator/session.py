@@ -27,7 +27,7 @@ class Session:
     speculation: Speculation
     text: TextStream
     max_context: int
-    epoch: int
+    epoch: int = 0
     round: int = 0
     target_held: int = 0  # tokens that the target is believed to hold
     draft_held: int = 0
@@ -67,6 +67,11 @@ class Session:
         """Notes something that changed the speed and not the output; once each."""
         if text not in self.warnings:
             self.warnings.append(text)
+
+    def seat_draft(self, draft_id: str) -> None:
+        """A draft worker is asked; what another one holds is of no use to it."""
+        if draft_id != self.draft_id:
+            self.draft_id, self.draft_held = draft_id, 0
 
     def replay(self, output: Sequence[int], num_seen: int) -> Tokens | None:
         """Takes over what was generated before a stream broke; what of it was not seen is to be sent, None for nothing.
