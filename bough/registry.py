@@ -105,7 +105,10 @@ class Registry:
             StaleEpoch: an `epoch` is given, and the session has been claimed since.
             Unavailable: the index does not answer.
         """
-        keys, times = self._session_keys(session_id), (_milliseconds(self._session_seconds), _milliseconds(CLAIM_SECONDS))
+        keys, times = (
+            self._session_keys(session_id),
+            (_milliseconds(self._session_seconds), _milliseconds(CLAIM_SECONDS)),
+        )
         answer = await self._call("claim_session", keys, holder_id, *times, "" if epoch is None else epoch)
         if answer == STALE:
             raise StaleEpoch(f"session {session_id}: epoch {epoch} is over; it has been claimed by another")

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -29,6 +29,7 @@ from orchestrator.workers import DraftClient, TargetClient
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+SWEEP_SECONDS = 5.0  # between two tidyings of the index
 FIRST_PAUSE_SECONDS = 1.0  # after a fault a worker is left alone for so long,
 LONGEST_PAUSE_SECONDS = 30.0  # then twice as long each time
 
@@ -73,6 +74,7 @@ class Directory:
         self.index_problem = ""
         self._targets: dict[str, Known[TargetClient]] = {}
         self._drafts: dict[str, Known[DraftClient]] = {}
+        self._next_sweep = 0.0  # seconds on the monotonic clock
         self._meetings: dict[str, asyncio.Task[None]] = {}  # with workers that are new, by id
 
     @asynccontextmanager
@@ -176,9 +178,18 @@ class Directory:
             self.index_problem = str(exc)
             return
         self.index_problem = ""
+        await self._sweep()
         for record in records:
             self._note(record)
         await self._forget_unlisted()
+
+    async def _sweep(self) -> None:
+        """Tidies the index every few seconds. Any orchestrator may, at any time."""
+        if time.monotonic() < self._next_sweep:
+            return
+        self._next_sweep = time.monotonic() + SWEEP_SECONDS
+        with suppress(Unavailable):  # the next poll will find out
+            await self.registry.sweep_expired()
 
     def _note(self, record: WorkerRecord) -> None:
         """A listed worker is there; a new one is met beside the polling, which it may not hold up."""

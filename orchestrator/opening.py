@@ -96,9 +96,7 @@ class Opening:
             session = None
         return _Past(request, session)
 
-    def _tokens(
-        self, prompt: Prompt, options: GenerateOptions, past: _Past, target: Known[TargetClient]
-    ) -> list[int]:
+    def _tokens(self, prompt: Prompt, options: GenerateOptions, past: _Past, target: Known[TargetClient]) -> list[int]:
         """The prompt's, with all that it continues. What a resumed request has continued is no longer there alone."""
         if not options.continues:
             return whole_prompt(prompt, target.tokens, target.info.vocab_size)
@@ -154,7 +152,9 @@ class Opening:
 def require_vocabulary(tokens: Sequence[int], vocab_size: int, session_id: str) -> None:
     """Raises NotFound where what is recorded of a session cannot be this model's."""
     if max(tokens) >= vocab_size:
-        raise NotFound(f"session_id: {session_id!r} is another model's; the full history, with continues false, would do")
+        raise NotFound(
+            f"session_id: {session_id!r} is another model's; the full history, with continues false, would do"
+        )
 
 
 def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
@@ -189,9 +189,7 @@ def _session(
     )
 
 
-def _sampling(
-    options: GenerateOptions, target: Known[TargetClient], request: RequestRecord | None
-) -> SamplingParams:
+def _sampling(options: GenerateOptions, target: Known[TargetClient], request: RequestRecord | None) -> SamplingParams:
     own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
     seed = options.seed
     if seed is None:

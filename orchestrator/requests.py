@@ -43,9 +43,7 @@ class Requests:
         self._opening = Opening(config, directory, self._recorder, self._claims)
         self._planner = FixedPlanner(BestFirst(config.budget, config.width, config.depth))
         self._failover = Failover(config, directory, self._claims)
-        self._rounds = Rounds(
-            config, directory, self._planner, self._failover, self._recorder, AcceptanceCounter()
-        )
+        self._rounds = Rounds(config, directory, self._planner, self._failover, self._recorder, AcceptanceCounter())
         self._running = Running()
         self._endings: dict[str, asyncio.Task[None]] = {}  # by session
         self._num_total = 0
@@ -65,10 +63,12 @@ class Requests:
         with self._running.admitted(options.request_id, options.session_id, takes_over=resumes) as stream:
             opened = await self._opening.open(prompt, options)
             await self._ended(opened.session.session_id)
-            self._num_total += 1
-            async with aclosing(self._stream(stream, opened)) as events:
-                async for event in events:
-                    yield event
+            try:
+                async with aclosing(self._stream(stream, opened)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                self._num_total += 1
 
     async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
         session = opened.session

@@ -16,8 +16,8 @@ def require_same_request(record: RequestRecord, session: Session) -> None:
     for name, was, now in zip(("prompt", "sampling parameters", "stop conditions"), begun, resumed, strict=True):
         if was != now:
             raise InvalidRequest(
-                f"resume: request_id {record.request_id!r} was begun with another {name}; all fields must be as then, and "
-                "the seed as `started` gave it"
+                f"resume: request_id {record.request_id!r} was begun with another {name}; all fields must be as then, "
+                "and the seed as `started` gave it"
             )
 
 
@@ -45,8 +45,8 @@ def require_resume(wanted: Resume, vocab_size: int) -> None:
     require_tokens("resume.token_ids", wanted.token_ids, vocab_size)
     if wanted.token_ids and len(wanted.token_ids) != wanted.num_tokens:
         raise InvalidRequest(
-            f"resume.token_ids: {len(wanted.token_ids)} tokens; {wanted.num_tokens}, as resume.num_tokens says, or none "
-            "would do"
+            f"resume.token_ids: {len(wanted.token_ids)} tokens; {wanted.num_tokens}, as resume.num_tokens says, or "
+            "none would do"
         )
 
 
@@ -55,7 +55,7 @@ def _seen(wanted: Resume, recorded: tuple[int, ...], request_id: str) -> tuple[i
         return wanted.token_ids
     if wanted.num_tokens > len(recorded):
         raise InvalidRequest(
-            f"resume.num_tokens: {wanted.num_tokens}, but {len(recorded)} tokens of request_id {request_id!r} are known; "
-            "the tokens themselves in resume.token_ids would do"
+            f"resume.num_tokens: {wanted.num_tokens}, but {len(recorded)} tokens of request_id {request_id!r} are "
+            "known; the tokens themselves in resume.token_ids would do"
         )
     return recorded[: wanted.num_tokens]

@@ -76,8 +76,8 @@ class Session:
     def replay(self, output: Sequence[int], num_seen: int) -> Tokens | None:
         """Takes over what was generated before a stream broke; what of it was not seen is to be sent, None for nothing.
 
-        Texts come out as they did the first time: what is held back depends on the tokens alone. Tokens after the end of
-        the output are left out.
+        Texts come out as they did the first time: what is held back depends on the tokens alone. Tokens after the end
+        of the output are left out.
         """
         texts = []
         for token in output:

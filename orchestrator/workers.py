@@ -102,9 +102,7 @@ class TargetClient(WorkerClient):
                 context, session.epoch, session.round, tree, session.sampling, scheme, session.max_length
             )
             request = wire.verify_call_to_wire(verify)
-            return wire.verify_result_from_wire(
-                await self._errors(self._stub.Verify(request, timeout=timeout_seconds))
-            )
+            return wire.verify_result_from_wire(await self._errors(self._stub.Verify(request, timeout=timeout_seconds)))
 
         return await _with_context(session, session.target_held, call)
 
