@@ -106,8 +106,8 @@ class Opening:
             return list(past.request.tokens[: past.request.prompt_length])
         if options.resume is not None and options.resume.num_tokens > 0:
             raise NotFound(
-                f"request_id: {options.request_id!r} is not known any more, and without it what it continued is not; the "
-                "full history, with continues false, would do"
+                f"request_id: {options.request_id!r} is not known any more, and without it what it continued is not; "
+                "the full history, with continues false, would do"
             )
         if past.session is None or not past.session.tokens:
             raise NotFound(
