@@ -69,11 +69,10 @@ class Opening:
         require_room(tokens, target.info.max_context)
         if past.session is None:
             target = await self._with_longest_prefix(tokens, target)
-        session = _session(tokens, options, target, past.request)
-        unseen = None
-        if past.request is not None:
-            require_same_request(past.request, session)
+        session, unseen = _session(tokens, options, target, past.request), None
         if options.resume is not None:
+            if past.request is not None:
+                require_same_request(past.request, session)
             unseen = resume(session, options, options.resume, past.request)
         if not session.is_finished:
             await self._claim(session, options, past.session, target)
