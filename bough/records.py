@@ -78,10 +78,11 @@ class SessionRecord:
     target_length: int  # tokens that the target is believed to hold
     draft_length: int
     tokens: tuple[int, ...]
+    born_us: int = 0  # microseconds on the clock of epochs: when its first request began
 
     def to_json(self) -> str:
         """All but the name and the tokens, of which there is the length and the hash."""
-        fields = {name: getattr(self, name) for name in ("target_id", "draft_id", "epoch")}
+        fields = {name: getattr(self, name) for name in ("target_id", "draft_id", "epoch", "born_us")}
         lengths = {name: getattr(self, name) for name in ("target_length", "draft_length")}
         return json.dumps(fields | lengths | _seal(self.tokens))
 
@@ -98,6 +99,7 @@ class SessionRecord:
                 _count(fields["target_length"]),
                 _count(fields["draft_length"]),
                 _unsealed(fields, transcript),
+                _count(fields["born_us"]),
             )
 
         return _read(data, read)

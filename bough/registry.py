@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,15 @@ from redis.exceptions import RedisError
 from redis.typing import EncodableT
 
 from bough.errors import ConfigError, StaleEpoch, Unavailable
+from bough.index_answers import (
+    INCOMPLETE,
+    STALE,
+    read_claim,
+    read_holder,
+    read_request,
+    read_session,
+    read_workers,
+)
 from bough.index_url import refuse_unknown, without_passwords
 from bough.records import TOKEN_BYTES, Claim, RequestRecord, SessionRecord, WorkerRecord, pack_tokens
 
@@ -38,18 +48,16 @@ CALL_SECONDS = 6.0  # in all: one more try, and the wait for a connection
 MAX_CONNECTIONS = 16
 START_SECONDS = 10.0  # that a starting process waits for the index
 
-# What a script answers.
-STALE, INCOMPLETE = -1, 0
-
 Answer = TypeVar("Answer")
 
 
 class Registry:
     """A client of the index; every failure of it is Unavailable, within seconds."""
 
-    def __init__(self, url: str, namespace: str = "bough") -> None:
+    def __init__(self, url: str, namespace: str = "bough", session_seconds: float = SESSION_SECONDS) -> None:
+        """A session is kept for `session_seconds` after its last round."""
         self.safe_url = without_passwords(url)
-        self._namespace = namespace
+        self._namespace, self._session_seconds = namespace, session_seconds
         try:
             self._redis = redis.asyncio.Redis.from_pool(_pool(url))
         except (ValueError, TypeError) as exc:
@@ -93,17 +101,26 @@ class Registry:
 
     async def workers(self) -> list[WorkerRecord]:
         """All workers whose lease has not run out; an entry that cannot be read is passed over."""
-        return await self._call(_worker_records, "live", self._registry_keys())
+        return await self._call(read_workers, "live", self._registry_keys())
 
     async def sweep_expired(self) -> int:
         """Removes workers whose lease has run out, and whatever belonged to them; how many they were."""
         return await self._call(int, "sweep_expired", self._registry_keys(), self._prefix_key(""))
 
-    async def claim_session(self, session_id: str, holder_id: str) -> Claim:
-        """A new epoch, greater than any before; from now on writes of earlier ones are refused."""
-        times = (_milliseconds(SESSION_SECONDS), _milliseconds(CLAIM_SECONDS))
-        keys = self._session_keys(session_id)
-        return await self._call(partial(_claim, session_id), "claim_session", keys, holder_id, *times)
+    async def claim_session(self, session_id: str, holder_id: str, epoch: int | None = None) -> Claim:
+        """A new epoch, greater than any before; from now on writes of earlier ones are refused.
+
+        Raises:
+            StaleEpoch: an `epoch` is given, and the session has been claimed since.
+            Unavailable: the index does not answer.
+        """
+        keys, fence = self._session_keys(session_id), "" if epoch is None else epoch
+        times = (_milliseconds(self._session_seconds), _milliseconds(CLAIM_SECONDS))
+        claimant = f"{holder_id}/{secrets.token_hex(8)}"  # the same call may reach the index twice
+        claim = await self._call(partial(read_claim, session_id), "claim_session", keys, claimant, *times, fence)
+        if claim is None:
+            raise StaleEpoch(f"session {session_id}: epoch {epoch} is over; it has been claimed by another")
+        return claim
 
     async def record_session(self, record: SessionRecord, first_new: int) -> None:
         """Writes a session's entry; its tokens from `first_new` on, or all where the index lacks those before.
@@ -115,11 +132,11 @@ class Registry:
             Unavailable: the index does not answer.
         """
         keys, progress = self._session_keys(record.session_id), len(record.tokens)
-        await self._record(keys, record, progress, first_new, SESSION_SECONDS)
+        await self._record(keys, record, progress, first_new, self._session_seconds)
 
     async def load_session(self, session_id: str) -> SessionRecord | None:
         """What is known of a session; None for nothing, or for nonsense."""
-        return await self._call(partial(_session, session_id), "load", self._session_keys(session_id))
+        return await self._call(partial(read_session, session_id), "load", self._session_keys(session_id))
 
     async def drop_session(self, session_id: str, epoch: int | None = None) -> None:
         """Forgets a session. Raises StaleEpoch where it has been claimed since the given epoch."""
@@ -136,7 +153,7 @@ class Registry:
 
     async def load_request(self, request_id: str) -> RequestRecord | None:
         """What is known of a request; None for nothing, or for nonsense."""
-        return await self._call(partial(_request, request_id), "load", self._request_keys(request_id))
+        return await self._call(partial(read_request, request_id), "load", self._request_keys(request_id))
 
     async def note_prefixes(self, model_fingerprint: str, hashes: Sequence[int], worker_id: str) -> None:
         """A worker with a lease holds these (`bough.prefix.block_hashes`); of too many the oldest are forgotten."""
@@ -147,7 +164,7 @@ class Registry:
     async def find_prefix(self, model_fingerprint: str, hashes: Sequence[int]) -> tuple[str, int] | None:
         """The live worker that holds most leading blocks, and how many; of several the one with fewest sessions."""
         names = _prefix_names(model_fingerprint, hashes)
-        return await self._call(_holder, "find_prefix", self._registry_keys(), self._prefix_key(""), names)
+        return await self._call(read_holder, "find_prefix", self._registry_keys(), self._prefix_key(""), names)
 
     async def _record(
         self,
@@ -206,33 +223,6 @@ def _pool(url: str) -> redis.asyncio.BlockingConnectionPool:
     )
     pool.make_connection()  # type: ignore[no-untyped-call]  # it reads its settings, and connects to nothing
     return pool
-
-
-def _claim(session_id: str, answer: Sequence[Any]) -> Claim:
-    epoch, *entry = answer
-    return Claim(int(epoch), _session(session_id, entry))
-
-
-def _session(session_id: str, entry: Sequence[bytes | None]) -> SessionRecord | None:
-    data, transcript = entry
-    return SessionRecord.from_json(session_id, data or b"", transcript or b"")
-
-
-def _request(request_id: str, entry: Sequence[bytes | None]) -> RequestRecord | None:
-    data, transcript = entry
-    return RequestRecord.from_json(request_id, data or b"", transcript or b"")
-
-
-def _worker_records(answer: Sequence[bytes]) -> list[WorkerRecord]:
-    records = [record for value in answer if (record := WorkerRecord.from_json(value)) is not None]
-    return sorted(records, key=lambda record: record.worker_id)
-
-
-def _holder(answer: Sequence[Any]) -> tuple[str, int] | None:
-    """Of the workers that hold the longest prefix the one with fewest sessions, and its number of blocks."""
-    num_blocks, *holders = answer
-    workers = _worker_records(holders)
-    return (min(workers, key=lambda worker: worker.load.num_sessions).worker_id, int(num_blocks)) if workers else None
 
 
 def _prefix_names(model_fingerprint: str, hashes: Sequence[int]) -> bytes:

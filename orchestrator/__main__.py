@@ -28,10 +28,11 @@ async def main() -> None:
     config = parse(OrchestratorConfig, "orchestrator", sys.argv[1:], os.environ)
     configure_logging(config.log_level)
     stop = stop_event()
-    registry = Registry(config.index_url, config.namespace)
+    registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
+    worker_id = new_worker_id("orchestrator")
     await registry.wait()
     directory = Directory(registry)
-    service = GenerationService(Requests(config, directory))
+    service = GenerationService(Requests(config, directory, worker_id))
     name = service_name(generation_pb2.DESCRIPTOR, "Generation")
     async with (
         serving(
@@ -42,7 +43,6 @@ async def main() -> None:
         ) as served,
         directory.running(),
     ):
-        worker_id = new_worker_id("orchestrator")
         record = WorkerRecord("orchestrator", worker_id, advertised(config, served.port))
         async with registered(registry, lambda: record):
             logger.info("bough %s: %s at %s", __version__, worker_id, record.address)

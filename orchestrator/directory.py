@@ -101,10 +101,37 @@ class Directory:
             raise Unavailable(self._why_no_target())
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.num_running))
 
-    def draft(self, target: Known[TargetClient]) -> Known[DraftClient] | None:
-        """The least busy draft worker that speaks of the target's tokens, or None: then there are no trees."""
+    def successor(self, lost: Known[TargetClient], max_context: int, max_nodes: int) -> Known[TargetClient] | None:
+        """A target that gives the same text as one that has failed, or that one itself if it is usable again.
+
+        It has the same model, to the data type, and takes sessions and trees of these sizes.
+        """
+        usable = [
+            known
+            for known in self._targets.values()
+            if known.is_usable
+            and _same_model(known.info, lost.info)
+            and known.info.max_context >= max_context
+            and known.info.max_nodes >= max_nodes
+        ]
+        return min(usable, key=lambda known: (known is lost, known.num_running), default=None)
+
+    def draft(self, target: Known[TargetClient], preferred_id: str = "") -> Known[DraftClient] | None:
+        """A draft worker that speaks of the target's tokens, or None: then there are no trees.
+
+        The preferred one, which has the session's KV, if it is there, otherwise the least busy.
+        """
         usable = [known for known in self._drafts.values() if known.is_usable and _fit(known, target)]
-        return min(usable, key=lambda known: known.num_running, default=None)
+        return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.num_running), default=None)
+
+    def find(self, worker_id: str) -> Known[TargetClient] | Known[DraftClient] | None:
+        """A worker by its name, None for one that is not there."""
+        return self._targets.get(worker_id) or self._drafts.get(worker_id)
+
+    @property
+    def num_targets(self) -> int:
+        """Targets that could be chosen between now."""
+        return sum(known.is_usable for known in self._targets.values())
 
     @property
     def has_target(self) -> bool:
@@ -208,6 +235,12 @@ class Directory:
 def _fit(draft: Known[DraftClient] | Known[TargetClient], target: Known[TargetClient]) -> bool:
     """Whether a token means the same to both; a draft of which that is not so should have refused to start."""
     return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint
+
+
+def _same_model(one: WorkerInfo, other: WorkerInfo) -> bool:
+    """Whether two targets give the same text; a description names the data type too."""
+    names = ("model_fingerprint", "model_description", "tokenizer_fingerprint")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 async def _introduce(record: WorkerRecord, client: AnyClient) -> Known[AnyClient]:

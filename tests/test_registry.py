@@ -134,6 +134,30 @@ async def test_claims_grow_and_fence(registry: Registry) -> None:
     assert (await registry.claim_session("s", "d")).record is None
 
 
+async def test_a_claim_that_follows_another_is_refused_where_somebody_came_between(registry: Registry) -> None:
+    mine = (await registry.claim_session("s", "a")).epoch
+    again = (await registry.claim_session("s", "a", mine)).epoch
+    assert again > mine
+    with pytest.raises(StaleEpoch, match="session s"):
+        await registry.claim_session("s", "a", mine)
+    await flush(registry)
+    assert (await registry.claim_session("s", "a", again)).epoch > again
+
+
+async def test_a_claim_whose_answer_was_lost_is_answered_as_before(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the client's second try would find the session taken, by its first."""
+    before = (await registry.claim_session("s", "a")).epoch
+    monkeypatch.setattr("secrets.token_hex", lambda _: "same")
+    first = await registry.claim_session("s", "a", before)
+    assert await registry.claim_session("s", "a", before) == first
+    await registry.record_session(replace(SESSION, epoch=first.epoch), 0)
+    assert (await registry.claim_session("s", "a")).epoch == first.epoch
+    await registry.record_session(replace(SESSION, epoch=first.epoch + 1), 0)
+    assert (await registry.claim_session("s", "a")).epoch > first.epoch + 1, "that epoch is somebody else's"
+
+
 async def test_of_many_who_claim_at_once_one_is_left(registry: Registry) -> None:
     claims = await asyncio.gather(*(registry.claim_session("s", f"holder {i}") for i in range(100)))
     epochs = [claim.epoch for claim in claims]
