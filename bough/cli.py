@@ -168,7 +168,8 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
     default = os.environ.get("BOUGH_ADDRESS", f"127.0.0.1:{DEFAULT_PORT}")
-    parser.add_argument("--address", default=default, help=f"of the orchestrator (BOUGH_ADDRESS; default {default})")
+    text = f"of the orchestrator, or of several: A,B (BOUGH_ADDRESS; default {default})"
+    parser.add_argument("--address", default=default, help=text)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

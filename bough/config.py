@@ -196,6 +196,11 @@ class OrchestratorConfig(ServiceConfig):
     draft_timeout: float = setting(30.0, _seconds, "seconds after which a round goes on without a draft worker")
     target_timeout: float = setting(600.0, _seconds, "seconds after which a target that does not answer is given up")
     queue_timeout: float = setting(600.0, _seconds, "seconds that a request waits for a KV slot")
+    failover_timeout: float = setting(
+        60.0, _seconds, "seconds that a running request waits for a target to come back or another to take over"
+    )
+    session_idle_seconds: float = setting(24 * 3600.0, _seconds, "after its last request a session is kept so long")
+    session_max_seconds: float = setting(7 * 24 * 3600.0, _seconds, "after its first request it ends, used or not")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

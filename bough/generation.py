@@ -105,7 +105,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The outcome of one round; the lists have one entry for each token."""
+    """The outcome of one round; the lists have one entry for each token.
+
+    Without a tree (`num_nodes` 0): what had been generated before the request was resumed, and was not seen.
+    """
 
     token_ids: tuple[int, ...]
     drafted: tuple[bool, ...]  # whether the draft had guessed it; the others are bonus tokens
@@ -155,6 +158,7 @@ class Finished:
     speculation: SpeculationMetrics
     timings: RoundTimings  # sums over all rounds
     warnings: tuple[str, ...]
+    num_failovers: int = 0  # times that another target took over
 
 
 Event = Started | Tokens | Finished

@@ -17,10 +17,12 @@ import grpc
 from bough import __version__, wire
 from bough.config import ServiceConfig, WorkerConfig
 from bough.errors import BoughError, ConfigError, Unavailable
+from bough.heartbeat import registered
 from bough.messages import WorkerInfo
 from bough.pairing import refuse_misfits
 from bough.pb import common_pb2
-from bough.registry import Registry, WorkerRecord, registered
+from bough.records import WorkerRecord
+from bough.registry import Registry
 from bough.rpc import serving
 from bough.tokenizer import TokenizerFiles
 
@@ -133,7 +135,7 @@ async def serve_worker(
             await refuse_misfits(registry, kind, worker.tokenizer)
             servicer.loaded = worker
             record = WorkerRecord(kind, worker_id, advertised(config, served.port))
-            async with registered(registry, record):
+            async with registered(registry, lambda: record):
                 await served.set_ready(True)
                 logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
                 await stop.wait()

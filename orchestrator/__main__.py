@@ -10,9 +10,11 @@ from contextlib import suppress
 
 from bough import __version__
 from bough.config import OrchestratorConfig, parse
+from bough.heartbeat import registered
 from bough.pb import generation_pb2, generation_pb2_grpc
 from bough.process import advertised, configure_logging, new_worker_id, run, stop_event
-from bough.registry import Registry, WorkerRecord, registered
+from bough.records import WorkerRecord
+from bough.registry import Registry
 from bough.rpc import Served, service_name, serving
 from orchestrator.directory import POLL_SECONDS, Directory
 from orchestrator.requests import Requests
@@ -26,10 +28,11 @@ async def main() -> None:
     config = parse(OrchestratorConfig, "orchestrator", sys.argv[1:], os.environ)
     configure_logging(config.log_level)
     stop = stop_event()
-    registry = Registry(config.index_url, config.namespace)
+    registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
+    worker_id = new_worker_id("orchestrator")
     await registry.wait()
     directory = Directory(registry)
-    service = GenerationService(Requests(config, directory))
+    service = GenerationService(Requests(config, directory, worker_id))
     name = service_name(generation_pb2.DESCRIPTOR, "Generation")
     async with (
         serving(
@@ -40,9 +43,8 @@ async def main() -> None:
         ) as served,
         directory.running(),
     ):
-        worker_id = new_worker_id("orchestrator")
         record = WorkerRecord("orchestrator", worker_id, advertised(config, served.port))
-        async with registered(registry, record):
+        async with registered(registry, lambda: record):
             logger.info("bough %s: %s at %s", __version__, worker_id, record.address)
             await _until(stop, served, directory)
     await registry.close()

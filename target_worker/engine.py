@@ -236,7 +236,7 @@ class Engine:
         base = call.context.base_length
         session.slot.compact([base + node for node in path], [int(call.tree.tokens[node]) for node in path])
         timings = replace(job.timings, total_ns=time.perf_counter_ns() - job.arrived_ns)
-        result = VerifyResult(verdict, session.slot.length, timings)
+        result = VerifyResult(verdict, session.slot.length, timings, call.context.context_start)
         session.last_round, session.last_result = call.round, result
         session.is_busy = False
         del self._jobs[call.context.session_id]

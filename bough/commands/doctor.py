@@ -13,7 +13,7 @@ from bough.generation import Loads, ServerInfo, WorkerStatus
 
 async def doctor(arguments: argparse.Namespace) -> int:
     """Prints a report; exit status 1 where something is wrong."""
-    async with Client(arguments.address) as client:
+    async with Client(*arguments.address.split(",")) as client:
         try:
             server, loads = await client.server_info(), await client.loads()
         except BoughError as exc:
