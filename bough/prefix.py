@@ -6,6 +6,9 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
+Tokens = Sequence[int] | NDArray[np.int32]
 
 BLOCK_TOKENS = 32  # tokens that `block_hashes` names together
 
@@ -31,7 +34,7 @@ def block_hashes(tokens: Sequence[int], start: Sequence[int] = ()) -> list[int]:
     return hashes
 
 
-def common_length(left: Sequence[int], right: Sequence[int], start: int = 0) -> int:
+def common_length(left: Tokens, right: Tokens, start: int = 0) -> int:
     """Leading tokens that two sequences have in common; the first `start` are known to be."""
     end = min(len(left), len(right))
     differs = np.asarray(left[start:end]) != np.asarray(right[start:end])

@@ -1,4 +1,4 @@
-"""Slots of many sizes in one piece of memory: nothing overlaps, nothing is lost, and room is never lost between them."""
+"""Slots of many sizes in one piece of memory: nothing overlaps or is lost, and no room is lost between them."""
 
 from __future__ import annotations
 

@@ -70,11 +70,11 @@ class KVSlot:
         self.keys[layer].index_copy_(0, rows, keys)
         self.values[layer].index_copy_(0, rows, values)
 
-    def stand_on(self, context_start: int, expected_hash: int) -> None:
-        """Rolls back to the first `context_start` tokens, where they are the ones that the caller means.
+    def require(self, context_start: int, expected_hash: int) -> None:
+        """That the first `context_start` tokens are the ones that a caller means.
 
         Raises:
-            PrefixMissing: with the length and hash of what is held; nothing is changed.
+            PrefixMissing: with the length and hash of what is held.
         """
         if context_start > self.length or prefix_hash(self.tokens[:context_start]) != expected_hash:
             held = f"{self.length} tokens" if context_start > self.length else "other tokens"
@@ -84,7 +84,6 @@ class KVSlot:
                 self.length,
                 prefix_hash(self.tokens),
             )
-        self.roll_back(context_start)
 
     def roll_back(self, length: int) -> None:
         """Forgets all but the first `length` tokens."""

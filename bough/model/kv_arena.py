@@ -41,7 +41,7 @@ class KVArena:
         """`rows_to_keep` says how many rows of a slot must survive a move."""
         self.num_rows = num_rows
         self.row_bytes = shape.row_bytes
-        self._new_slot = lambda: KVSlot(shape, 0, device)
+        self._shape, self._device = shape, device
         self._keys, self._values = shape.empty(num_rows, device)
         self._rows_to_keep = rows_to_keep
         self._placed: list[_Placed] = []  # by place
@@ -59,7 +59,7 @@ class KVArena:
             index = len(self._placed)
             self._part_before(index)
         begin = self._end_before(index)
-        slot = self._new_slot()
+        slot = KVSlot(self._shape, 0, self._device)
         slot.keys, slot.values = self._rows(begin, begin + num_rows)
         self._placed.insert(index, _Placed(slot, begin, begin + num_rows))
         return slot
