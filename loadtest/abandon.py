@@ -97,14 +97,14 @@ class Abandoner:
         return "kept" if isinstance(last, Finished) else "unfinished"
 
     async def _left_in_the_middle(self, client: Client) -> str:
-        async with aclosing(client.generate(self._prompt(), LONG)) as events:  # type: ignore[type-var]
+        async with aclosing(client.generate(self._prompt(), LONG)) as events:
             async for event in events:
                 if isinstance(event, Tokens):
                     return "left in the middle"
         return "ended before it could be left"
 
     async def _left_at_once(self, client: Client) -> str:
-        async with aclosing(client.generate(self._prompt(), LONG)) as events:  # type: ignore[type-var]
+        async with aclosing(client.generate(self._prompt(), LONG)) as events:
             with suppress(TimeoutError):
                 await asyncio.wait_for(anext(events), self._rng.uniform(0, 0.02))
         return "left at once"

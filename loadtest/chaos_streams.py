@@ -111,7 +111,7 @@ def make_scripts(num: int, rng: random.Random, vocab_size: int, max_length: int)
                 ignore_eos=True,
             )
             turns.append(Turn(tuple(rng.randrange(vocab_size) for _ in range(num_tokens)), options))
-        scripts.append(Script(tuple(turns), sends_new=False))
+        scripts.append(Script(tuple(turns), sends_new=number % 6 == 5))
     return scripts
 
 
@@ -158,7 +158,7 @@ class Streams:
             self._num_started += 1
             session_id = f"chaos-{self._num_started}"
             rng.shuffle(addresses := [*self._addresses])
-            async with Client(addresses[0]) as client:
+            async with Client(*addresses) as client:
                 is_whole = await self._converse(client, session_id, script, answers)
             if not is_whole:
                 await asyncio.sleep(rng.uniform(0.1, 0.5))  # what a caller does who is told to try later
