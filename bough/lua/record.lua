@@ -1,5 +1,5 @@
 -- Writes what is known of a session or a request, and its new tokens. The same twice changes nothing.
--- KEYS[1] hash: epoch (the newest that was granted), holder (of that epoch), writer (the epoch of the record),
+-- KEYS[1] hash: epoch (the newest that was granted), holder (who claimed it), writer (the epoch of the record),
 --         progress (of the record, within its epoch), record
 -- KEYS[2] string: the tokens of the record, four bytes each
 -- ARGV[1] epoch of the caller, ARGV[2] its progress, ARGV[3] the record
@@ -11,6 +11,9 @@ own(KEYS[2], 'string')
 local epoch, offset = tonumber(ARGV[1]), tonumber(ARGV[4])
 if count(KEYS[1], 'epoch') > epoch then
     return -1
+end
+if count(KEYS[1], 'epoch') < epoch then
+    redis.call('HDEL', KEYS[1], 'holder') -- an epoch that was granted without this index
 end
 local is_mine = count(KEYS[1], 'writer') == epoch
 if is_mine and count(KEYS[1], 'progress') > tonumber(ARGV[2]) then
