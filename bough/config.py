@@ -126,6 +126,7 @@ class WorkerConfig(ServiceConfig):
     max_context: int = setting(2048, _count, "most tokens of a session, prompt and output")
     max_nodes: int = setting(512, _count, "most nodes of a tree")
     kv_memory: int = setting(2 * 1000**3, parse_bytes, "memory for KV slots")
+    max_waiting: int = setting(1024, _count, "most calls that wait for an answer; more are refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,9 @@ class TargetConfig(WorkerConfig):
     link_threads: int = setting(4, _count, "threads that read weights")
     metrics_port: int = setting(0, _number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     max_sweep_tokens: int = setting(1024, _count, "most tokens of one sweep, all sessions together")
+    gather: float = setting(
+        0.0, _number(float, 0), "wait for sessions that draft, at most so many times a sweep's duration; 0 never waits"
+    )
     lease_seconds: float = setting(60.0, _seconds, "idle time after which a session may lose its slot to another")
 
 

@@ -15,7 +15,7 @@ from bough.model.draw import Row
 from bough.model.kv import KVSlot
 from bough.model.loading import build_skeleton
 from bough.model.runner import ResidentModel
-from target_worker.engine import judge
+from target_worker.judge import judge
 
 
 class LazyTarget:
