@@ -193,7 +193,10 @@ class Directory:
 
     def _note(self, record: WorkerRecord) -> None:
         """A listed worker is there; a new one is met beside the polling, which it may not hold up."""
-        known = self._targets.get(record.worker_id) or self._drafts.get(record.worker_id)
+        known = self.find(record.worker_id)
+        for other in self._everyone():
+            if other is not known and other.record.address == record.address:
+                other.problem = f"{record.worker_id} is at its address now"
         if known is not None:
             known.last_listed = time.monotonic()
         elif record.worker_id not in self._meetings:

@@ -85,6 +85,10 @@ class Requests:
                     yield tokens
                 if self.directory.index_problem:
                     session.warn(f"{self.directory.index_problem}; the session is not recorded")
+                elif session.keep:
+                    await self._recorder.settled(
+                        session.session_id
+                    )  # the next turn may be asked of another orchestrator
                 yield session.finished()
             except StaleEpoch as exc:
                 stream.end(exc)

@@ -169,8 +169,10 @@ class Process:
         self.stack = stack
         self.address = ""
 
-    async def serve(self, name: str, add: Callable[[grpc.aio.Server], None]) -> None:
-        served = await self.stack.enter_async_context(serving("127.0.0.1", 0, f"bough.v1.{name}", add, 0.0))
+    async def serve(self, name: str, add: Callable[[grpc.aio.Server], None], port: int = 0) -> None:
+        served = await self.stack.enter_async_context(
+            serving("127.0.0.1", port, f"bough.v1.{name}", add, grace_seconds=0.0)
+        )
         self.address = f"127.0.0.1:{served.port}"
 
     async def kill(self) -> None:
@@ -193,19 +195,19 @@ class Fleet:
         self.stack.push_async_callback(registry.close)
         return Fleet(registry, self.tokenizer, self.stack, self.namespace)
 
-    async def worker(self, worker: FakeTarget | FakeDraft) -> Process:
+    async def worker(self, worker: FakeTarget | FakeDraft, port: int = 0) -> Process:
         """A worker served and registered."""
         is_target = isinstance(worker, FakeTarget)
         add = target_pb2_grpc.add_TargetServicer_to_server if is_target else draft_pb2_grpc.add_DraftServicer_to_server
         process = await self._process()
-        await process.serve(worker.kind.title(), lambda server: add(worker, server))
+        await process.serve(worker.kind.title(), lambda server: add(worker, server), port)
         record = WorkerRecord(worker.kind, worker.worker_id, process.address)
         await process.stack.enter_async_context(registered(self.registry, lambda: record))
         return process
 
-    async def target(self, name: str, fingerprint: str = "fake") -> tuple[FakeTarget, Process]:
+    async def target(self, name: str, fingerprint: str = "fake", port: int = 0) -> tuple[FakeTarget, Process]:
         worker = FakeTarget(name, self.tokenizer, fingerprint)
-        return worker, await self.worker(worker)
+        return worker, await self.worker(worker, port)
 
     async def orchestrator(self, *flags: str, num_targets: int = 1) -> tuple[Requests, Process]:
         """One that knows its targets."""

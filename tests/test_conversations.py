@@ -10,6 +10,7 @@ from fake_fleet import FakeDraft, Fleet, Law
 from streams import OPTIONS, PROMPT, once, read, read_rounds, until
 
 from bough.client import Client
+from bough.commands.talk import next_turn
 from bough.errors import InvalidRequest, NotFound, StaleEpoch
 from bough.generation import ChatPrompt, GenerateOptions, Message, Prompt, Resume, TextPrompt, TokenPrompt
 from bough.tokenizer import Tokenizer
@@ -69,6 +70,29 @@ async def test_a_chat_continued_is_the_chat_sent_whole(fakes: Fleet) -> None:
     new = len("\nuser:and then?\nassistant:")
     cached = whole.started.prompt_tokens - new - 1
     assert [turn.end.usage.cached_tokens for turn in (continued, whole)] == [cached, cached]
+
+
+async def test_bough_chat_sends_the_new_turn_or_where_it_must_the_history(
+    fakes: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, _ = await fakes.target("t1")
+    target.law = Law(Tokenizer(fakes.tokenizer), ("a", "b", "try "))
+    _, server = await fakes.orchestrator()
+    history = [Message("user", "hello")]
+    async with Client(server.address) as client:
+        answer = await next_turn(client, [], history[0], TURN)
+        history.append(Message("assistant", answer.text))
+        second = await next_turn(client, history, Message("user", "and now?"), TURN)
+        await client.close_session("s")
+        forgotten = await next_turn(client, history, Message("user", "and now?"), TURN)
+    assert answer.finished is not None
+    assert second.finished is not None
+    assert forgotten.finished is not None
+    sizes = [turn.finished.usage.prompt_tokens for turn in (answer, second, forgotten) if turn.finished]
+    assert sizes[0] < sizes[1] <= sizes[2]
+    assert second.finished.usage.cached_tokens == sizes[0] + 20 - 1
+    assert forgotten.finished.usage.cached_tokens == 0
+    assert capsys.readouterr().out.count("\n") == 3
 
 
 async def test_an_edited_turn_reuses_what_comes_before_it(fakes: Fleet) -> None:

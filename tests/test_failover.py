@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from fake_fleet import Fleet
@@ -65,6 +66,28 @@ async def test_a_target_that_comes_back_goes_on(fakes: Fleet) -> None:
         seen = await asyncio.wait_for(running, 30)
     assert seen.token_ids == expected(fakes)
     assert seen.end.num_failovers == 1
+
+
+@pytest.mark.parametrize("fingerprint", ["fake", "other"])
+async def test_another_process_at_the_same_address_is_another_target(fakes: Fleet, fingerprint: str) -> None:
+    """A channel connects to whoever answers there; with another model the text would change in the middle."""
+    target, server = await fakes.target("t1")
+    _, process = await fakes.orchestrator("--failover-timeout", "4")
+    options = replace(OPTIONS, session_id="s", request_id="")
+    async with Client(process.address, patience_seconds=0.1) as client:
+        target.before = once(partial(asyncio.sleep, 60), 4)
+        running = asyncio.create_task(read(client, options))
+        await until(lambda: len(target.calls) == 3)
+        port = int(server.address.split(":")[1])
+        await server.kill()
+        second, _ = await fakes.target("t2", fingerprint, port)
+        if fingerprint == "fake":
+            seen = await asyncio.wait_for(running, 30)
+            assert (seen.token_ids, seen.end.num_failovers) == (expected(fakes), 1)
+        else:
+            with pytest.raises(Unavailable, match="no target with this model could be used for 4 s"):
+                await asyncio.wait_for(running, 30)
+            assert second.calls == []
 
 
 async def test_who_was_fenced_off_does_not_fight(fakes: Fleet) -> None:

@@ -38,7 +38,7 @@ async def cluster(tiny: Path) -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[Client]:
-    async with Client(cluster.address) as connected:
+    async with Client(cluster.address, patience_seconds=3.0) as connected:
         yield connected
 
 
@@ -164,7 +164,8 @@ async def test_a_truncated_weight_file_fails_the_request_and_not_the_process(tin
     folder.mkdir()
     for file in tiny.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    async with pipeline(settings(folder, None)) as cluster, Client(cluster.address) as client:
+    config = settings(folder, None, orchestrator=("--failover-timeout", "2"))
+    async with pipeline(config) as cluster, Client(cluster.address, patience_seconds=1.0) as client:
         victim = max(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size)
         whole = victim.read_bytes()
         os.truncate(victim, 4096)
