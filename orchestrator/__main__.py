@@ -32,16 +32,18 @@ async def main() -> None:
     worker_id = new_worker_id("orchestrator")
     await registry.wait()
     directory = Directory(registry)
-    service = GenerationService(Requests(config, directory, worker_id))
+    requests = Requests(config, directory, worker_id)
+    service = GenerationService(requests)
     name = service_name(generation_pb2.DESCRIPTOR, "Generation")
     async with (
+        directory.running(),
+        requests.running(),
         serving(
             config.host,
             config.port,
             name,
             lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
         ) as served,
-        directory.running(),
     ):
         record = WorkerRecord("orchestrator", worker_id, advertised(config, served.port))
         async with registered(registry, lambda: record):

@@ -59,7 +59,10 @@ class Known(Generic[AnyClient]):
         return not self.problem and time.monotonic() >= self.paused_until
 
     def report(self, is_fault: bool) -> None:
-        """A call went wrong, or went well."""
+        """A call went wrong, or went well. One that goes wrong while it is left alone had begun before: all the calls
+        that a worker's end has cut off are one fault, not many in a row."""
+        if is_fault and time.monotonic() < self.paused_until:
+            return
         self.num_faults = self.num_faults + 1 if is_fault else 0
         if is_fault:
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (self.num_faults - 1), LONGEST_PAUSE_SECONDS)
@@ -193,7 +196,10 @@ class Directory:
 
     def _note(self, record: WorkerRecord) -> None:
         """A listed worker is there; a new one is met beside the polling, which it may not hold up."""
-        known = self._targets.get(record.worker_id) or self._drafts.get(record.worker_id)
+        known = self.find(record.worker_id)
+        for other in self._everyone():
+            if other is not known and other.record.address == record.address:
+                other.problem = f"{record.worker_id} is at its address now"
         if known is not None:
             known.last_listed = time.monotonic()
         elif record.worker_id not in self._meetings:

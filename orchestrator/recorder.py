@@ -87,6 +87,15 @@ class Recorder:
         if log is not None:
             await log.is_settled.wait()
 
+    async def close(self) -> None:
+        """Writes what can be written at once, and ends."""
+        tasks = [log.task for log in self._logs.values() if log.task is not None]
+        for session_id in list(self._logs):
+            await self.settled(session_id)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def _put(self, session_id: str, waiting: _State | _Drop, has_ended: bool) -> None:
         log = self._logs.setdefault(session_id, _Log())
         log.has_ended = has_ended

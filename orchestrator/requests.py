@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
 from bough import __version__
@@ -85,6 +85,10 @@ class Requests:
                     yield tokens
                 if self.directory.index_problem:
                     session.warn(f"{self.directory.index_problem}; the session is not recorded")
+                elif session.keep:
+                    await self._recorder.settled(
+                        session.session_id
+                    )  # the next turn may be asked of another orchestrator
                 yield session.finished()
             except StaleEpoch as exc:
                 stream.end(exc)
@@ -94,6 +98,16 @@ class Requests:
                 self._planner.forget(session.session_id)
                 if not stream.is_superseded and session.epoch:
                     self._end(session, seat.target)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """After the block, when no stream runs any more, cleans up what they have left, as far as anyone answers."""
+        try:
+            yield
+        finally:
+            while self._endings:
+                await asyncio.wait({*self._endings.values()})
+            await self._recorder.close()
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once. Raises NotFound."""

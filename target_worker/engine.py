@@ -104,11 +104,17 @@ class Engine:
         self._post(future, lambda: self._admit(call, future, arrived_ns))
         return future
 
-    def release(self, session_id: str) -> Future[None]:
-        """Forgets a session, after the sweep that is under way."""
+    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
+        """Forgets a session, after the sweep that is under way.
+
+        With an `epoch`, only if no newer one has begun: the future raises StaleEpoch then.
+        """
         future: Future[None] = Future()
 
         def run() -> None:
+            session = self.pool.get(session_id)
+            if epoch and session is not None:
+                session.require_epoch(epoch)
             self._calls.drop(session_id, StaleEpoch(f"session_id: {session_id!r} was released"))
             self._gathering.left(session_id)
             self.pool.release(session_id)

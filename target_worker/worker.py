@@ -77,9 +77,9 @@ class TargetWorker:
         """Queues a call for the next sweep that has room."""
         return self._engine.verify(call)
 
-    def release(self, session_id: str) -> Future[None]:
-        """Forgets a session."""
-        return self._engine.release(session_id)
+    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
+        """Forgets a session, unless a newer epoch than this one has begun; 0 does not care."""
+        return self._engine.release(session_id, epoch)
 
     def drain(self) -> Future[None]:
         """Refuses new sessions from now on; done when no call is without an answer."""

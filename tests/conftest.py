@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from fake_fleet import Fleet, fleet
 
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import demonstration_folder
 from bough.launch import Cluster, Settings, launched
+from bough.model.tokenizer_files import load_tokenizer_files
+from bough.tokenizer import TokenizerFiles
 from loadtest.tiny_model import TINY, save_model, save_tokenizer
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
@@ -57,3 +60,28 @@ async def tiny_cluster(tiny: Path) -> AsyncIterator[Cluster]:
     """The tiny model served, with itself less one layer as the draft. For tests that leave it standing."""
     async with pipeline(settings(tiny, tiny, "--max-nodes", "32", drops="2")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFiles:
+    """That of `save_tokenizer`."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return load_tokenizer_files(folder)
+
+
+@pytest.fixture(scope="session")
+def index_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An index without any process around it; whoever uses it takes a namespace."""
+    nothing = Settings(parse(TargetConfig, "t", ["--model", "x"], {}), None, parse(OrchestratorConfig, "o", [], {}))
+    cluster = Cluster(nothing, tmp_path_factory.mktemp("index"))
+    cluster.start_index()
+    yield cluster.index_url
+    cluster.stop_all()
+
+
+@pytest.fixture
+async def fakes(index_url: str, byte_tokenizer: TokenizerFiles, request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+    """Nobody yet, in a namespace of the test's own."""
+    async with fleet(index_url, byte_tokenizer, request.node.nodeid) as running:
+        yield running

@@ -15,9 +15,11 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.heartbeat import registered
 from bough.launch import Cluster, Settings
 from bough.pb import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
-from bough.registry import Registry, WorkerRecord, registered
+from bough.records import WorkerRecord
+from bough.registry import Registry
 from bough.rpc import service_name, serving
 from draft_worker.service import DraftService
 from draft_worker.worker import DraftWorker
@@ -83,7 +85,7 @@ async def stack(folder: Path, *target_flags: str) -> AsyncIterator[Stack]:
         target_service, draft_service = TargetService(), DraftService()
         target_service.loaded, draft_service.loaded = target, draft
         directory = Directory(registry)
-        requests = Requests(config, directory)
+        requests = Requests(config, directory, "orchestrator")
         services = {
             "target": (target_pb2, target_pb2_grpc.add_TargetServicer_to_server, target_service),
             "draft": (draft_pb2, draft_pb2_grpc.add_DraftServicer_to_server, draft_service),
@@ -102,7 +104,7 @@ async def stack(folder: Path, *target_flags: str) -> AsyncIterator[Stack]:
             addresses[kind] = f"127.0.0.1:{served.port}"
             if kind != "orchestrator":
                 record = WorkerRecord(kind, kind, addresses[kind])
-                await exits.enter_async_context(registered(registry, record))
+                await exits.enter_async_context(registered(registry, lambda record=record: record))
         await exits.enter_async_context(directory.running())
         while len(directory.statuses()) < 2:
             await asyncio.sleep(0.05)

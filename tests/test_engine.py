@@ -126,6 +126,16 @@ def test_a_context_that_does_not_fit_is_refused(engine: Engine) -> None:
         engine.verify(verify_call("a", list(range(49)))).result(5)
 
 
+def test_who_has_lost_a_session_cannot_release_it(engine: Engine) -> None:
+    """Otherwise an orchestrator that tidies up behind a broken stream would end the stream that resumed it."""
+    engine.verify(verify_call("a", [5, 6], epoch=3)).result(5)
+    with pytest.raises(StaleEpoch):
+        engine.release("a", epoch=2).result(5)
+    engine.release("a", epoch=3).result(5)
+    with pytest.raises(NotFound):
+        engine.release("a", epoch=3).result(5)
+
+
 def test_leases_end_with_release_or_with_time(engine: Engine, clock: Clock) -> None:
     for session in ("a", "b"):
         engine.verify(verify_call(session, [1])).result(5)

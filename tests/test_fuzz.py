@@ -64,6 +64,10 @@ METHODS: dict[str, tuple[str, Message]] = {
     "/bough.v1.Draft/Grow": ("draft", GROW),
     "/bough.v1.Draft/Release": ("draft", RELEASE),
     "/bough.v1.Generation/Generate": ("orchestrator", GENERATE),
+    "/bough.v1.Generation/CloseSession": (
+        "orchestrator",
+        generation_pb2.CloseSessionRequest(session_id="conversation"),
+    ),
     "/bough.v1.Generation/Abort": ("orchestrator", generation_pb2.AbortRequest(request_id="request")),
     "/bough.v1.Generation/GetServerInfo": ("orchestrator", common_pb2.GetServerInfoRequest()),
     "/bough.v1.Generation/GetLoads": ("orchestrator", generation_pb2.GetLoadsRequest()),

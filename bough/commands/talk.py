@@ -48,7 +48,7 @@ async def chat(arguments: argparse.Namespace) -> int:
             if not line.strip():
                 continue
             question = Message("user", line.rstrip("\r\n"))
-            answer = await _next_turn(client, history, question, options)
+            answer = await next_turn(client, history, question, options)
             history += (question, Message("assistant", answer.text))
         if not arguments.session:
             with suppress(BoughError):  # then it ends by itself, later
@@ -56,7 +56,7 @@ async def chat(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _next_turn(client: Client, history: list[Message], question: Message, options: GenerateOptions) -> Answer:
+async def next_turn(client: Client, history: list[Message], question: Message, options: GenerateOptions) -> Answer:
     """The answer to a question; what came before is sent only where the session is not known any more."""
     if any(message.role == "assistant" for message in history):
         continuing = replace(options, continues=True)
