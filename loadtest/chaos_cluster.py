@@ -14,7 +14,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -127,12 +127,13 @@ class ChaosCluster:
     async def watched(self) -> None:
         """Starts again whatever ended by itself, and counts it; until cancelled."""
         while True:
-            for name, child in list(self._cluster.children.items()):
+            for name in self.doors:
+                child = self._cluster.children[name]
                 if name not in self._down and child.has_ended():
                     self.unplanned_ends[f"{name.split('-')[0]}: {child.process.returncode}"] += 1
                     print(f"{name} ended with status {child.process.returncode}:\n{child.tail()}", file=sys.stderr)
                     await asyncio.sleep(RESTART_SECONDS)
-                    if name not in self._down:
+                    if self._cluster.children[name] is child and name not in self._down:
                         self._cluster.start(name, child.command)
             await asyncio.sleep(POLL_SECONDS)
 
@@ -202,6 +203,9 @@ def _command(kind: str, config: ServiceConfig, door: Door, index: str) -> Sequen
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOCALHOST, 0))
-        return int(probe.getsockname()[1])
+    """One that no outgoing connection is given while its process is down: below those of Linux's own choice."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOCALHOST, port))
+            return port
