@@ -83,12 +83,12 @@ class Requests:
                 while (tokens := await _next_or_end(rounds, session, stream)) is not None:
                     self._num_tokens += len(tokens.token_ids)
                     yield tokens
+                if session.finish_reason == "abort" and session.epoch:
+                    self._rounds.record(session, seat.target)
                 if self.directory.index_problem:
                     session.warn(f"{self.directory.index_problem}; the session is not recorded")
-                elif session.keep:
-                    await self._recorder.settled(
-                        session.session_id
-                    )  # the next turn may be asked of another orchestrator
+                elif session.keep:  # the next turn may be asked of another orchestrator
+                    await self._recorder.settled(session.session_id)
                 yield session.finished()
             except StaleEpoch as exc:
                 stream.end(exc)
@@ -175,7 +175,11 @@ class Requests:
             return
         task = asyncio.create_task(self._forget(session, target))
         self._endings[session.session_id] = task
-        task.add_done_callback(lambda _: self._endings.pop(session.session_id, None))
+        task.add_done_callback(lambda _: self._forget_ending(session.session_id, task))
+
+    def _forget_ending(self, session_id: str, task: asyncio.Task[None]) -> None:
+        if self._endings.get(session_id) is task:  # a stream that resumed it may have ended since
+            del self._endings[session_id]
 
     async def _ended(self, session_id: str) -> None:
         """Waits until what an earlier stream of the session has left is cleaned up."""
