@@ -69,6 +69,11 @@ class Tokenizer:
             except jinja2.TemplateError as exc:
                 self._template_problem = f"this model's chat template cannot be read: {exc}"
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that one token stands for, at most."""
+        return max(map(len, self.files.vocabulary))
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with the special tokens that the tokenizer adds by itself."""
         return list(self._tokenizer.encode(text).ids)

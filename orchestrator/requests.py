@@ -7,14 +7,14 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from bough import __version__
 from bough.acceptance import SchemeAcceptance
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, InvalidRequest, NotFound, Unavailable
+from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, Unavailable
 from bough.generation import (
     ChatPrompt,
     Event,
@@ -23,19 +23,21 @@ from bough.generation import (
     ModelInfo,
     Prompt,
     ServerInfo,
-    Speculation,
     Started,
     TextPrompt,
     TokenPrompt,
     Tokens,
 )
-from bough.growth import BestFirst, Chains, Scheme, StaticShape, require_growth
+from bough.growth import BestFirst, Scheme
 from bough.messages import PROTOCOL_VERSION
 from bough.sampling import SamplingParams, StopConditions
 from bough.tokenizer import Tokenizer
 from bough.wire import require_tokens
 from orchestrator.acceptance import AcceptanceCounter
+from orchestrator.admission import Admission
 from orchestrator.directory import Directory, Known
+from orchestrator.limits import require_names, require_room, require_size, require_sizes
+from orchestrator.patience import Patience
 from orchestrator.planner import FixedPlanner
 from orchestrator.recorder import Recorder
 from orchestrator.round import Rounds
@@ -51,6 +53,8 @@ class Requests:
 
     def __init__(self, config: OrchestratorConfig, directory: Directory) -> None:
         self.directory = directory
+        self.admission = Admission(config.max_running, config.max_waiting)
+        self._queue_timeout = config.queue_timeout
         self._recorder = Recorder(directory.registry)
         planner = FixedPlanner(BestFirst(config.budget, config.width, config.depth))
         self._rounds = Rounds(config, directory, planner, self._recorder, AcceptanceCounter())
@@ -60,14 +64,34 @@ class Requests:
         self._num_total = 0
         self._num_tokens = 0
 
-    async def generate(self, prompt: Prompt, options: GenerateOptions) -> AsyncIterator[Event]:
-        """The events of one request.
+    async def generate(
+        self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
+    ) -> AsyncGenerator[Event]:
+        """The events of one request, which waits for its turn first. Closed half-way it frees all that it holds.
 
         Raises:
             InvalidRequest: naming the field.
-            Unavailable, Exhausted: the target does not answer, or has no room.
+            Unavailable: the target does not answer, or this orchestrator takes its leave.
+            Exhausted: there are too many requests, or the target has no room; with a delay.
+            DeadlineExceeded: `timeout_seconds` are over.
         """
+        patience = Patience.of(timeout_seconds, self._queue_timeout)
+        async with aclosing(patience.bound(self._placed(prompt, options, patience))) as events:
+            async for event in events:
+                yield event
+
+    async def _placed(self, prompt: Prompt, options: GenerateOptions, patience: Patience) -> AsyncGenerator[Event]:
+        """The request, once it has its place."""
+        async with self.admission.place(patience), aclosing(self._run(prompt, options, patience)) as events:
+            try:
+                async for event in events:
+                    yield event
+            except Exhausted as exc:  # a target's: how long places are held is known here
+                raise self.admission.exhausted(str(exc)) from exc
+
+    async def _run(self, prompt: Prompt, options: GenerateOptions, patience: Patience) -> AsyncGenerator[Event]:
         target, session = await self._admit(prompt, options)
+        session.patience = patience
         self._running[session.request_id] = session
         self._recorder.begin(session.session_id)
         target.num_running += 1
@@ -123,8 +147,22 @@ class Requests:
         )
 
     def loads(self) -> Loads:
-        """What is running now."""
-        return Loads(len(self._running), self._rounds.num_waiting, self._num_total, self._num_tokens)
+        """What is running now. A request that waits for a KV slot has a place, and waits all the same."""
+        at_target, admission = self._rounds.num_waiting, self.admission
+        return Loads(
+            len(self._running) - at_target,
+            admission.num_waiting + at_target,
+            self._num_total,
+            self._num_tokens,
+            admission.max_running,
+            admission.max_waiting,
+            admission.wait_seconds,
+            admission.is_closed,
+        )
+
+    async def settled(self) -> None:
+        """Waits until what ended requests held has been freed."""
+        await asyncio.gather(*self._endings, return_exceptions=True)
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """What verification has come to, by scheme, depth and rank."""
@@ -132,6 +170,7 @@ class Requests:
 
     async def _admit(self, prompt: Prompt, options: GenerateOptions) -> tuple[Known[TargetClient], Session]:
         """Checks everything about a request that can be checked before it runs."""
+        require_names(options)
         record = None
         if options.session_id:
             await self._recorder.settled(options.session_id)
@@ -143,8 +182,9 @@ class Requests:
         target = self.directory.target(record.target_id if record else "")
         if options.request_id in self._running:
             raise InvalidRequest(f"request_id: {options.request_id!r} is already running; another would do")
+        require_size(prompt, target.tokens, target.info.max_context)
         tokens = _encode(prompt, target.tokens, target.info.vocab_size)
-        _require_room(tokens, target.info.max_context)
+        require_room(tokens, target.info.max_context)
         session = _session(tokens, options, target)
         if record is not None:
             common = _common_length(record.tokens, tokens)
@@ -205,13 +245,6 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     return tokens
 
 
-def _require_room(tokens: list[int], max_context: int) -> None:
-    if len(tokens) >= max_context:
-        raise InvalidRequest(
-            f"prompt: {len(tokens)} tokens; the context holds {max_context}, of which at least one is for the output"
-        )
-
-
 def _session(tokens: list[int], options: GenerateOptions, target: Known[TargetClient]) -> Session:
     own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
     sampling = SamplingParams(
@@ -230,7 +263,7 @@ def _session(tokens: list[int], options: GenerateOptions, target: Known[TargetCl
     sampling.validate(target.info.vocab_size)
     stops = StopConditions(options.max_tokens, options.stop)
     stops.validate()
-    _require_sizes(options.speculation, target.info.max_nodes)
+    require_sizes(options.speculation, target.info.max_nodes)
     return Session(
         request_id=options.request_id or uuid.uuid4().hex,
         session_id=options.session_id or uuid.uuid4().hex,
@@ -245,22 +278,6 @@ def _session(tokens: list[int], options: GenerateOptions, target: Known[TargetCl
         max_context=target.info.max_context,
         epoch=time.time_ns(),  # grows from one placement to the next without asking anyone
     )
-
-
-def _require_sizes(speculation: Speculation, max_nodes: int) -> None:
-    for name in ("budget", "width", "depth"):
-        value = getattr(speculation, name)
-        if value is not None and not 1 <= value <= max_nodes:
-            raise InvalidRequest(f"speculation.{name}: {value}; 1 to {max_nodes} would do")
-    if speculation.lookup is not None and not 0 <= speculation.lookup <= max_nodes:
-        raise InvalidRequest(f"speculation.lookup: {speculation.lookup}; 0 to {max_nodes} would do")
-    if speculation.growth is not None:
-        require_growth("speculation.growth", speculation.growth, max_nodes)
-    if speculation.scheme is not Scheme.TARGET and not isinstance(speculation.growth, StaticShape | Chains):
-        raise InvalidRequest(
-            f"speculation.scheme: {speculation.scheme.value} verifies samples, and growing best first takes none; "
-            "growth by a shape or in chains would do"
-        )
 
 
 def _common_length(left: tuple[int, ...], right: list[int]) -> int:

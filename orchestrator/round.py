@@ -90,7 +90,7 @@ class Rounds:
         plan = plan.within(draft.info.max_nodes)
         draft.num_running += 1
         try:
-            result, timed = await draft.client.grow(session, plan, self.config.draft_timeout)
+            result, timed = await draft.client.grow(session, plan, session.patience.within(self.config.draft_timeout))
             _require_fit(result.tree, session.tokens[-1], target.info.vocab_size, plan)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)
@@ -109,17 +109,18 @@ class Rounds:
     async def _verify(
         self, session: Session, target: Known[TargetClient], tree: Tree, scheme: Scheme
     ) -> tuple[VerifyResult, Timed]:
-        """The verdict; waits for a KV slot as long as the configuration allows."""
-        deadline = time.monotonic() + self.config.queue_timeout
+        """The verdict; waits for a KV slot as long as the request may still wait."""
         while True:
             try:
-                return await target.client.verify(session, tree, scheme, self.config.target_timeout)
+                timeout_seconds = session.patience.within(self.config.target_timeout)
+                return await target.client.verify(session, tree, scheme, timeout_seconds)
             except Exhausted:
-                if time.monotonic() > deadline:
+                if not session.patience.queue_seconds:
                     raise
             self.num_waiting += 1
             try:
-                await asyncio.sleep(SLOT_RETRY_SECONDS)
+                with session.patience.waiting():
+                    await asyncio.sleep(SLOT_RETRY_SECONDS)
             finally:
                 self.num_waiting -= 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -24,8 +25,9 @@ class GenerationService:
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         """Streams the events of one request."""
         prompt, options = wire.request_from_wire(request)
-        async for event in self._requests.generate(prompt, options):
-            yield wire.event_to_wire(event)
+        async with aclosing(self._requests.generate(prompt, options, context.time_remaining())) as events:
+            async for event in events:
+                yield wire.event_to_wire(event)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         """Ends a request."""
