@@ -120,7 +120,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) ->
         metadata += [(LENGTH_KEY, str(exc.held_length)), (HASH_KEY, str(exc.held_hash))]
     if isinstance(exc, Exhausted) and exc.retry_seconds is not None:
         metadata.append((DETAILS_KEY, _retry_details(code, text, exc.retry_seconds)))
-    with suppress(TimeoutError):  # it is on its way; a peer that does not read is not waited for
+    with suppress(TimeoutError, grpc.aio.InternalError):  # a peer that does not read, or has gone, is not waited for
         await asyncio.wait_for(context.abort(code, text, tuple(metadata)), ABORT_SECONDS)
 
 
@@ -179,6 +179,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             raise DeadlineExceeded(
                 f"the stream has not been read for {self.stalled_seconds:g} s; it is ended, and can be resumed"
             ) from exc
+        except grpc.aio.InternalError as exc:
+            raise errors.Unavailable("the caller has gone") from exc
 
 
 @dataclass(frozen=True, slots=True)

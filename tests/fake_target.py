@@ -49,6 +49,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
 
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     sweep_seconds: float = 0.0
+    refusal: Exception | None = None  # what it answers with instead
     num_verified: int = 0
     asked: list[str] = field(default_factory=list)  # sessions, in order of their calls
     cancelled: list[str] = field(default_factory=list)
@@ -72,6 +73,8 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         session_id = request.context.session_id
         self.asked.append(session_id)
         self.time_limits.append(context.time_remaining())
+        if self.refusal is not None:
+            raise self.refusal
         try:
             await self.may_answer.wait()
             await asyncio.sleep(self.sweep_seconds)
@@ -142,24 +145,22 @@ async def orchestrating(stage: Stage, *flags: str) -> AsyncIterator[Orchestrator
     directory = Directory(registry)
     requests = Requests(config, directory)
     service, name = GenerationService(requests), service_name(generation_pb2.DESCRIPTOR, "Generation")
-    add = generation_pb2_grpc.add_GenerationServicer_to_server
-    async with (
-        serving(
-            "127.0.0.1",
-            0,
-            name,
-            lambda server: add(service, server),
-            Gate("Generate"),
-            config.stalled_timeout,
-            grace_seconds=0.0,
-        ) as served,
-        directory.running(),
-    ):
-        await until(lambda: directory.has_target)
-        async with Client(f"127.0.0.1:{served.port}") as client:
-            yield Orchestrator(requests, served, client)
-        await requests.settled()
-    await registry.close()
+    add_service = generation_pb2_grpc.add_GenerationServicer_to_server
+    gate, stalled_seconds = Gate("Generate"), config.stalled_timeout
+    try:
+        async with (
+            serving(
+                "127.0.0.1", 0, name, lambda server: add_service(service, server), gate, stalled_seconds, 0.0
+            ) as served,
+            directory.running(),
+        ):
+            await until(lambda: directory.has_target)
+            async with Client(f"127.0.0.1:{served.port}") as client:
+                yield Orchestrator(requests, served, client)
+            await until(lambda: not requests.loads().num_requests_running)
+            await requests.settled()
+    finally:
+        await registry.close()
 
 
 async def until(condition: Any, patience_seconds: float = 20.0) -> None:
