@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import grpc
@@ -158,17 +157,16 @@ async def serve_worker(
                 logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
                 await stop.wait()
                 await served.leave()
-            await _drain(served, worker, kind, config.drain_seconds)
+            await drain_worker(served, worker, kind, config.drain_seconds)
         finally:
             worker.close()
             await registry.close()
 
 
-async def _drain(served: Served, worker: Worker, kind: str, patience_seconds: float) -> None:
+async def drain_worker(served: Served, worker: Worker, kind: str, patience_seconds: float) -> None:
     """Sessions in the middle of a request go on; then the worker itself takes its leave, where it has a way to."""
-    began = time.monotonic()
+    deadline = time.monotonic() + patience_seconds
     await served.drain(f"this {kind} worker is draining; another {kind} worker would do", patience_seconds)
     if isinstance(worker, Draining):
-        with suppress(TimeoutError):
-            left = max(0.0, patience_seconds - (time.monotonic() - began))
-            await asyncio.wait_for(asyncio.wrap_future(worker.drain()), left)
+        leaving = asyncio.wrap_future(worker.drain())
+        await asyncio.wait({leaving}, timeout=max(0.0, deadline - time.monotonic()))  # which does not cancel it

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from bough.client import Client
 from bough.errors import BoughError, Unavailable
 from bough.gate import BETWEEN_CALLS_SECONDS, Gate, SessionGate
 from bough.generation import Finished, GenerateOptions, Speculation, TextPrompt, Tokens
-from bough.rpc import is_serving, open_channel
+from bough.process import drain_worker
+from bough.rpc import is_serving, open_channel, serving
 
 PROMPT = TextPrompt("hello")
 SHORT = GenerateOptions(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -183,6 +185,32 @@ async def test_workers_let_sessions_finish_and_take_no_new_ones(tiny: Path) -> N
         assert [t for ids in tokens for t in ids] == [t for ids in undisturbed for t in ids]
         await until(lambda: all(worker.poll() is not None for worker in workers))
         assert [worker.returncode for worker in workers] == [0, 0]
+
+
+class Leaver:
+    """A worker that has something to hand over."""
+
+    def __init__(self) -> None:
+        self.left: Future[None] = Future()
+        self.num_asked = 0
+
+    def drain(self) -> Future[None]:
+        self.num_asked += 1
+        return self.left
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+async def test_a_worker_with_something_to_hand_over_is_asked_to(is_done: bool) -> None:
+    """And waited for, but not for ever: what it has left to do goes on until the process closes it."""
+    worker = Leaver()
+    if is_done:
+        worker.left.set_result(None)
+    began = time.monotonic()
+    async with serving("127.0.0.1", 0, "bough.v1.Target", lambda _: None, grace_seconds=0.0) as served:
+        await drain_worker(served, worker, "target", 0.3)  # type: ignore[arg-type]
+    assert worker.num_asked == 1
+    assert worker.left.done() == is_done
+    assert is_done or time.monotonic() - began >= 0.3
 
 
 # The gate by itself
