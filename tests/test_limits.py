@@ -204,7 +204,7 @@ async def count_to_the_end(call: grpc.aio.UnaryStreamCall[object, object], pause
     return num_read
 
 
-WORDY = replace(LONG, logprobs=64)  # 1 KB a round
+WORDY = replace(LONG, logprobs=64)  # 0.6 KB a round
 
 
 async def test_rounds_stand_still_for_a_client_that_has_stopped_reading(
