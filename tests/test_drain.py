@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import pipeline, settings
-from fake_target import Stage, staged, until
+from fake_stage import Stage, staged, until
 
 from bough.client import Client
 from bough.errors import BoughError, Unavailable

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_target import MAX_CONTEXT, TOKEN, Orchestrator, Stage, orchestrating, staged, until
+from fake_stage import MAX_CONTEXT, TOKEN, Orchestrator, Stage, orchestrating, staged, until
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
