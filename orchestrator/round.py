@@ -97,7 +97,7 @@ class Rounds:
         plan = plan.within(draft.info.max_nodes)
         draft.num_running += 1
         try:
-            result, timed = await draft.client.grow(session, plan, self.config.draft_timeout)
+            result, timed = await draft.client.grow(session, plan, session.patience.within(self.config.draft_timeout))
             _require_fit(result.tree, session.tokens[-1], target.info.vocab_size, plan)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)
