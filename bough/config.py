@@ -113,6 +113,7 @@ class ServiceConfig:
     index_url: str = setting("redis://127.0.0.1:6379", str, "Redis or Valkey server that is the index")
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
+    drain_seconds: float = setting(25.0, _number(float, 0), "seconds after SIGTERM in which what runs may finish")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,12 +200,21 @@ class OrchestratorConfig(ServiceConfig):
     draft: str = setting("workers", _one_of("workers", "none"), "what drafts: workers, or none but the lookup")
     draft_timeout: float = setting(30.0, _seconds, "seconds after which a round goes on without a draft worker")
     target_timeout: float = setting(600.0, _seconds, "seconds after which a target that does not answer is given up")
-    queue_timeout: float = setting(600.0, _seconds, "seconds that a request waits for a KV slot")
     failover_timeout: float = setting(
         60.0, _seconds, "seconds that a running request waits for a target to come back or another to take over"
     )
     session_idle_seconds: float = setting(24 * 3600.0, _seconds, "after its last request a session is kept so long")
     session_max_seconds: float = setting(7 * 24 * 3600.0, _seconds, "after its first request it ends, used or not")
+    max_running: int = setting(64, _count, "requests that are generated at once; others wait for a place")
+    max_waiting: int = setting(
+        256, _number(int, 0), "requests that may wait for a place; one more is RESOURCE_EXHAUSTED, with a retry delay"
+    )
+    queue_timeout: float = setting(
+        600.0, _seconds, "seconds that a request waits in all, for a place and then for a KV slot of the target"
+    )
+    stalled_timeout: float = setting(
+        60.0, _seconds, "seconds after which a stream ends whose client has stopped reading; its session is kept"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

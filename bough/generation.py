@@ -203,6 +203,10 @@ class Loads:
     """What is running now."""
 
     num_requests_running: int
-    num_requests_waiting: int
+    num_requests_waiting: int  # for a place among those, or for a KV slot
     num_requests_total: int
     num_tokens_total: int
+    max_requests_running: int = 0
+    max_requests_waiting: int = 0
+    wait_seconds: float = 0.0  # that one more request would wait for its place
+    is_draining: bool = False  # nothing new is taken

@@ -7,28 +7,31 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, Protocol, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import grpc
 
 from bough import __version__, wire
 from bough.config import ServiceConfig, WorkerConfig
 from bough.errors import BoughError, ConfigError, Unavailable
+from bough.gate import SessionGate
 from bough.heartbeat import registered
 from bough.messages import WorkerInfo
 from bough.pairing import refuse_misfits
 from bough.pb import common_pb2
 from bough.records import WorkerRecord
 from bough.registry import Registry
-from bough.rpc import serving
+from bough.rpc import Served, serving
 from bough.tokenizer import TokenizerFiles
 
 logger = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
+EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -49,10 +52,16 @@ def configure_logging(level: str) -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT."""
+    """Set by SIGTERM or SIGINT. The second of them ends the process at once, whatever it is about."""
     event = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if event.is_set():
+            os._exit(EXIT_SIGNAL + number)
+        event.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, event.set)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     return event
 
 
@@ -77,6 +86,15 @@ class Worker(Protocol):
 
     def close(self) -> None:
         """Ends its threads."""
+        ...
+
+
+@runtime_checkable
+class Draining(Protocol):
+    """A worker that has something to finish, or to hand over, before it is closed."""
+
+    def drain(self) -> Future[None]:
+        """Takes no new sessions; done when nothing is left to do."""
         ...
 
 
@@ -118,7 +136,7 @@ async def serve_worker(
     add: Callable[[Any, grpc.aio.Server], None],
     load: Callable[[], AnyWorker],
 ) -> None:
-    """The life of a worker: listen, load off the event loop, refuse misfits, announce, serve until told to stop.
+    """The life of a worker: listen, load off the event loop, refuse misfits, announce, serve, drain when told to stop.
 
     Raises:
         ConfigError, CheckpointError, PairingError, Unavailable: it could not start.
@@ -126,7 +144,8 @@ async def serve_worker(
     stop = stop_event()
     registry = Registry(config.index_url, config.namespace)
     await registry.wait()
-    async with serving(config.host, config.port, service, lambda server: add(servicer, server)) as served:
+    gate = SessionGate("Verify", "Grow")
+    async with serving(config.host, config.port, service, lambda server: add(servicer, server), gate) as served:
         # On a thread that then ends: one that had computed and stayed would keep a team of OpenMP's threads (see
         # `bough.model.threads`).
         with ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
@@ -139,6 +158,17 @@ async def serve_worker(
                 await served.set_ready(True)
                 logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
                 await stop.wait()
+                await served.leave()
+            await drain_worker(served, worker, kind, config.drain_seconds)
         finally:
             worker.close()
             await registry.close()
+
+
+async def drain_worker(served: Served, worker: Worker, kind: str, patience_seconds: float) -> None:
+    """Sessions in the middle of a request go on; then the worker itself takes its leave, where it has a way to."""
+    deadline = time.monotonic() + patience_seconds
+    await served.drain(f"this {kind} worker is draining; another {kind} worker would do", patience_seconds)
+    if isinstance(worker, Draining):
+        leaving = asyncio.wrap_future(worker.drain())
+        await asyncio.wait({leaving}, timeout=max(0.0, deadline - time.monotonic()))  # which does not cancel it

@@ -58,6 +58,11 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
         self._template = ChatTemplate(files.chat_template, files.bos_token, files.eos_token)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that one token stands for, at most."""
+        return max(map(len, self.files.vocabulary))
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with the special tokens that the tokenizer adds by itself."""
         return list(self._tokenizer.encode(text).ids)

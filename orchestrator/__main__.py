@@ -1,4 +1,4 @@
-"""`python -m orchestrator`: one orchestrator, until SIGTERM."""
+"""`python -m orchestrator`: one orchestrator, until SIGTERM and what runs then has finished."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from bough import __version__
 from bough.config import OrchestratorConfig, parse
+from bough.gate import Gate
 from bough.heartbeat import registered
 from bough.pb import generation_pb2, generation_pb2_grpc
 from bough.process import advertised, configure_logging, new_worker_id, run, stop_event
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 async def main() -> None:
-    """Reads the settings and serves: SERVING while there is a target to ask."""
+    """Reads the settings and serves: SERVING while there is a target to ask; drains when told to stop."""
     config = parse(OrchestratorConfig, "orchestrator", sys.argv[1:], os.environ)
     configure_logging(config.log_level)
     stop = stop_event()
@@ -43,13 +44,24 @@ async def main() -> None:
             config.port,
             name,
             lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+            Gate("Generate"),
+            config.stalled_timeout,
         ) as served,
     ):
         record = WorkerRecord("orchestrator", worker_id, advertised(config, served.port))
         async with registered(registry, lambda: record):
             logger.info("bough %s: %s at %s", __version__, worker_id, record.address)
             await _until(stop, served, directory)
+            await served.leave()
+        await _drain(served, requests, config.drain_seconds)
     await registry.close()
+
+
+async def _drain(served: Served, requests: Requests, patience_seconds: float) -> None:
+    """Who waits has lost nothing yet and is sent on; who runs may finish."""
+    refusal = "this orchestrator is draining; another orchestrator would do"
+    requests.admission.close(refusal)
+    await served.drain(refusal, patience_seconds)
 
 
 async def _until(stop: asyncio.Event, served: Served, directory: Directory) -> None:

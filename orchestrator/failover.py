@@ -78,17 +78,18 @@ class Failover:
     async def _verify_once_there_is_room(
         self, session: Session, target: Known[TargetClient], tree: Tree, scheme: Scheme
     ) -> tuple[VerifyResult, Timed]:
-        """The verdict; waits for a KV slot as long as the configuration allows."""
-        deadline = time.monotonic() + self.config.queue_timeout
+        """The verdict; waits for a KV slot as long as the request may still wait."""
         while True:
             try:
-                return await target.client.verify(session, tree, scheme, self.config.target_timeout)
+                timeout_seconds = session.patience.within(self.config.target_timeout)
+                return await target.client.verify(session, tree, scheme, timeout_seconds)
             except Exhausted:
-                if time.monotonic() > deadline:
+                if not session.patience.queue_seconds:
                     raise
             self.num_waiting += 1
             try:
-                await asyncio.sleep(SLOT_RETRY_SECONDS)
+                with session.patience.waiting():
+                    await asyncio.sleep(SLOT_RETRY_SECONDS)
             finally:
                 self.num_waiting -= 1
 

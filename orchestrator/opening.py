@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 from bough.config import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
-from bough.generation import GenerateOptions, Prompt, Speculation, Tokens
-from bough.growth import Chains, Scheme, StaticShape, require_growth
+from bough.generation import GenerateOptions, Prompt, Tokens
+from bough.growth import Scheme
 from bough.prefix import block_hashes
 from bough.records import RequestRecord, SessionRecord
 from bough.sampling import SamplingParams, StopConditions
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
-from orchestrator.prompt import continued_prompt, require_room, whole_prompt
+from orchestrator.limits import require_room, require_size, require_sizes
+from orchestrator.prompt import continued_prompt, whole_prompt
 from orchestrator.recorder import Recorder
 from orchestrator.resuming import require_resume, require_same_request, resume
 from orchestrator.session import Session
@@ -65,6 +66,7 @@ class Opening:
         target = self.directory.target(past.session.target_id if past.session else "")
         if options.resume is not None:
             require_resume(options.resume, target.info.vocab_size)
+        require_size(prompt, target.tokens, target.info.max_context)
         tokens = self._tokens(prompt, options, past, target)
         require_room(tokens, target.info.max_context)
         if past.session is None:
@@ -172,7 +174,7 @@ def _session(
     sampling = _sampling(options, target, request)
     stops = StopConditions(options.max_tokens, options.stop)
     stops.validate()
-    _require_sizes(options.speculation, target.info.max_nodes)
+    require_sizes(options.speculation, target.info.max_nodes)
     return Session(
         request_id=options.request_id,
         session_id=_session_id(options, request) or uuid.uuid4().hex,
@@ -210,22 +212,6 @@ def _sampling(options: GenerateOptions, target: Known[TargetClient], request: Re
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:
         raise InvalidRequest("seed: missing; a request is resumed with the seed that `started` gave")
     return sampling
-
-
-def _require_sizes(speculation: Speculation, max_nodes: int) -> None:
-    for name in ("budget", "width", "depth"):
-        value = getattr(speculation, name)
-        if value is not None and not 1 <= value <= max_nodes:
-            raise InvalidRequest(f"speculation.{name}: {value}; 1 to {max_nodes} would do")
-    if speculation.lookup is not None and not 0 <= speculation.lookup <= max_nodes:
-        raise InvalidRequest(f"speculation.lookup: {speculation.lookup}; 0 to {max_nodes} would do")
-    if speculation.growth is not None:
-        require_growth("speculation.growth", speculation.growth, max_nodes)
-    if speculation.scheme is not Scheme.TARGET and not isinstance(speculation.growth, StaticShape | Chains):
-        raise InvalidRequest(
-            f"speculation.scheme: {speculation.scheme.value} verifies samples, and growing best first takes none; "
-            "growth by a shape or in chains would do"
-        )
 
 
 def _common_length(left: Sequence[int], right: Sequence[int]) -> int:

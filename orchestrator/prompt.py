@@ -42,14 +42,6 @@ def continued_prompt(history: Sequence[int], prompt: Prompt, tokenizer: Tokenize
     return [*history, *_required(tokens)]
 
 
-def require_room(tokens: Sequence[int], max_context: int) -> None:
-    """Raises InvalidRequest where no output would fit behind the prompt."""
-    if len(tokens) >= max_context:
-        raise InvalidRequest(
-            f"prompt: {len(tokens)} tokens; the context holds {max_context}, of which at least one is for the output"
-        )
-
-
 def _messages(prompt: ChatPrompt) -> list[tuple[str, str]]:
     if not prompt.messages:
         raise InvalidRequest("chat.messages: empty; at least one message would do")

@@ -12,15 +12,18 @@ from dataclasses import replace
 from bough import __version__
 from bough.acceptance import SchemeAcceptance
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, InvalidRequest, NotFound, StaleEpoch
+from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch
 from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started, Tokens
 from bough.growth import BestFirst
 from bough.messages import PROTOCOL_VERSION
 from orchestrator.acceptance import AcceptanceCounter
+from orchestrator.admission import Admission
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
 from orchestrator.failover import Failover
+from orchestrator.limits import require_names
 from orchestrator.opening import Opened, Opening
+from orchestrator.patience import Patience
 from orchestrator.planner import FixedPlanner
 from orchestrator.recorder import Recorder
 from orchestrator.round import Rounds
@@ -38,6 +41,8 @@ class Requests:
     def __init__(self, config: OrchestratorConfig, directory: Directory, holder_id: str) -> None:
         """`holder_id` names this orchestrator where it claims sessions."""
         self.directory = directory
+        self.admission = Admission(config.max_running, config.max_waiting)
+        self._queue_timeout = config.queue_timeout
         self._claims = Claims(directory, holder_id)
         self._recorder = Recorder(directory.registry)
         self._opening = Opening(config, directory, self._recorder, self._claims)
@@ -49,24 +54,42 @@ class Requests:
         self._num_total = 0
         self._num_tokens = 0
 
-    async def generate(self, prompt: Prompt, options: GenerateOptions) -> AsyncGenerator[Event]:
-        """The events of one request.
+    async def generate(
+        self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
+    ) -> AsyncGenerator[Event]:
+        """The events of one request, which waits for its turn first. Closed half-way it frees all that it holds.
 
         Raises:
             InvalidRequest: naming the field.
             NotFound: the session that it continues.
-            Unavailable, Exhausted: no target answers, or none has room.
+            Unavailable: no target answers, or this orchestrator takes its leave.
+            Exhausted: there are too many requests, or no target has room; with a delay.
             StaleEpoch: another has gone on with the request or its session.
+            DeadlineExceeded: `timeout_seconds` are over.
         """
+        require_names(options)
         options = replace(options, request_id=options.request_id or uuid.uuid4().hex)
-        resumes = options.resume is not None
-        with self._running.admitted(options.request_id, options.session_id, takes_over=resumes) as stream:
+        patience = Patience.of(timeout_seconds, self._queue_timeout)
+        takes_over = options.resume is not None
+        with self._running.admitted(options.request_id, options.session_id, takes_over) as stream:
+            async with aclosing(patience.bound(self._placed(stream, prompt, options, patience))) as events:
+                async for event in events:
+                    yield event
+
+    async def _placed(
+        self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Patience
+    ) -> AsyncGenerator[Event]:
+        """The request, once it has its place."""
+        async with self.admission.place(patience):
             opened = await self._opening.open(prompt, options)
+            opened.session.patience = patience
             await self._ended(opened.session.session_id)
             try:
                 async with aclosing(self._stream(stream, opened)) as events:
                     async for event in events:
                         yield event
+            except Exhausted as exc:  # a target's: how long places are held is known here
+                raise self.admission.exhausted(str(exc)) from exc
             finally:
                 self._num_total += 1
 
@@ -83,12 +106,12 @@ class Requests:
                 while (tokens := await _next_or_end(rounds, session, stream)) is not None:
                     self._num_tokens += len(tokens.token_ids)
                     yield tokens
+                if session.finish_reason == "abort" and session.epoch:
+                    self._rounds.record(session, seat.target)
                 if self.directory.index_problem:
                     session.warn(f"{self.directory.index_problem}; the session is not recorded")
-                elif session.keep:
-                    await self._recorder.settled(
-                        session.session_id
-                    )  # the next turn may be asked of another orchestrator
+                elif session.keep:  # the next turn may be asked of another orchestrator
+                    await self._recorder.settled(session.session_id)
                 yield session.finished()
             except StaleEpoch as exc:
                 stream.end(exc)
@@ -161,8 +184,19 @@ class Requests:
         )
 
     def loads(self) -> Loads:
-        """What is running now."""
-        return Loads(len(self._running), self._failover.num_waiting, self._num_total, self._num_tokens)
+        """What is running now. A request that waits for a KV slot has a place, and waits all the same."""
+        admission = self.admission
+        num_waiting = admission.num_waiting + self._failover.num_waiting
+        return Loads(
+            len(self._running) - num_waiting,
+            num_waiting,
+            self._num_total,
+            self._num_tokens,
+            admission.max_running,
+            admission.max_waiting,
+            admission.wait_seconds,
+            admission.is_closed,
+        )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """What verification has come to, by scheme, depth and rank."""
@@ -175,7 +209,11 @@ class Requests:
             return
         task = asyncio.create_task(self._forget(session, target))
         self._endings[session.session_id] = task
-        task.add_done_callback(lambda _: self._endings.pop(session.session_id, None))
+        task.add_done_callback(lambda _: self._forget_ending(session.session_id, task))
+
+    def _forget_ending(self, session_id: str, task: asyncio.Task[None]) -> None:
+        if self._endings.get(session_id) is task:  # a stream that resumed it may have ended since
+            del self._endings[session_id]
 
     async def _ended(self, session_id: str) -> None:
         """Waits until what an earlier stream of the session has left is cleaned up."""

@@ -68,10 +68,11 @@ class Rounds:
             tokens = session.commit(tree, drafted, result, timings)
             self.planner.observe(session.session_id, _outcome(plan, tokens, result))
             self.acceptance.observe(plan.scheme, tree, result.verdict.accepted_nodes)
-            self._record(session, seat.target)
+            self.record(session, seat.target)
             yield tokens
 
-    def _record(self, session: Session, target: Known[TargetClient]) -> None:
+    def record(self, session: Session, target: Known[TargetClient]) -> None:
+        """The index hears of it, in time."""
         known = (session_record(session, target.record.worker_id), request_record(session))
         self.recorder.record(*known, target.info.model_fingerprint)
 
@@ -96,7 +97,7 @@ class Rounds:
         plan = plan.within(draft.info.max_nodes)
         draft.num_running += 1
         try:
-            result, timed = await draft.client.grow(session, plan, self.config.draft_timeout)
+            result, timed = await draft.client.grow(session, plan, session.patience.within(self.config.draft_timeout))
             _require_fit(result.tree, session.tokens[-1], target.info.vocab_size, plan)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)

@@ -25,7 +25,7 @@ class GenerationService:
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         """Streams the events of one request."""
         prompt, options = wire.request_from_wire(request)
-        async with aclosing(self._requests.generate(prompt, options)) as events:
+        async with aclosing(self._requests.generate(prompt, options, context.time_remaining())) as events:
             async for event in events:
                 yield wire.event_to_wire(event)
 

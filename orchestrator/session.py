@@ -10,6 +10,7 @@ from bough.generation import Finished, Speculation, SpeculationMetrics, Tokens, 
 from bough.messages import RoundTimings, VerifyResult
 from bough.sampling import SamplingParams, StopConditions
 from bough.tree import Tree
+from orchestrator.patience import Patience
 from orchestrator.text import TextStream
 
 
@@ -28,6 +29,7 @@ class Session:
     text: TextStream
     max_context: int
     epoch: int = 0
+    patience: Patience = field(default_factory=Patience)
     round: int = 0
     target_held: int = 0  # tokens that the target is believed to hold
     draft_held: int = 0

@@ -93,7 +93,7 @@ async def test_a_draft_that_hangs_costs_its_timeout_and_nothing_else(cluster: Cl
 
 async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster, client: Client) -> None:
     """No other one is there, and none comes back."""
-    with pytest.raises(Unavailable, match="no target with this model could be used for 2 s"):
+    with pytest.raises(Unavailable, match="no target"):
         await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "target_worker")), 30)
     with pytest.raises(Unavailable, match="no target worker can be used"):
         await asyncio.wait_for(run(client, LONG, 0, None), 20)
@@ -101,18 +101,14 @@ async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster
 
 
 async def test_another_target_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster, client: Client) -> None:
+    options = replace(LONG, session_id="at the first target")
+    undisturbed, _ = await run(client, options, 0, None)
     cluster.start("second_target", cluster.children["target_worker"].command)
-    undisturbed, _ = await run(client, LONG, 0, None)
     while len([w for w in (await client.server_info()).workers if w.info.kind == "target"]) < 2:
         await asyncio.sleep(0.1)
-    # Twice: whichever it ran at, one of the two kills has hit it.
-    tokens, finished = await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "target_worker")), 60)
-    cluster.start("target_worker", cluster.children["target_worker"].command)
+    tokens, finished = await asyncio.wait_for(run(client, options, 40, lambda: end(cluster, "target_worker")), 60)
     assert tokens == undisturbed
-    moved = finished.num_failovers
-    tokens, finished = await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "second_target")), 60)
-    assert tokens == undisturbed
-    assert moved + finished.num_failovers >= 1
+    assert finished.num_failovers == 1
 
 
 async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster) -> None:

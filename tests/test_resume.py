@@ -99,6 +99,23 @@ async def test_a_resumed_request_takes_over_from_a_stream_that_still_runs(fakes:
     assert seen.token_ids == expected(fakes)
 
 
+async def test_what_was_aborted_stays_so(fakes: Fleet) -> None:
+    target, _ = await fakes.target("t1")
+    _, server = await fakes.orchestrator()
+    gate = asyncio.Event()
+    target.before = once(gate.wait, 5)
+    async with Client(server.address) as client:
+        running = asyncio.create_task(read(client))
+        await until(lambda: len(target.calls) == 4)
+        await client.abort("r")
+        seen = await running
+        gate.set()
+        await fakes.written("r")
+        rest = await read(client, replace(OPTIONS, resume=Resume(1)))
+    assert seen.ending == rest.ending == ("abort", "", len(seen.token_ids))
+    assert seen.token_ids[:1] + rest.token_ids == seen.token_ids
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -15,7 +15,7 @@ from conftest import TINY, save_model, save_tokenizer
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bough.client import Client
-from bough.errors import BoughError, InvalidRequest, NotFound
+from bough.errors import InvalidRequest, NotFound
 from bough.generation import (
     ChatPrompt,
     Finished,
@@ -105,7 +105,7 @@ async def test_requests_that_make_no_sense(
 
 
 async def test_a_message_over_the_limit(client: Client) -> None:
-    with pytest.raises(BoughError, match="RESOURCE_EXHAUSTED"):
+    with pytest.raises(InvalidRequest, match=f"larger than max.*at most {MAX_MESSAGE_BYTES} bytes would do"):
         await finish(client, TextPrompt("x" * (MAX_MESSAGE_BYTES + 1)))
     assert (await finish(client, PROMPT)).finish_reason == "length"
 

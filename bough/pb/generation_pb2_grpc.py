@@ -76,7 +76,8 @@ class GenerationServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates text. The first event is `started`, then `tokens` as they are accepted, and `finished` last.
+        """Generates text. The first event is `started`, then `tokens` as they are accepted, and `finished` last. The call's
+        deadline is honoured. RESOURCE_EXHAUSTED says in a google.rpc.RetryInfo when to come back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
