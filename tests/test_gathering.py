@@ -24,16 +24,16 @@ def after_some_rounds(patience: float, away: float, sweep: float = 10.0) -> Gath
 
 
 def test_who_was_answered_moments_ago_is_waited_for() -> None:
-    gathering = after_some_rounds(0.5, away=2.0)
-    gathering.arrived("a", 5001.9)
-    assert gathering.seconds(5001.9) == pytest.approx(1.5 * 2.0 - 1.9, abs=0.05)
-    gathering.arrived("b", 5002.1)
-    assert gathering.seconds(5002.1) == 0.0, "all are there"
+    gathering = after_some_rounds(0.5, away=1.0)
+    gathering.arrived("a", 5000.9)
+    assert gathering.seconds(5000.9) == pytest.approx(3 * 1.0 - 0.9, abs=0.1)
+    gathering.arrived("b", 5001.1)
+    assert gathering.seconds(5001.1) == 0.0, "all are there"
 
 
 def test_nobody_is_waited_for_longer_than_it_is_worth() -> None:
     assert after_some_rounds(0.25, away=2.0).seconds(5000.0) == pytest.approx(2.5)
-    assert after_some_rounds(0.5, away=2.0).seconds(5003.1) == 0.0, "they are late"
+    assert after_some_rounds(0.5, away=2.0).seconds(5005.1) == 0.0, "they are late"
 
 
 def test_nobody_is_waited_for_where_drafting_takes_longer_than_patience() -> None:
