@@ -151,6 +151,7 @@ class Engine:
 
     def _take_mail(self) -> bool:
         """Acts on all mail, waiting for some while there is nothing to sweep; False once told to stop."""
+        self._calls.drop_unwanted()  # whose slots those that come may need
         while True:
             seconds = self._gathering.seconds(time.perf_counter()) if self._calls else None
             try:
@@ -162,6 +163,8 @@ class Engine:
             mail()
 
     def _admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
+        if future.cancelled():
+            return
         self._gathering.arrived(call.context.session_id, arrived_ns * NANO)
         self._calls.admit(call, future, arrived_ns)
 

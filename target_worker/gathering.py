@@ -7,7 +7,7 @@ Where drafting takes long, sweeping at once is better: then sessions take turns,
 from __future__ import annotations
 
 WEIGHT = 0.25  # of the last return in what is typical
-SLACK = 1.5  # typical times of a return after which nobody is waited for
+SLACK = 3.0  # typical times of a return after which nobody is waited for
 FORGET = 4.0  # times the longest wait after which a session has left
 
 

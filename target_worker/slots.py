@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bough.errors import Exhausted, NotFound
 from bough.model.kv_arena import KVArena
-from bough.prefix import common_length
+from bough.prefix import BLOCK_TOKENS, common_length
 from bough.prefix_index import PrefixIndex
 from target_worker.held import HeldSession, SlotState, Text
 
@@ -124,7 +124,7 @@ class SlotPool:
         session.session_id, session.last_result, session.is_busy = "", None, False
         if session.state is SlotState.HELD:
             session.become(SlotState.IDLE)
-        if not session.slot.length:
+        if session.slot.length < BLOCK_TOKENS:
             self._give_back(session)
 
     def figures(self) -> PoolFigures:
@@ -216,11 +216,11 @@ class SlotPool:
         if self._arena.num_free + sum(session.slot.num_rows for session in idle) < num_rows:
             return False
         for session in idle:
-            if self._arena.num_free < num_rows:
+            if self._arena.num_free < num_rows and session.slot.length >= BLOCK_TOKENS:
                 self._arena.resize(session.slot, session.slot.length)
         for session in idle:
             if self._arena.num_free < num_rows:
-                self._num_evictions += 1
+                self._num_evictions += session.slot.length > 0
                 self._give_back(session)
         return True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -206,3 +208,109 @@ def test_a_belief_about_an_unknown_session_takes_no_slot(engine: Engine) -> None
     with pytest.raises(PrefixMissing, match="not known here"):
         engine.verify(verify_call("ghost", [1, 2, 3], held=2)).result(5)
     assert len(engine.pool) == 0
+
+
+def test_a_bogus_start_changes_nothing(engine: Engine) -> None:
+    engine.verify(verify_call("a", [1, 2, 3])).result(5)
+    before = engine.pool.figures()
+    for start in (7, 40):
+        with pytest.raises(PrefixMissing):
+            engine.verify(verify_call("a", list(range(start + 1)), held=start, epoch=2)).result(5)
+    assert engine.pool.figures() == before
+    session = engine.pool.get("a")
+    assert session is not None
+    assert session.slot.tokens == [1, 2, 3]
+    assert session.epoch == 1, "who does not know what is held has not begun an epoch"
+
+
+def test_a_call_that_nobody_waits_for_leaves_before_the_next_sweep(engine: Engine, model: FakeModel) -> None:
+    """Two hang on the first call's sweep; one of them has gone by its end, and its slot is idle at once."""
+    model.gate.clear()
+    first = engine.verify(verify_call("a", [1]))
+    model.wait_for_sweep()
+    left, stayed = engine.verify(verify_call("b", [10, 11])), engine.verify(verify_call("c", [20, 21]))
+    left.cancel()
+    model.gate.set()
+    assert stayed.result(5).verdict.bonus_token == 22
+    assert first.result(5).verdict.bonus_token == 2
+    assert [batch.num_tokens for batch in model.batches] == [1, 2]
+    figures = engine.pool.figures()
+    assert (figures.num_held, engine.num_waiting) == (2, 0)
+
+
+def test_a_call_that_is_half_way_leaves_too_and_may_come_again(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    long = engine.verify(verify_call("a", list(range(40))))
+    model.wait_for_sweep()
+    long.cancel()
+    model.gate.set()
+    assert engine.verify(verify_call("b", [1])).result(5).verdict.bonus_token == 2
+    assert len(model.batches) == 2
+    again = engine.verify(verify_call("a", list(range(40)))).result(5)
+    assert (again.verdict.bonus_token, again.cached_length) == (40, 16), "what was computed is not computed again"
+
+
+def test_a_call_stays_while_one_of_its_callers_does(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    busy = engine.verify(verify_call("z", [1]))
+    model.wait_for_sweep()
+    twins = [engine.verify(verify_call("a", [5, 6])) for _ in range(2)]
+    twins[0].cancel()
+    model.gate.set()
+    assert twins[1].result(5).verdict.bonus_token == 7
+    assert busy.result(5).verdict.bonus_token == 2
+
+
+def test_more_calls_than_may_wait_are_refused_at_once(model: FakeModel, clock: Clock) -> None:
+    with running(model, new_pool(clock), max_waiting=2) as engine:
+        model.gate.clear()
+        calls = [engine.verify(verify_call(session, [1])) for session in ("a", "b")]
+        with pytest.raises(Exhausted, match="2 calls wait already; try again, or start with a larger --max-waiting"):
+            engine.verify(verify_call("c", [1])).result(0)
+        model.gate.set()
+        assert [call.result(5).verdict.bonus_token for call in calls] == [2, 2]
+        engine.verify(verify_call("a", [1, 2], held=1, round_=1)).result(5)
+
+
+def test_a_draining_engine_ends_what_it_has_begun_and_begins_nothing(engine: Engine, model: FakeModel) -> None:
+    engine.verify(verify_call("old", [1])).result(5)
+    model.gate.clear()
+    running = engine.verify(verify_call("a", list(range(40))))
+    model.wait_for_sweep(2)
+    drained = engine.drain()
+    refused, known = engine.verify(verify_call("new", [1])), engine.verify(verify_call("old", [1, 2], 1, round_=1))
+    assert not drained.done()
+    model.gate.set()
+    with pytest.raises(Unavailable, match="draining: it takes no new sessions"):
+        refused.result(5)
+    assert running.result(5).verdict.bonus_token == 40
+    assert known.result(5).verdict.bonus_token == 3
+    drained.result(5)
+    assert engine.drain().result(5) is None
+
+
+def test_an_engine_that_is_stopped_leaves_nobody_waiting(model: FakeModel, clock: Clock) -> None:
+    with running(model, new_pool(clock)) as engine:
+        model.gate.clear()
+        left = engine.verify(verify_call("a", list(range(40))))
+        model.wait_for_sweep()
+        threading.Timer(0.05, model.gate.set).start()
+        engine.stop()
+        with pytest.raises(Unavailable, match="shut down"):
+            left.result(0)
+
+
+def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:
+    """Two sessions whose sweeps take a second and whose drafting takes a moment: rounds go together."""
+    model = FakeModel(figures=SweepFigures(1_000_000_000, 0, 0, 0, 0))
+    with running(model, new_pool(clock), patience=0.9) as engine:
+        tokens = {"a": [1], "b": [1]}
+        for round_ in range(6):
+            calls = {}
+            for name in tokens:
+                time.sleep(0.01)  # what drafting takes; the second comes later than the first
+                held = len(tokens[name]) - 1
+                calls[name] = engine.verify(verify_call(name, tokens[name], held, round_=round_))
+            for name, call in calls.items():
+                tokens[name].append(call.result(5).verdict.bonus_token)
+        assert sum(batch.num_tokens == 2 for batch in model.batches) >= 3

@@ -1,7 +1,7 @@
 """Memory for the slots of many sessions: one piece of rows, of which each slot has as many in a row as it needs.
 
-Room is never lost between slots: where no gap is large enough, slots move closer together. So a budget of bytes is a
-number of rows, and whoever keeps slots need only count them.
+Room is never lost between slots: where no gap is large enough, as few as will do move closer together. So a budget of
+bytes is a number of rows, and whoever keeps slots need only count them.
 """
 
 from __future__ import annotations
@@ -54,10 +54,7 @@ class KVArena:
     def take(self, num_rows: int) -> KVSlot:
         """A slot without tokens; there must be room."""
         assert num_rows <= self.num_free, "whoever takes a slot has seen to its room"
-        index = self._find_gap(num_rows)
-        if index is None:
-            index = len(self._placed)
-            self._part_before(index)
+        index = self._make_gap(num_rows)
         begin = self._end_before(index)
         slot = KVSlot(self._shape, 0, self._device)
         slot.keys, slot.values = self._rows(begin, begin + num_rows)
@@ -71,7 +68,8 @@ class KVArena:
         assert num_rows - slot.num_rows <= self.num_free, "whoever resizes a slot has seen to its room"
         assert num_rows >= self._rows_to_keep(slot), "what is kept does not fit"
         if placed.begin + num_rows > self._begin_after(index):
-            self._part_before(index + 1)
+            window = self._cheapest(num_rows - slot.num_rows, range(index + 1), range(index + 1, len(self._placed) + 1))
+            self._part(window, index + 1)
         self._put(placed, placed.begin, num_rows)
 
     def give_back(self, slot: KVSlot) -> None:
@@ -102,21 +100,36 @@ class KVArena:
     def _begin_after(self, index: int) -> int:
         return self._placed[index + 1].begin if index + 1 < len(self._placed) else self.num_rows
 
-    def _find_gap(self, num_rows: int) -> int | None:
-        """The first place for so many rows: the index that a slot there would have."""
-        for index in range(len(self._placed) + 1):
-            if self._begin_after(index - 1) - self._end_before(index) >= num_rows:
-                return index
-        return None
+    def _make_gap(self, num_rows: int) -> int:
+        """The index that a slot of so many rows would have, once those in its way have moved."""
+        num_slots = len(self._placed)
+        window = self._cheapest(num_rows, range(num_slots + 1), range(num_slots + 1))
+        self._part(window, window.stop)
+        return window.stop
 
-    def _part_before(self, index: int) -> None:
-        """Moves slots before `index` down and the others up, so that all free rows are between them."""
-        begin = 0
-        for placed in self._placed[:index]:
+    def _cheapest(self, num_rows: int, firsts: range, ends: range) -> range:
+        """Slots with so many free rows around and between them, of which the fewest rows need be moved."""
+        best, least = None, self.num_rows + 1
+        for first in firsts:
+            begin, num_used, cost = self._end_before(first), 0, 0
+            for index in range(first, len(self._placed) + 1):
+                is_enough = self._begin_after(index - 1) - begin - num_used >= num_rows
+                if index in ends and is_enough and cost < least:
+                    best, least = range(first, index), cost
+                if cost >= least or index == len(self._placed):
+                    break
+                num_used += self._placed[index].slot.num_rows
+                cost += self._rows_to_keep(self._placed[index].slot)
+        assert best is not None, "there are not as many free rows"
+        return best
+
+    def _part(self, window: range, index: int) -> None:
+        """Moves slots of a window before `index` down and the others up, so that its free rows are between them."""
+        begin, end = self._end_before(window.start), self._begin_after(window.stop - 1)
+        for placed in self._placed[window.start : index]:
             self._put(placed, begin, placed.slot.num_rows)
             begin = placed.end
-        end = self.num_rows
-        for placed in reversed(self._placed[index:]):
+        for placed in reversed(self._placed[index : window.stop]):
             self._put(placed, end - placed.slot.num_rows, placed.slot.num_rows)
             end = placed.begin
 
