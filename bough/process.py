@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -21,7 +22,7 @@ from bough.heartbeat import registered
 from bough.messages import WorkerInfo
 from bough.pairing import refuse_misfits
 from bough.pb import common_pb2
-from bough.records import WorkerRecord
+from bough.records import WorkerLoad, WorkerRecord
 from bough.registry import Registry
 from bough.rpc import serving
 from bough.tokenizer import TokenizerFiles
@@ -73,6 +74,10 @@ class Worker(Protocol):
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """How busy it is."""
         ...
 
     def close(self) -> None:
@@ -135,7 +140,7 @@ async def serve_worker(
             await refuse_misfits(registry, kind, worker.tokenizer)
             servicer.loaded = worker
             record = WorkerRecord(kind, worker_id, advertised(config, served.port))
-            async with registered(registry, lambda: record):
+            async with registered(registry, lambda: replace(record, load=worker.load())):
                 await served.set_ready(True)
                 logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
                 await stop.wait()
