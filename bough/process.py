@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import grpc
@@ -23,7 +24,7 @@ from bough.heartbeat import registered
 from bough.messages import WorkerInfo
 from bough.pairing import refuse_misfits
 from bough.pb import common_pb2
-from bough.records import WorkerRecord
+from bough.records import WorkerLoad, WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, serving
 from bough.tokenizer import TokenizerFiles
@@ -82,6 +83,10 @@ class Worker(Protocol):
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """How busy it is."""
         ...
 
     def close(self) -> None:
@@ -154,7 +159,7 @@ async def serve_worker(
             await refuse_misfits(registry, kind, worker.tokenizer)
             servicer.loaded = worker
             record = WorkerRecord(kind, worker_id, advertised(config, served.port))
-            async with registered(registry, lambda: record):
+            async with registered(registry, lambda: replace(record, load=worker.load())):
                 await served.set_ready(True)
                 logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
                 await stop.wait()

@@ -44,7 +44,7 @@ ENDED_SECONDS = 600.0  # after its end: time to come back for the last words
 REGISTRY_SECONDS = 24 * 3600.0  # after the last heartbeat of anyone; the longest lease
 MAX_PREFIXES = 16_384  # that are known of a worker: half a million tokens
 TIMEOUT_SECONDS = 2.0  # to connect, and to answer
-CALL_SECONDS = 6.0  # in all: one more try, and the wait for a connection
+CALL_SECONDS = 6.0  # in all: one more try, and the wait for a turn
 MAX_CONNECTIONS = 16
 START_SECONDS = 10.0  # that a starting process waits for the index
 
@@ -60,6 +60,7 @@ class Registry:
         self._namespace, self._session_seconds = namespace, session_seconds
         try:
             self._redis = redis.asyncio.Redis.from_pool(_pool(url))
+            self._turns = asyncio.Semaphore(MAX_CONNECTIONS)  # first come, first served, as redis-py's own queue is not
         except (ValueError, TypeError) as exc:
             raise ConfigError(f"index_url: {self.safe_url}: {exc}") from exc
         folder = Path(__file__).parent / "lua"
@@ -201,7 +202,7 @@ class Registry:
     async def _call(self, read: Callable[[Any], Answer], script: str, keys: Sequence[str], *args: EncodableT) -> Answer:
         """What `read` makes of a script's answer. Raises Unavailable for whatever goes wrong."""
         try:
-            async with asyncio.timeout(CALL_SECONDS):
+            async with asyncio.timeout(CALL_SECONDS), self._turns:
                 return read(await self._scripts[script](keys=keys, args=args))
         except (RedisError, OSError, TimeoutError) as exc:
             raise Unavailable(f"the index at {self.safe_url} does not answer: {exc}") from exc
@@ -210,13 +211,12 @@ class Registry:
             raise Unavailable(f"what answers at {self.safe_url} is no index: {exc}") from exc
 
 
-def _pool(url: str) -> redis.asyncio.BlockingConnectionPool:
+def _pool(url: str) -> redis.asyncio.ConnectionPool:
     """Connections to a server, none of them made yet. Raises ValueError or TypeError for a URL with something wrong."""
     refuse_unknown(url)
-    pool = redis.asyncio.BlockingConnectionPool.from_url(
+    pool = redis.asyncio.ConnectionPool.from_url(
         url,
         max_connections=MAX_CONNECTIONS,
-        timeout=TIMEOUT_SECONDS,
         socket_timeout=TIMEOUT_SECONDS,
         socket_connect_timeout=TIMEOUT_SECONDS,
         retry=Retry(NoBackoff(), 1),  # one, for a connection that the server has closed meanwhile

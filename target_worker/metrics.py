@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from threading import Thread
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from target_worker.slots import PoolFigures
 from target_worker.sweep import SweepFigures
 
 NANO = 1e-9
+NUM_RECENT = 32  # sweeps
 
 
 class Load(NamedTuple):
@@ -73,6 +75,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._server: tuple[WSGIServer, Thread] | None = None
         self._model_name = model_name
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)  # seconds of the last sweeps
         self._bytes = self._counter("bough_link_bytes", "Bytes of weights that crossed the link")
         self._link = self._counter("bough_link_seconds", "Time during which the link carried weights")
         self._ideal = self._counter("bough_link_ideal_seconds", "The same bytes at the best speed the link has shown")
@@ -122,7 +125,13 @@ class Metrics:
         self._compute.inc((figures.total_ns - figures.wait_ns) * NANO)
         self._sweeps.inc()
         self._tokens.inc(num_tokens)
+        self._recent.append(figures.total_ns * NANO)
         self._efficiency.set(min(1.0, figures.link_ideal_ns / figures.total_ns))
+
+    def recent_seconds(self) -> tuple[float, ...]:
+        """Of the last sweeps: the shortest, the median and the longest; nothing before the first. Any thread."""
+        seconds = sorted(self._recent)
+        return (seconds[0], seconds[len(seconds) // 2], seconds[-1]) if seconds else ()
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self._registry).labels(self._model_name)

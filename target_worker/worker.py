@@ -21,6 +21,7 @@ from bough.model.pack import read_checksums
 from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Fixed, Placement, Tier
+from bough.records import WorkerLoad
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.budgets import choose_places
@@ -88,6 +89,11 @@ class TargetWorker:
     def close(self) -> None:
         """Ends the sweep thread and the link."""
         self._resources.close()
+
+    def load(self) -> WorkerLoad:
+        """How busy it is, for the index."""
+        info = self.info()
+        return WorkerLoad(info.num_sessions, info.kv_bytes, info.kv_used_bytes, self._metrics.recent_seconds())
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:

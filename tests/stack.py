@@ -15,6 +15,7 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.gate import Gate, SessionGate
 from bough.heartbeat import registered
 from bough.launch import Cluster, Settings
 from bough.pb import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
@@ -98,14 +99,16 @@ async def stack(folder: Path, *target_flags: str) -> AsyncIterator[Stack]:
         addresses = {}
         for kind, (module, add, service) in services.items():
             name = service_name(module.DESCRIPTOR, "Generation" if kind == "orchestrator" else kind.capitalize())
+            gate = Gate("Generate") if kind == "orchestrator" else SessionGate("Verify", "Grow")
             served = await exits.enter_async_context(
-                serving("127.0.0.1", 0, name, lambda server, add=add, service=service: add(service, server))
+                serving("127.0.0.1", 0, name, lambda server, add=add, service=service: add(service, server), gate)
             )
             addresses[kind] = f"127.0.0.1:{served.port}"
             if kind != "orchestrator":
                 record = WorkerRecord(kind, kind, addresses[kind])
                 await exits.enter_async_context(registered(registry, lambda record=record: record))
         await exits.enter_async_context(directory.running())
+        await exits.enter_async_context(requests.running())
         while len(directory.statuses()) < 2:
             await asyncio.sleep(0.05)
         yield Stack(target, draft, requests, registry, cluster.index_url, addresses)
