@@ -11,10 +11,11 @@ from dataclasses import MISSING, fields
 
 from bough import __version__
 from bough.commands.speculation import add_speculation, speculation_from
-from bough.config import DEFAULT_PORT, DTYPE_NAMES, DistillConfig, PlanConfig
+from bough.config import DEFAULT_PORT, DistillConfig, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions
 from bough.growth import Scheme
+from bough.values import DTYPE_NAMES
 
 PLAN_SETTINGS = (
     "draft", "device", "device_memory", "host_memory", "kv_memory", "ring_memory", "resident_layers", "max_context",
@@ -179,7 +180,8 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
     default = os.environ.get("BOUGH_ADDRESS", f"127.0.0.1:{DEFAULT_PORT}")
-    parser.add_argument("--address", default=default, help=f"of the orchestrator (BOUGH_ADDRESS; default {default})")
+    text = f"of the orchestrator, or of several: A,B (BOUGH_ADDRESS; default {default})"
+    parser.add_argument("--address", default=default, help=text)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

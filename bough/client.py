@@ -8,9 +8,10 @@ async with Client("127.0.0.1:7411") as client:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from types import TracebackType
+from typing import Any, TypeVar
 
 import grpc
 
@@ -18,21 +19,38 @@ from bough import generation as g
 from bough import wire_generation as wire
 from bough.acceptance import SchemeAcceptance
 from bough.calibration import DraftCalibration
+from bough.errors import BoughError, ConfigError, Exhausted, NotFound, Unavailable
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
+from bough.resuming import Patience, ResumableStream
 from bough.rpc import open_channel, to_error
 
 DEFAULT_OPTIONS = g.GenerateOptions()
 INFO_TIMEOUT_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
+START_PATIENCE_SECONDS = 3.0  # with orchestrators none of which has answered yet
+
+Reply = TypeVar("Reply")
 
 
 class Client:
-    """Talks to an orchestrator. What the server refuses is raised as the errors of `bough.errors`."""
+    """Talks to an orchestrator, or to whichever of several answers.
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._channel = open_channel(address)
-        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+    What the server refuses is raised as the errors of `bough.errors`.
+    """
+
+    def __init__(self, *addresses: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        """A stream that breaks is gone on with until `patience_seconds` have passed without anything coming."""
+        if not addresses or not all(addresses):
+            raise ConfigError(f"addresses: {', '.join(addresses)!r}; one or more such as 127.0.0.1:7411 would do")
+        self._servers = [_Server(address) for address in addresses]  # the one in use first
+        self._patience_seconds = patience_seconds
+        self._is_closed = False
+
+    @property
+    def address(self) -> str:
+        """Of the orchestrator in use."""
+        return self._servers[0].address
 
     async def __aenter__(self) -> Client:
         return self
@@ -43,60 +61,122 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the connection; streams that are open end with it."""
-        await self._channel.close()
+        """Ends the connections; streams that are open end with them."""
+        self._is_closed = True
+        for server in self._servers:
+            await server.channel.close()
 
-    async def generate(self, prompt: g.Prompt, options: g.GenerateOptions = DEFAULT_OPTIONS) -> AsyncIterator[g.Event]:
+    async def generate(self, prompt: g.Prompt, options: g.GenerateOptions = DEFAULT_OPTIONS) -> AsyncGenerator[g.Event]:
         """Events of one request: Started, then Tokens once a round, then Finished.
 
-        Leaving the loop early ends the request at the server too.
+        A stream that breaks is resumed from the last token seen, at another address where there is one: nothing is lost
+        or comes twice, and the last event's warnings tell of it. Where there is no room the call is made again when the
+        server says. Leaving the loop early ends the request at the server too.
         """
-        call = self._stub.Generate(wire.request_to_wire(prompt, options))
-        try:
-            with self._errors():
-                async for event in call:
-                    yield wire.event_from_wire(event)
-        finally:
-            call.cancel()
+        stream, patience = ResumableStream(options), Patience()
+        is_known = False  # somebody there has answered
+        while True:
+            server = self._servers[0]
+            try:
+                async with aclosing(server.generate(prompt, stream.next_options())) as events:
+                    async for event in events:
+                        is_known = True
+                        patience.renew()
+                        if (fresh := stream.take(event)) is not None:
+                            yield fresh
+                return
+            except (Unavailable, Exhausted) as exc:
+                if self._is_closed:
+                    raise
+                is_known = is_known or isinstance(exc, Exhausted)
+                stream.broke(exc)
+                self._turn_from(server)
+                await patience.wait(exc, self._patience_seconds if is_known else START_PATIENCE_SECONDS)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream finishes with reason "abort". Raises NotFound."""
-        with self._errors():
-            await self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=INFO_TIMEOUT_SECONDS)
+        """Ends a request, wherever it runs; its stream finishes with reason "abort". Raises NotFound."""
+        request, problem = pb.AbortRequest(request_id=request_id), None
+        for server in self._servers:
+            try:
+                await server.call(server.stub.Abort, request)
+                return
+            except (NotFound, Unavailable) as exc:
+                problem = exc if problem is None or isinstance(exc, NotFound) else problem
+        assert problem is not None, "there is a server, and it has not agreed"
+        raise problem
+
+    async def close_session(self, session_id: str) -> None:
+        """Forgets a session before its time; a request that runs in it ends with StaleEpoch. Raises NotFound."""
+        await self._ask(lambda stub: stub.CloseSession, pb.CloseSessionRequest(session_id=session_id))
 
     async def model_info(self) -> g.ModelInfo:
         """The model that is served."""
-        with self._errors():
-            reply = await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=INFO_TIMEOUT_SECONDS)
+        reply = await self._ask(lambda stub: stub.GetModelInfo, pb.GetModelInfoRequest())
         return wire.model_info_from_wire(reply)
 
     async def server_info(self) -> g.ServerInfo:
         """The orchestrator and its workers."""
-        with self._errors():
-            reply = await self._stub.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=INFO_TIMEOUT_SECONDS)
+        reply = await self._ask(lambda stub: stub.GetServerInfo, common_pb2.GetServerInfoRequest())
         return wire.server_info_from_wire(reply)
 
     async def loads(self) -> g.Loads:
         """What is running now."""
-        with self._errors():
-            reply = await self._stub.GetLoads(pb.GetLoadsRequest(), timeout=INFO_TIMEOUT_SECONDS)
-        return wire.loads_from_wire(reply)
+        return wire.loads_from_wire(await self._ask(lambda stub: stub.GetLoads, pb.GetLoadsRequest()))
 
     async def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """Which guesses were accepted, by scheme, depth and rank; `bough.acceptance` makes probabilities of it."""
-        with self._errors():
-            reply = await self._stub.GetAcceptance(pb.GetAcceptanceRequest(), timeout=INFO_TIMEOUT_SECONDS)
-        return wire.acceptance_from_wire(reply)
+        return wire.acceptance_from_wire(await self._ask(lambda stub: stub.GetAcceptance, pb.GetAcceptanceRequest()))
 
     async def calibrations(self) -> tuple[DraftCalibration, ...]:
         """What each draft worker's trees were expected to come to, and what they came to."""
-        with self._errors():
-            reply = await self._stub.GetAcceptance(pb.GetAcceptanceRequest(), timeout=INFO_TIMEOUT_SECONDS)
-        return wire.calibrations_from_wire(reply)
+        return wire.calibrations_from_wire(await self._ask(lambda stub: stub.GetAcceptance, pb.GetAcceptanceRequest()))
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
+    async def _ask(self, method: Callable[[Any], Callable[..., Awaitable[Reply]]], request: object) -> Reply:
+        """The first answer of any of them."""
+        for _ in self._servers[1:]:
+            server = self._servers[0]
+            try:
+                return await server.call(method(server.stub), request)
+            except Unavailable:
+                self._turn_from(server)
+        server = self._servers[0]
+        return await server.call(method(server.stub), request)
+
+    def _turn_from(self, server: _Server) -> None:
+        """The next call goes to another one, unless another stream has seen to that already."""
+        if self._servers[0] is server:
+            self._servers.append(self._servers.pop(0))
+
+
+class _Server:
+    """One orchestrator."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = open_channel(address)
+        self.stub = generation_pb2_grpc.GenerationStub(self.channel)
+
+    async def generate(self, prompt: g.Prompt, options: g.GenerateOptions) -> AsyncGenerator[g.Event]:
+        """The events of one call. Raises Unavailable where it ends before its last event."""
+        call = self.stub.Generate(wire.request_to_wire(prompt, options))
         try:
-            yield
+            async for message in call:
+                event = wire.event_from_wire(message)
+                yield event
+                if isinstance(event, g.Finished):
+                    return
         except grpc.aio.AioRpcError as exc:
-            raise to_error(exc, self.address) from exc
+            raise self._error(exc) from exc
+        finally:
+            call.cancel()
+        raise Unavailable(f"{self.address} ended the stream before its last event")
+
+    async def call(self, method: Callable[..., Awaitable[Reply]], request: object) -> Reply:
+        """A call with one answer."""
+        try:
+            return await method(request, timeout=INFO_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as exc:
+            raise self._error(exc) from exc
+
+    def _error(self, exc: grpc.aio.AioRpcError) -> BoughError:
+        return to_error(exc, self.address)

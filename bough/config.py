@@ -8,66 +8,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
 
 from bough.errors import ConfigError
+from bough.values import (
+    number,
+    one_of,
+    parse_bytes,
+    parse_count,
+    parse_device,
+    parse_dtype,
+    parse_layers,
+    parse_port,
+    parse_rates,
+    parse_seconds,
+    parse_speed,
+)
 
 ENV_PREFIX = "BOUGH"
 DEFAULT_PORT = 7411
-DTYPE_NAMES = ("bfloat16", "float16", "float32")
-_UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
 
 Config = TypeVar("Config")
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from "512MB", "1.5GiB" or a plain number."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?B|)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError("a size such as 512MB or 2GiB would do")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """Layer numbers from "12-15,20"; the empty text is none."""
-    layers: list[int] = []
-    for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
-        if match is None:
-            raise ValueError("layers such as 12-15,20 would do")
-        layers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(layers)
-
-
-def parse_dtype(text: str) -> str:
-    """One of DTYPE_NAMES."""
-    if text not in DTYPE_NAMES:
-        raise ValueError(f"{', '.join(DTYPE_NAMES)} would do")
-    return text
-
-
-def parse_device(text: str) -> str:
-    """A device as torch spells it, or "auto"; whether it is there is seen when the model is loaded."""
-    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:
-        raise ValueError("auto, cpu, cuda or cuda:1 would do")
-    return text
-
-
-def _number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            upper = f" to {high}" if high < float("inf") else " or more"
-            raise ValueError(f"{kind.__name__} of {low}{upper} would do")
-        return value
-
-    return parse
 
 
 def setting(default: Any, parse: Callable[[str], Any], text: str) -> Any:
@@ -75,43 +38,18 @@ def setting(default: Any, parse: Callable[[str], Any], text: str) -> Any:
     return field(default=default, metadata={"parse": parse, "help": text})
 
 
-_count = _number(int, 1)
-_port = _number(int, 0, 65535)
-_seconds = _number(float, 0.001)
-_speed = _number(float, 0)
-
-
-def _one_of(*values: Any) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        for value in values:
-            if text == str(value):
-                return value
-        raise ValueError(f"{', '.join(str(value) for value in values if value)} would do")
-
-    return parse
-
-
-def parse_rates(text: str) -> tuple[float, ...]:
-    """Numbers of 1 or more from "1,3.5"."""
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = ()
-    if not rates or not all(1 <= rate < float("inf") for rate in rates):
-        raise ValueError("numbers of 1 or more such as 1,3.5,8 would do")
-    return rates
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """What every process needs to know."""
 
     host: str = setting("127.0.0.1", str, "address to listen on")
-    port: int = setting(0, _port, "port to listen on; 0 takes a free one")
+    port: int = setting(0, parse_port, "port to listen on; 0 takes a free one")
     advertise: str = setting("", str, "host that others reach this process by, where it is not --host")
+    advertise_port: int = setting(0, parse_port, "port that others reach this process by, where it is not --port")
     index_url: str = setting("redis://127.0.0.1:6379", str, "Redis or Valkey server that is the index")
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
+    drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +60,11 @@ class WorkerConfig(ServiceConfig):
     model_name: str = setting("", str, "name that users know the model by; its folder's name by default")
     dtype: str = setting("bfloat16", parse_dtype, "data type to compute in")
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
-    threads: int = setting(os.cpu_count() or 1, _count, "CPU threads that compute")
-    max_context: int = setting(2048, _count, "most tokens of a session, prompt and output")
-    max_nodes: int = setting(512, _count, "most nodes of a tree")
+    threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads that compute")
+    max_context: int = setting(2048, parse_count, "most tokens of a session, prompt and output")
+    max_nodes: int = setting(512, parse_count, "most nodes of a tree")
     kv_memory: int = setting(2 * 1000**3, parse_bytes, "memory for KV slots")
+    max_waiting: int = setting(1024, parse_count, "most calls that wait for an answer; more are refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +77,9 @@ class DraftConfig(WorkerConfig):
     adapter: str = setting(
         "", str, "folder that `bough distill` wrote: layers to leave out, and corrections to the rest"
     )
-    branch: int = setting(16, _count, "most children of a node")
+    branch: int = setting(16, parse_count, "most children of a node")
     ahead_steps: int = setting(
-        0, _number(int, 0), "most draft steps between two calls of a session, towards its likely next trees; 0 is none"
+        0, number(int, 0), "most draft steps between two calls of a session, towards its likely next trees; 0 is none"
     )
 
 
@@ -148,7 +87,9 @@ class DraftConfig(WorkerConfig):
 class TargetConfig(WorkerConfig):
     """Settings of a target worker."""
 
-    rows: int = setting(64, _count, "rows of every matrix product: equal sizes make equal bits (DESIGN.md, rule 2)")
+    rows: int = setting(
+        64, parse_count, "rows of every matrix product: equal sizes make equal bits (DESIGN.md, rule 2)"
+    )
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
     host_memory: int = setting(0, parse_bytes, "beside a GPU: pinned memory for layers; 0 takes most of what is free")
     ring_memory: int = setting(
@@ -156,11 +97,14 @@ class TargetConfig(WorkerConfig):
         parse_bytes,
         "of it, at most so much for layers that were read ahead; 0 is 512MB, or three layers where those are more",
     )
-    resident_layers: int = setting(-1, _number(int, -1), "most layers that stay in memory; -1 is as many as fit")
-    link_threads: int = setting(4, _count, "threads that read weights")
-    metrics_port: int = setting(0, _number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
-    max_sweep_tokens: int = setting(1024, _count, "most tokens of one sweep, all sessions together")
-    lease_seconds: float = setting(60.0, _seconds, "idle time after which a session may lose its slot to another")
+    resident_layers: int = setting(-1, number(int, -1), "most layers that stay in memory; -1 is as many as fit")
+    link_threads: int = setting(4, parse_count, "threads that read weights")
+    metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
+    max_sweep_tokens: int = setting(1024, parse_count, "most tokens of one sweep, all sessions together")
+    gather: float = setting(
+        0.0, number(float, 0), "wait for sessions that draft, at most so many times a sweep's duration; 0 never waits"
+    )
+    lease_seconds: float = setting(60.0, parse_seconds, "idle time after which a session may lose its slot to another")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +112,13 @@ class PlanConfig(TargetConfig):
     """Settings of `bough plan`: those of the target that is planned, and of a machine that need not be this one."""
 
     draft: str = setting("", str, "model folder or hub id of the draft, which then takes its time in every round")
-    bits: int = setting(0, _one_of(0, 4, 8, 16), "bits of the layers' matrices: 4 or 8 as `bough pack` writes them")
-    device: str = setting("", _one_of("", "cpu", "gpu"), "cpu, or gpu: one with memory of its own; what is here")
-    link_speed: float = setting(0.0, _speed, "GB/s from disk; measured where it is not given")
-    host_link_speed: float = setting(0.0, _speed, "GB/s from the host's memory to a gpu's; measured")
-    compute_speed: float = setting(0.0, _speed, "TFLOP/s of matrix products of --rows rows; measured")
-    memory_speed: float = setting(0.0, _speed, "GB/s between the accelerator and its memory; measured")
-    unpack_speed: float = setting(0.0, _speed, "GB/s of weights written out from 4 or 8 bits; measured")
+    bits: int = setting(0, one_of(0, 4, 8, 16), "bits of the layers' matrices: 4 or 8 as `bough pack` writes them")
+    device: str = setting("", one_of("", "cpu", "gpu"), "cpu, or gpu: one with memory of its own; what is here")
+    link_speed: float = setting(0.0, parse_speed, "GB/s from disk; measured where it is not given")
+    host_link_speed: float = setting(0.0, parse_speed, "GB/s from the host's memory to a gpu's; measured")
+    compute_speed: float = setting(0.0, parse_speed, "TFLOP/s of matrix products of --rows rows; measured")
+    memory_speed: float = setting(0.0, parse_speed, "GB/s between the accelerator and its memory; measured")
+    unpack_speed: float = setting(0.0, parse_speed, "GB/s of weights written out from 4 or 8 bits; measured")
     tokens_per_round: tuple[float, ...] = setting(
         (1.0, 3.0, 5.0, 8.0, 12.0), parse_rates, "accepted tokens and the bonus token, for which speeds are predicted"
     )
@@ -184,17 +128,35 @@ class PlanConfig(TargetConfig):
 class OrchestratorConfig(ServiceConfig):
     """Settings of an orchestrator."""
 
-    port: int = setting(DEFAULT_PORT, _port, "port to listen on; 0 takes a free one")
-    budget: int = setting(64, _count, "nodes of a tree, the root included")
-    width: int = setting(16, _count, "nodes that a draft step expands")
-    depth: int = setting(7, _count, "levels of a tree below its root")
+    port: int = setting(DEFAULT_PORT, parse_port, "port to listen on; 0 takes a free one")
+    budget: int = setting(64, parse_count, "nodes of a tree, the root included")
+    width: int = setting(16, parse_count, "nodes that a draft step expands")
+    depth: int = setting(7, parse_count, "levels of a tree below its root")
     lookup: int = setting(
-        16, _number(int, 0), "most nodes of a tree that come from the session's own text; 0 looks nothing up"
+        16, number(int, 0), "most nodes of a tree that come from the session's own text; 0 looks nothing up"
     )
-    draft: str = setting("workers", _one_of("workers", "none"), "what drafts: workers, or none but the lookup")
-    draft_timeout: float = setting(30.0, _seconds, "seconds after which a round goes on without a draft worker")
-    target_timeout: float = setting(600.0, _seconds, "seconds after which a target that does not answer is given up")
-    queue_timeout: float = setting(600.0, _seconds, "seconds that a request waits for a KV slot")
+    draft: str = setting("workers", one_of("workers", "none"), "what drafts: workers, or none but the lookup")
+    draft_timeout: float = setting(30.0, parse_seconds, "seconds after which a round goes on without a draft worker")
+    target_timeout: float = setting(
+        600.0, parse_seconds, "seconds after which a target that does not answer is given up"
+    )
+    failover_timeout: float = setting(
+        60.0, parse_seconds, "seconds that a running request waits for a target to come back or another to take over"
+    )
+    session_idle_seconds: float = setting(
+        24 * 3600.0, parse_seconds, "after its last request a session is kept so long"
+    )
+    session_max_seconds: float = setting(7 * 24 * 3600.0, parse_seconds, "after its first request it ends, used or not")
+    max_running: int = setting(64, parse_count, "requests that are generated at once; others wait for a place")
+    max_waiting: int = setting(
+        256, number(int, 0), "requests that may wait for a place; one more is RESOURCE_EXHAUSTED, with a retry delay"
+    )
+    queue_timeout: float = setting(
+        600.0, parse_seconds, "seconds that a request waits in all, for a place and then for a KV slot of the target"
+    )
+    stalled_timeout: float = setting(
+        60.0, parse_seconds, "seconds after which a stream ends whose client has stopped reading; its session is kept"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,22 +167,22 @@ class DistillConfig:
     out: str = setting(MISSING, str, "folder for the draft; a run that was interrupted is gone on with")
     data: str = setting("", str, "folder for the text that the target writes; OUT-text by default")
     drop_layers: tuple[int, ...] = setting((), parse_layers, "layers to leave out, such as 12-15; chosen by default")
-    num_layers: int = setting(0, _number(int, 0), "layers to keep, where they are chosen; 0 is four fifths of all")
-    rank: int = setting(32, _count, "of the corrections: their size, and what they can mend")
-    tokens: int = setting(1_000_000, _count, "tokens to train on, some of them more than once")
-    text_tokens: int = setting(400_000, _count, "tokens that the target writes")
-    text_rows: int = setting(96, _count, "conversations that are written at once")
-    row_tokens: int = setting(384, _number(int, 16), "tokens of a row of text: the longest conversation")
-    batch_rows: int = setting(2, _count, "rows of a training step")
-    learning_rate: float = setting(1e-3, _number(float, 1e-9), "the highest, after the warm-up")
-    check_steps: int = setting(100, _count, "training steps between checkpoints, each with the held-out agreement")
+    num_layers: int = setting(0, number(int, 0), "layers to keep, where they are chosen; 0 is four fifths of all")
+    rank: int = setting(32, parse_count, "of the corrections: their size, and what they can mend")
+    tokens: int = setting(1_000_000, parse_count, "tokens to train on, some of them more than once")
+    text_tokens: int = setting(400_000, parse_count, "tokens that the target writes")
+    text_rows: int = setting(96, parse_count, "conversations that are written at once")
+    row_tokens: int = setting(384, number(int, 16), "tokens of a row of text: the longest conversation")
+    batch_rows: int = setting(2, parse_count, "rows of a training step")
+    learning_rate: float = setting(1e-3, number(float, 1e-9), "the highest, after the warm-up")
+    check_steps: int = setting(100, parse_count, "training steps between checkpoints, each with the held-out agreement")
     held_out: str = setting(
         "", str, "JSONL file of questions to measure on, `text` or `turns`; the target's by default"
     )
-    seed: int = setting(0, _number(int, 0), "equal seeds give equal text, and on one machine equal drafts")
+    seed: int = setting(0, number(int, 0), "equal seeds give equal text, and on one machine equal drafts")
     dtype: str = setting("bfloat16", parse_dtype, "data type to compute in")
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
-    threads: int = setting(os.cpu_count() or 1, _count, "CPU threads; one is faster where others compute too")
+    threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads; one is faster where others compute too")
 
 
 def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:

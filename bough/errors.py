@@ -6,7 +6,8 @@
     ├── NotFound             no such session or request
     ├── PrefixMissing        the worker does not hold what the caller stands on; carries what it does hold
     ├── StaleEpoch           the session has been placed anew since
-    ├── Exhausted            no room now; the same call may succeed later
+    ├── Exhausted            no room now; the same call may succeed later, and it may say when
+    ├── DeadlineExceeded     the caller's time is up, or it has stopped reading what it asked for
     ├── Unavailable          a worker or the index does not answer
     │   └── StreamError      weights could not be read
     ├── ConfigError          a setting, found at start
@@ -49,7 +50,15 @@ class StaleEpoch(BoughError):
 
 
 class Exhausted(BoughError):
-    """Every slot is in use."""
+    """Every place is taken. `retry_seconds` is when the same call is worth trying again, where that is known."""
+
+    def __init__(self, message: str, retry_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
+
+
+class DeadlineExceeded(BoughError):
+    """The time that a caller had given is over."""
 
 
 class Unavailable(BoughError):

@@ -105,7 +105,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The outcome of one round; the lists have one entry for each token."""
+    """The outcome of one round; the lists have one entry for each token.
+
+    Without a tree (`num_nodes` 0): what had been generated before the request was resumed, and was not seen.
+    """
 
     token_ids: tuple[int, ...]
     drafted: tuple[bool, ...]  # whether the draft had guessed it; the others are bonus tokens
@@ -155,6 +158,7 @@ class Finished:
     speculation: SpeculationMetrics
     timings: RoundTimings  # sums over all rounds
     warnings: tuple[str, ...]
+    num_failovers: int = 0  # times that another target took over
 
 
 Event = Started | Tokens | Finished
@@ -199,6 +203,10 @@ class Loads:
     """What is running now."""
 
     num_requests_running: int
-    num_requests_waiting: int
+    num_requests_waiting: int  # for a place among those, or for a KV slot
     num_requests_total: int
     num_tokens_total: int
+    max_requests_running: int = 0
+    max_requests_waiting: int = 0
+    wait_seconds: float = 0.0  # that one more request would wait for its place
+    is_draining: bool = False  # nothing new is taken

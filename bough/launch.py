@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from bough.registry import Registry
 from bough.tether import tethered
 
 POLL_SECONDS = 0.1
-STOP_SECONDS = 10.0  # after SIGTERM, before SIGKILL
+DRAIN_SECONDS = 1.0  # after SIGTERM, before another one: who ends everything does not wait for streams to finish
+STOP_SECONDS = 10.0  # after that, before SIGKILL
 TAIL_LINES = 12  # of a log, when its process ends too early
 INDEX = "index"
 
@@ -152,16 +153,23 @@ class Cluster:
 
 
 def _end(children: Sequence[Child]) -> None:
+    """An idle process ends with the first signal, one that drains with the second (see `bough.process`)."""
+    for patience_seconds in (DRAIN_SECONDS, STOP_SECONDS):
+        for child in children:
+            if not child.has_ended():
+                child.process.terminate()
+        _wait(children, patience_seconds)
     for child in children:
         if not child.has_ended():
-            child.process.terminate()
-    deadline = time.monotonic() + STOP_SECONDS
-    for child in children:
-        try:
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
+
+
+def _wait(children: Sequence[Child], patience_seconds: float) -> None:
+    deadline = time.monotonic() + patience_seconds
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
 
 
 @asynccontextmanager

@@ -143,8 +143,11 @@ class WorkerInfo:
     vocab_size: int
     max_context: int  # tokens of a session, the root included
     max_nodes: int
-    max_sessions: int
+    max_sessions: int  # of the longest context; of shorter ones more fit
     num_sessions: int = 0
+    kv_bytes: int = 0  # for the sessions' keys and values
+    kv_used_bytes: int = 0  # of these, what cannot be taken from a session now
+    num_waiting: int = 0  # calls that wait for a sweep or a draft step
     link_bytes_per_pass: int = 0
     notes: tuple[str, ...] = ()
     protocol_version: int = PROTOCOL_VERSION

@@ -6,6 +6,9 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
+Tokens = Sequence[int] | NDArray[np.int32]
 
 BLOCK_TOKENS = 32  # tokens that `block_hashes` names together
 
@@ -22,10 +25,17 @@ def block_hashes(tokens: Sequence[int], start: Sequence[int] = ()) -> list[int]:
     Two sequences have their first n blocks in common where their n-th hashes are equal. `start` are hashes of leading
     blocks that are known already; they are not computed again.
     """
-    hashes, data = list(start), np.asarray(tokens, dtype="<i4").tobytes()
+    hashes, data = list(start), np.asarray(tokens[len(start) * BLOCK_TOKENS :], dtype="<i4").tobytes()
     size = 4 * BLOCK_TOKENS
-    for begin in range(len(hashes) * size, len(data) - size + 1, size):
+    for begin in range(0, len(data) - size + 1, size):
         before = hashes[-1].to_bytes(8, "little") if hashes else b""
         digest = hashlib.blake2b(before + data[begin : begin + size], digest_size=8).digest()
         hashes.append(int.from_bytes(digest, "little"))
     return hashes
+
+
+def common_length(left: Tokens, right: Tokens, start: int = 0) -> int:
+    """Leading tokens that two sequences have in common; the first `start` are known to be."""
+    end = min(len(left), len(right))
+    differs = np.asarray(left[start:end]) != np.asarray(right[start:end])
+    return start + int(differs.argmax()) if differs.any() else end

@@ -7,26 +7,32 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, Protocol, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import grpc
 
 from bough import __version__, wire
 from bough.config import ServiceConfig, WorkerConfig
 from bough.errors import BoughError, ConfigError, Unavailable
+from bough.gate import SessionGate
+from bough.heartbeat import registered
 from bough.messages import WorkerInfo
 from bough.pairing import refuse_misfits
 from bough.pb import common_pb2
-from bough.registry import Registry, WorkerRecord, registered
-from bough.rpc import serving
+from bough.records import WorkerLoad, WorkerRecord
+from bough.registry import Registry
+from bough.rpc import Served, serving
 from bough.tokenizer import TokenizerFiles
 
 logger = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
+EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -47,10 +53,16 @@ def configure_logging(level: str) -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT."""
+    """Set by SIGTERM or SIGINT. The second of them ends the process at once, whatever it is about."""
     event = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if event.is_set():
+            os._exit(EXIT_SIGNAL + number)
+        event.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, event.set)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     return event
 
 
@@ -61,7 +73,7 @@ def new_worker_id(kind: str) -> str:
 
 def advertised(config: ServiceConfig, port: int) -> str:
     """Address at which others reach a process."""
-    return f"{config.advertise or config.host}:{port}"
+    return f"{config.advertise or config.host}:{config.advertise_port or port}"
 
 
 class Worker(Protocol):
@@ -73,8 +85,21 @@ class Worker(Protocol):
         """Model and limits."""
         ...
 
+    def load(self) -> WorkerLoad:
+        """How busy it is."""
+        ...
+
     def close(self) -> None:
         """Ends its threads."""
+        ...
+
+
+@runtime_checkable
+class Draining(Protocol):
+    """A worker that has something to finish, or to hand over, before it is closed."""
+
+    def drain(self) -> Future[None]:
+        """Takes no new sessions; done when nothing is left to do."""
         ...
 
 
@@ -116,7 +141,7 @@ async def serve_worker(
     add: Callable[[Any, grpc.aio.Server], None],
     load: Callable[[], AnyWorker],
 ) -> None:
-    """The life of a worker: listen, load off the event loop, refuse misfits, announce, serve until told to stop.
+    """The life of a worker: listen, load off the event loop, refuse misfits, announce, serve, drain when told to stop.
 
     Raises:
         ConfigError, CheckpointError, PairingError, Unavailable: it could not start.
@@ -124,7 +149,8 @@ async def serve_worker(
     stop = stop_event()
     registry = Registry(config.index_url, config.namespace)
     await registry.wait()
-    async with serving(config.host, config.port, service, lambda server: add(servicer, server)) as served:
+    gate = SessionGate("Verify", "Grow")
+    async with serving(config.host, config.port, service, lambda server: add(servicer, server), gate) as served:
         # On a thread that then ends: one that had computed and stayed would keep a team of OpenMP's threads (see
         # `bough.model.threads`).
         with ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
@@ -133,10 +159,21 @@ async def serve_worker(
             await refuse_misfits(registry, kind, worker.tokenizer)
             servicer.loaded = worker
             record = WorkerRecord(kind, worker_id, advertised(config, served.port))
-            async with registered(registry, record):
+            async with registered(registry, lambda: replace(record, load=worker.load())):
                 await served.set_ready(True)
                 logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
                 await stop.wait()
+                await served.leave()
+            await drain_worker(served, worker, kind, config.drain_seconds)
         finally:
             worker.close()
             await registry.close()
+
+
+async def drain_worker(served: Served, worker: Worker, kind: str, patience_seconds: float) -> None:
+    """Sessions in the middle of a request go on; then the worker itself takes its leave, where it has a way to."""
+    deadline = time.monotonic() + patience_seconds
+    await served.drain(f"this {kind} worker is draining; another {kind} worker would do", patience_seconds)
+    if isinstance(worker, Draining):
+        leaving = asyncio.wrap_future(worker.drain())
+        await asyncio.wait({leaving}, timeout=max(0.0, deadline - time.monotonic()))  # which does not cancel it

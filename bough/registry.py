@@ -1,81 +1,75 @@
 """The index: who is alive and where, and what is probably true of each session. The only file that knows Redis.
 
 Nothing here is the truth (DESIGN.md, rule 4). A caller acts on what workers answer; whoever reads a wrong entry loses
-time. Any Redis 6.2 or Valkey server will do.
+time. Every operation is one script in `bough/lua`, by the server's clock; every entry ends some time after its last
+use. All of it may be lost at any moment: heartbeats and the next record of each running session bring it back. Any
+Redis 6.2 or Valkey server will do.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
+import hashlib
+import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
-import numpy as np
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.typing import EncodableT, FieldT
+from redis.typing import EncodableT
 
-from bough.errors import ConfigError, Unavailable
-
-logger = logging.getLogger(__name__)
+from bough.errors import ConfigError, StaleEpoch, Unavailable
+from bough.index_answers import (
+    INCOMPLETE,
+    STALE,
+    read_claim,
+    read_holder,
+    read_request,
+    read_session,
+    read_workers,
+)
+from bough.index_url import refuse_unknown, without_passwords
+from bough.records import TOKEN_BYTES, Claim, RequestRecord, SessionRecord, WorkerRecord, pack_tokens
 
 LEASE_SECONDS = 3.0  # a worker that is silent for so long is gone
-HEARTBEAT_SECONDS = 0.75
-SESSION_SECONDS = 24 * 3600  # after its last round
-TIMEOUT_SECONDS = 2.0
+SESSION_SECONDS = 24 * 3600.0  # after its last round
+CLAIM_SECONDS = 3600.0  # of a session of which nothing has been recorded
+REQUEST_SECONDS = 3600.0  # after its last round
+ENDED_SECONDS = 600.0  # after its end: time to come back for the last words
+REGISTRY_SECONDS = 24 * 3600.0  # after the last heartbeat of anyone; the longest lease
+MAX_PREFIXES = 16_384  # that are known of a worker: half a million tokens
+TIMEOUT_SECONDS = 2.0  # to connect, and to answer
+CALL_SECONDS = 6.0  # in all: one more try, and the wait for a turn
+MAX_CONNECTIONS = 16
 START_SECONDS = 10.0  # that a starting process waits for the index
-TOKEN_BYTES = 4  # transcripts are little-endian int32
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerRecord:
-    """A process that has announced itself."""
-
-    kind: str  # "draft", "target" or "orchestrator"
-    worker_id: str
-    address: str  # host:port
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRecord:
-    """Where a session's KV probably is, and its text."""
-
-    session_id: str
-    target_id: str
-    draft_id: str
-    epoch: int
-    target_length: int  # tokens that the target is believed to hold
-    draft_length: int
-    tokens: tuple[int, ...]
+Answer = TypeVar("Answer")
 
 
 class Registry:
     """A client of the index; every failure of it is Unavailable, within seconds."""
 
-    def __init__(self, url: str, namespace: str = "bough") -> None:
-        self.safe_url = _without_password(url)
-        self._prefix = namespace
+    def __init__(self, url: str, namespace: str = "bough", session_seconds: float = SESSION_SECONDS) -> None:
+        """A session is kept for `session_seconds` after its last round."""
+        self.safe_url = without_passwords(url)
+        self._namespace, self._session_seconds = namespace, session_seconds
         try:
-            self._redis = redis.asyncio.from_url(
-                url,
-                socket_timeout=TIMEOUT_SECONDS,
-                socket_connect_timeout=TIMEOUT_SECONDS,
-                retry=Retry(NoBackoff(), 1),  # one, for a connection that the server has closed meanwhile
-            )
-        except ValueError as exc:
+            self._redis = redis.asyncio.Redis.from_pool(_pool(url))
+            self._turns = asyncio.Semaphore(MAX_CONNECTIONS)  # first come, first served, as redis-py's own queue is not
+        except (ValueError, TypeError) as exc:
             raise ConfigError(f"index_url: {self.safe_url}: {exc}") from exc
         folder = Path(__file__).parent / "lua"
-        self._register = self._redis.register_script((folder / "register.lua").read_text())
-        self._live = self._redis.register_script((folder / "live.lua").read_text())
+        prelude = (folder / "prelude.lua").read_text()
+        self._scripts = {
+            path.stem: self._redis.register_script(prelude + path.read_text())
+            for path in folder.glob("*.lua")
+            if path.stem != "prelude"
+        }
 
     async def close(self) -> None:
         """Gives the connections back."""
@@ -83,8 +77,7 @@ class Registry:
 
     async def ping(self) -> None:
         """Raises Unavailable where the index does not answer."""
-        with self._errors():
-            await self._redis.ping()
+        await self.workers()
 
     async def wait(self, patience_seconds: float = START_SECONDS) -> None:
         """Returns once the index answers, which may be starting beside this process. Raises Unavailable."""
@@ -98,123 +91,146 @@ class Registry:
             await asyncio.sleep(0.1)
 
     async def register(self, record: WorkerRecord, lease_seconds: float = LEASE_SECONDS) -> None:
-        """Announces a worker, or renews its lease."""
-        with self._errors():
-            await self._register(
-                keys=self._worker_keys(),
-                args=[record.worker_id, json.dumps(asdict(record)), int(lease_seconds * 1000)],
-            )
+        """Announces a worker, or renews its lease and what belongs to it."""
+        keys = self._worker_keys(record.worker_id)
+        times = (_milliseconds(lease_seconds), _milliseconds(REGISTRY_SECONDS))
+        await self._call(int, "register", keys, record.worker_id, record.to_json(), *times)
 
     async def deregister(self, worker_id: str) -> None:
         """Takes a worker out at once."""
-        leases, records = self._worker_keys()
-        with self._errors():
-            async with self._redis.pipeline() as pipeline:
-                pipeline.zrem(leases, worker_id)
-                pipeline.hdel(records, worker_id)
-                await pipeline.execute()
+        await self._call(int, "deregister", self._worker_keys(worker_id), worker_id)
 
     async def workers(self) -> list[WorkerRecord]:
         """All workers whose lease has not run out; an entry that cannot be read is passed over."""
-        with self._errors():
-            values = await self._live(keys=self._worker_keys())
-        records = []
-        for value in values:
-            with suppress(ValueError, TypeError):
-                records.append(WorkerRecord(**json.loads(value)))
-        return sorted(records, key=lambda record: record.worker_id)
+        return await self._call(read_workers, "live", self._registry_keys())
+
+    async def sweep_expired(self) -> int:
+        """Removes workers whose lease has run out, and whatever belonged to them; how many they were."""
+        return await self._call(int, "sweep_expired", self._registry_keys(), self._prefix_key(""))
+
+    async def claim_session(self, session_id: str, holder_id: str, epoch: int | None = None) -> Claim:
+        """A new epoch, greater than any before; from now on writes of earlier ones are refused.
+
+        Raises:
+            StaleEpoch: an `epoch` is given, and the session has been claimed since.
+            Unavailable: the index does not answer.
+        """
+        keys, fence = self._session_keys(session_id), "" if epoch is None else epoch
+        times = (_milliseconds(self._session_seconds), _milliseconds(CLAIM_SECONDS))
+        claimant = f"{holder_id}/{secrets.token_hex(8)}"  # the same call may reach the index twice
+        claim = await self._call(partial(read_claim, session_id), "claim_session", keys, claimant, *times, fence)
+        if claim is None:
+            raise StaleEpoch(f"session {session_id}: epoch {epoch} is over; it has been claimed by another")
+        return claim
 
     async def record_session(self, record: SessionRecord, first_new: int) -> None:
-        """Writes a session's entry and its tokens from `first_new` on. Writing the same again changes nothing."""
-        entry, transcript = self._session_keys(record.session_id)
-        fields: dict[FieldT, EncodableT] = {
-            name: value for name, value in asdict(record).items() if name not in ("session_id", "tokens")
-        }
-        with self._errors():
-            async with self._redis.pipeline() as pipeline:
-                pipeline.hset(entry, mapping=fields)
-                pipeline.setrange(transcript, first_new * TOKEN_BYTES, _pack(record.tokens[first_new:]))
-                pipeline.hset(entry, "num_tokens", len(record.tokens))
-                pipeline.expire(entry, SESSION_SECONDS)
-                pipeline.expire(transcript, SESSION_SECONDS)
-                await pipeline.execute()
+        """Writes a session's entry; its tokens from `first_new` on, or all where the index lacks those before.
+
+        Writing the same again changes nothing, nor does a write that a later one of its epoch has overtaken.
+
+        Raises:
+            StaleEpoch: the session has been claimed since this epoch.
+            Unavailable: the index does not answer.
+        """
+        keys, progress = self._session_keys(record.session_id), len(record.tokens)
+        await self._record(keys, record, progress, first_new, self._session_seconds)
 
     async def load_session(self, session_id: str) -> SessionRecord | None:
         """What is known of a session; None for nothing, or for nonsense."""
-        entry, transcript = self._session_keys(session_id)
-        with self._errors():
-            async with self._redis.pipeline() as pipeline:
-                pipeline.hgetall(entry)
-                pipeline.get(transcript)
-                raw, data = await pipeline.execute()
+        return await self._call(partial(read_session, session_id), "load", self._session_keys(session_id))
+
+    async def drop_session(self, session_id: str, epoch: int | None = None) -> None:
+        """Forgets a session. Raises StaleEpoch where it has been claimed since the given epoch."""
+        keys, fence = self._session_keys(session_id), "" if epoch is None else epoch
+        if await self._call(int, "drop_session", keys, fence) == STALE:
+            raise StaleEpoch(f"session {session_id}: epoch {epoch} is over; it has been claimed by another")
+
+    async def record_request(self, record: RequestRecord, first_new: int) -> None:
+        """Writes a request's entry and its tokens as `record_session` does, with the same errors."""
+        has_ended = bool(record.finish_reason)
+        keep_seconds = ENDED_SECONDS if has_ended else REQUEST_SECONDS
+        progress = 2 * len(record.tokens) + has_ended
+        await self._record(self._request_keys(record.request_id), record, progress, first_new, keep_seconds)
+
+    async def load_request(self, request_id: str) -> RequestRecord | None:
+        """What is known of a request; None for nothing, or for nonsense."""
+        return await self._call(partial(read_request, request_id), "load", self._request_keys(request_id))
+
+    async def note_prefixes(self, model_fingerprint: str, hashes: Sequence[int], worker_id: str) -> None:
+        """A worker with a lease holds these (`bough.prefix.block_hashes`); of too many the oldest are forgotten."""
+        keys, names = self._worker_keys(worker_id), _prefix_names(model_fingerprint, hashes)
+        longest_lease = _milliseconds(REGISTRY_SECONDS)
+        await self._call(int, "note_prefixes", [keys[0], keys[2]], worker_id, names, MAX_PREFIXES, longest_lease)
+
+    async def find_prefix(self, model_fingerprint: str, hashes: Sequence[int]) -> tuple[str, int] | None:
+        """The live worker that holds most leading blocks, and how many; of several the one with fewest sessions."""
+        names = _prefix_names(model_fingerprint, hashes)
+        return await self._call(read_holder, "find_prefix", self._registry_keys(), self._prefix_key(""), names)
+
+    async def _record(
+        self,
+        keys: list[str],
+        record: SessionRecord | RequestRecord,
+        progress: int,
+        first_new: int,
+        keep_seconds: float,
+    ) -> None:
+        entry, keep = (record.epoch, progress, record.to_json()), _milliseconds(keep_seconds)
+        for first in (first_new, 0):
+            tokens = pack_tokens(record.tokens[first:])
+            answer = await self._call(int, "record", keys, *entry, first * TOKEN_BYTES, tokens, keep)
+            if answer == STALE:
+                raise StaleEpoch(f"session {record.session_id}: epoch {record.epoch} is over; another has begun")
+            if answer != INCOMPLETE:
+                return
+
+    def _registry_keys(self) -> list[str]:
+        return [f"{self._namespace}:workers:leases", f"{self._namespace}:workers:records"]
+
+    def _worker_keys(self, worker_id: str) -> list[str]:
+        return [*self._registry_keys(), self._prefix_key(worker_id)]
+
+    def _prefix_key(self, worker_id: str) -> str:
+        return f"{self._namespace}:prefixes:{worker_id}"
+
+    def _session_keys(self, session_id: str) -> list[str]:
+        return [f"{self._namespace}:session:{session_id}", f"{self._namespace}:session-tokens:{session_id}"]
+
+    def _request_keys(self, request_id: str) -> list[str]:
+        return [f"{self._namespace}:request:{request_id}", f"{self._namespace}:request-tokens:{request_id}"]
+
+    async def _call(self, read: Callable[[Any], Answer], script: str, keys: Sequence[str], *args: EncodableT) -> Answer:
+        """What `read` makes of a script's answer. Raises Unavailable for whatever goes wrong."""
         try:
-            fields = {key.decode(): value.decode() for key, value in raw.items()}
-            tokens = np.frombuffer(data or b"", dtype="<i4")[: int(fields["num_tokens"])]
-            return SessionRecord(
-                session_id,
-                fields["target_id"],
-                fields["draft_id"],
-                int(fields["epoch"]),
-                int(fields["target_length"]),
-                int(fields["draft_length"]),
-                tuple(tokens.tolist()),
-            )
-        except (KeyError, ValueError):
-            return None
-
-    async def drop_session(self, session_id: str) -> None:
-        """Forgets a session."""
-        with self._errors():
-            await self._redis.delete(*self._session_keys(session_id))
-
-    def _worker_keys(self) -> list[str]:
-        return [f"{self._prefix}:workers:leases", f"{self._prefix}:workers:records"]
-
-    def _session_keys(self, session_id: str) -> tuple[str, str]:
-        return f"{self._prefix}:session:{session_id}", f"{self._prefix}:transcript:{session_id}"
-
-    @contextmanager
-    def _errors(self) -> Any:
-        try:
-            yield
+            async with asyncio.timeout(CALL_SECONDS), self._turns:
+                return read(await self._scripts[script](keys=keys, args=args))
         except (RedisError, OSError, TimeoutError) as exc:
             raise Unavailable(f"the index at {self.safe_url} does not answer: {exc}") from exc
+        except (ValueError, TypeError) as exc:  # redis-py, too, stumbles over what no such server would say
+            await self._redis.connection_pool.disconnect()
+            raise Unavailable(f"what answers at {self.safe_url} is no index: {exc}") from exc
 
 
-@asynccontextmanager
-async def registered(registry: Registry, record: WorkerRecord) -> AsyncIterator[None]:
-    """Keeps a worker's lease alive for as long as the block runs, whatever happens to the index meanwhile."""
-    await registry.register(record)
-    heartbeat = asyncio.create_task(_beat(registry, record))
-    try:
-        yield
-    finally:
-        heartbeat.cancel()
-        with suppress(asyncio.CancelledError):
-            await heartbeat
-        with suppress(Unavailable):
-            await registry.deregister(record.worker_id)
+def _pool(url: str) -> redis.asyncio.ConnectionPool:
+    """Connections to a server, none of them made yet. Raises ValueError or TypeError for a URL with something wrong."""
+    refuse_unknown(url)
+    pool = redis.asyncio.ConnectionPool.from_url(
+        url,
+        max_connections=MAX_CONNECTIONS,
+        socket_timeout=TIMEOUT_SECONDS,
+        socket_connect_timeout=TIMEOUT_SECONDS,
+        retry=Retry(NoBackoff(), 1),  # one, for a connection that the server has closed meanwhile
+    )
+    pool.make_connection()  # type: ignore[no-untyped-call]  # it reads its settings, and connects to nothing
+    return pool
 
 
-async def _beat(registry: Registry, record: WorkerRecord) -> None:
-    is_lost = False
-    while True:
-        await asyncio.sleep(HEARTBEAT_SECONDS)
-        try:
-            await registry.register(record)
-            if is_lost:
-                logger.warning("the index at %s answers again", registry.safe_url)
-            is_lost = False
-        except Unavailable as exc:
-            if not is_lost:
-                logger.warning("%s; trying on", exc)
-            is_lost = True
+def _prefix_names(model_fingerprint: str, hashes: Sequence[int]) -> bytes:
+    """Eight bytes for each prefix that set it apart from the same tokens to another model."""
+    salt = hashlib.blake2b(model_fingerprint.encode(), digest_size=16).digest()
+    digests = (hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8, key=salt).digest() for number in hashes)
+    return b"".join(digests)
 
 
-def _pack(tokens: Sequence[int]) -> bytes:
-    return np.asarray(tokens, dtype="<i4").tobytes()
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return url.replace(f":{parts.password}@", ":***@") if parts.password else url
+def _milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)

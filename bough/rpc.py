@@ -1,22 +1,27 @@
-"""gRPC as all three services use it: channel options, errors to status and back, health, reflection.
+"""gRPC as all three services use it: channel options, errors to status and back, health, reflection, taking leave.
 
 This is the only place that knows which error is which status.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from inspect import isasyncgenfunction
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bough import errors
-from bough.errors import BoughError, ConfigError, PrefixMissing
+from bough.errors import BoughError, ConfigError, DeadlineExceeded, Exhausted, InvalidRequest, PrefixMissing
+from bough.gate import Gate
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +35,14 @@ STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
     errors.PairingError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,
     errors.Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.StreamError: grpc.StatusCode.UNAVAILABLE,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
 }
 ERROR_NAMES = {kind.__name__: kind for kind in STATUS_OF}
 ERROR_KEY, LENGTH_KEY, HASH_KEY = "bough-error", "bough-held-length", "bough-held-hash"  # trailing metadata
+DETAILS_KEY = "grpc-status-details-bin"  # a google.rpc.Status, which any gRPC client can read
+ABORT_SECONDS = 1.0  # that a status is waited with for a peer which does not read
 
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 20_000),
@@ -69,11 +77,36 @@ def to_error(exc: grpc.aio.AioRpcError, address: str) -> BoughError:
     kind = ERROR_NAMES.get(str(metadata.get(ERROR_KEY)))
     if kind is PrefixMissing:
         return PrefixMissing(details, int(metadata.get(LENGTH_KEY, 0)), int(metadata.get(HASH_KEY, 0)))
+    if kind is Exhausted:
+        return Exhausted(details, _retry_seconds(metadata.get(DETAILS_KEY)))
     if kind is not None:
         return kind(details)
     if exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return errors.Unavailable(f"{address} does not answer: {exc.code().name}: {details}")
+    if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own words
+        return InvalidRequest(f"message: {details}; at most {MAX_MESSAGE_BYTES} bytes would do")
     return BoughError(f"{address}: {exc.code().name}: {details}")
+
+
+def _retry_seconds(details: object) -> float | None:
+    """The delay in a google.rpc.Status; None where there is none, or nothing that can be read."""
+    if not isinstance(details, bytes):
+        return None
+    info = error_details_pb2.RetryInfo()
+    with suppress(DecodeError):
+        for detail in status_pb2.Status.FromString(details).details:
+            if detail.Is(info.DESCRIPTOR) and detail.Unpack(info):
+                return float(info.retry_delay.ToNanoseconds() / 1e9)
+    return None
+
+
+def _retry_details(code: grpc.StatusCode, text: str, retry_seconds: float) -> bytes:
+    """A google.rpc.Status with that delay."""
+    info = error_details_pb2.RetryInfo()
+    info.retry_delay.FromNanoseconds(round(retry_seconds * 1e9))
+    status = status_pb2.Status(code=code.value[0], message=text)
+    status.details.add().Pack(info)
+    return bytes(status.SerializeToString())
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> None:
@@ -81,49 +114,84 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) ->
     code = next((STATUS_OF[kind] for kind in type(exc).__mro__ if kind in STATUS_OF), grpc.StatusCode.INTERNAL)
     if code is grpc.StatusCode.INTERNAL:
         logger.error("an unexpected error ended a call", exc_info=exc)
-    metadata = [(ERROR_KEY, type(exc).__name__)]
+    text = str(exc) or type(exc).__name__
+    metadata: list[tuple[str, str | bytes]] = [(ERROR_KEY, type(exc).__name__)]
     if isinstance(exc, PrefixMissing):
         metadata += [(LENGTH_KEY, str(exc.held_length)), (HASH_KEY, str(exc.held_hash))]
-    await context.abort(code, str(exc) or type(exc).__name__, tuple(metadata))
+    if isinstance(exc, Exhausted) and exc.retry_seconds is not None:
+        metadata.append((DETAILS_KEY, _retry_details(code, text, exc.retry_seconds)))
+    with suppress(TimeoutError, grpc.aio.InternalError):  # a peer that does not read, or has gone, is not waited for
+        await asyncio.wait_for(context.abort(code, text, tuple(metadata)), ABORT_SECONDS)
 
 
+@dataclass(frozen=True, slots=True)
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a servicer raises into a status, so that servicers are free of it."""
+    """Turns what a servicer raises into a status, so that servicers are free of it; leads every call by the gate."""
+
+    gate: Gate
+    stalled_seconds: float | None = None  # a stream whose reader takes nothing for so long ends
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """Wraps the handlers that bough's services use: one request, one reply or a stream of them."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        codec = (handler.request_deserializer, handler.response_serializer)
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_guarded_stream(handler.unary_stream), *codec)
-        return grpc.unary_unary_rpc_method_handler(_guarded(handler.unary_unary), *codec)
+        method = handler_call_details.method.rsplit("/", 1)[-1]
+        decode, codec = handler.request_deserializer, (None, handler.response_serializer)
+        if not handler.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(self._guarded(method, decode, handler.unary_unary), *codec)
+        answer = handler.unary_stream
+        if isasyncgenfunction(answer):
+            answer = self._written(answer)
+        return grpc.unary_stream_rpc_method_handler(self._guarded(method, decode, answer), *codec)
 
+    def _guarded(
+        self, method: str, decode: Callable[[bytes], Any], answer: Callable[..., Awaitable[Any]]
+    ) -> Callable[..., Awaitable[Any]]:
+        async def run(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                request = _decoded(data, decode)
+                with self.gate.passing(method, request):
+                    return await answer(request, context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as exc:  # every error becomes a status here
+                await _abort(context, exc)
 
-def _guarded(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        return run
+
+    def _written(self, answer: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., Awaitable[None]]:
+        """Writes a servicer's replies as fast as they are read, and closes it whatever ends the call.
+
+        The servicer is asked for the next reply when gRPC has taken the last one: once the reader's window is full it
+        stands still, and so does what it holds in memory.
+        """
+
+        async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            async with aclosing(answer(request, context)) as replies:
+                async for reply in replies:
+                    await self._write(context, reply)
+
+        return run
+
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Any], reply: Any) -> None:
         try:
-            return await method(request, context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as exc:  # every error becomes a status here
-            await _abort(context, exc)
+            async with asyncio.timeout(self.stalled_seconds):
+                await context.write(reply)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(
+                f"the stream has not been read for {self.stalled_seconds:g} s; it is ended, and can be resumed"
+            ) from exc
+        except grpc.aio.InternalError as exc:
+            raise errors.Unavailable("the caller has gone") from exc
 
-    return run
 
-
-def _guarded_stream(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
-            async for reply in method(request, context):
-                yield reply
-        except grpc.aio.AbortError:
-            raise
-        except Exception as exc:  # every error becomes a status here
-            await _abort(context, exc)
-
-    return run
+def _decoded(data: bytes, decode: Callable[[bytes], Any]) -> Any:
+    """The message; raises InvalidRequest for bytes that are none, for which gRPC itself has only UNKNOWN."""
+    try:
+        return decode(data)
+    except DecodeError as exc:
+        raise InvalidRequest(f"request: {len(data)} bytes that are no such message: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +200,7 @@ class Served:
 
     port: int
     service: str
+    gate: Gate
     _health: health.aio.HealthServicer
 
     async def set_ready(self, is_ready: bool) -> None:
@@ -139,17 +208,38 @@ class Served:
         status = health_pb2.HealthCheckResponse
         await self._health.set(self.service, status.SERVING if is_ready else status.NOT_SERVING)
 
+    async def leave(self) -> None:
+        """Health is NOT_SERVING for good, of the empty name too, so that whoever watches sends nobody here."""
+        await self._health.enter_graceful_shutdown()
+
+    async def drain(self, refusal: str, patience_seconds: float) -> None:
+        """Refuses new work with this text, lets what runs finish in time, and ends the rest as Unavailable."""
+        await self.leave()
+        self.gate.shut(refusal)
+        if not await self.gate.emptied(patience_seconds):
+            logger.warning("not everything was finished in %g s: the rest is cut off", patience_seconds)
+        await self.gate.cut()
+
 
 @asynccontextmanager
 async def serving(
-    host: str, port: int, service: str, add: Callable[[grpc.aio.Server], None], grace_seconds: float = 1.0
+    host: str,
+    port: int,
+    service: str,
+    add: Callable[[grpc.aio.Server], None],
+    gate: Gate | None = None,
+    stalled_seconds: float | None = None,
+    grace_seconds: float = 1.0,
 ) -> AsyncIterator[Served]:
     """Runs a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
+
+    A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED.
 
     Raises:
         ConfigError: the port is in use or the host is not ours.
     """
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
+    gate = gate or Gate()
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(gate, stalled_seconds)], options=_SERVER_OPTIONS)
     add(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -158,7 +248,7 @@ async def serving(
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as exc:
         raise ConfigError(f"port: cannot listen on {host}:{port}; is it in use? 0 takes a free one") from exc
-    served = Served(bound, service, health_servicer)
+    served = Served(bound, service, gate, health_servicer)
     await served.set_ready(False)
     await server.start()
     try:

@@ -11,12 +11,21 @@ from dataclasses import dataclass, field
 from bough.errors import InvalidRequest
 
 MAX_LOGPROBS = 64
+MAX_BIASES = 1024  # these two travel with every call to a worker
+MAX_STOP_TOKENS = 1024
+MAX_STOPS = 64  # every piece of text is searched for each
+MAX_STOP_LENGTH = 1024
 MAX_SEED = 2**64 - 1
 
 
 def _require(condition: bool, name: str, value: object, would_do: str) -> None:
     if not condition:
         raise InvalidRequest(f"{name}: {value!r}; {would_do}")
+
+
+def _require_number(name: str, number: int, most: int) -> None:
+    if number > most:
+        raise InvalidRequest(f"{name}: {number} entries; at most {most} would do")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,8 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2 <= value <= 2, name, value, "a number in [-2, 2] would do")
+        for name, most in (("logit_bias", MAX_BIASES), ("stop_token_ids", MAX_STOP_TOKENS)):
+            _require_number(name, len(getattr(self, name)), most)
         for token, bias in self.logit_bias.items():
             _require(0 <= token < vocab_size, "logit_bias", token, f"a token id below {vocab_size} would do")
             _require(abs(bias) <= 1000, f"logit_bias[{token}]", bias, "a number in [-1000, 1000] would do")
@@ -91,8 +102,11 @@ class StopConditions:
     def validate(self) -> None:
         """Raises InvalidRequest naming the first field that is out of its range."""
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more would do")
+        _require_number("stop", len(self.stop), MAX_STOPS)
         for index, text in enumerate(self.stop):
             _require(text != "", f"stop[{index}]", text, "a text that is not empty would do")
+            if len(text) > MAX_STOP_LENGTH:
+                raise InvalidRequest(f"stop[{index}]: {len(text)} characters; at most {MAX_STOP_LENGTH} would do")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
+from bough.chat_template import ChatTemplate, Messages
 from bough.errors import InvalidRequest
 
 
@@ -61,58 +56,47 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles) -> None:
         self.files = files
         self._tokenizer = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
-        self._template: jinja2.Template | None = None
-        self._template_problem = "this model has no chat template"
-        if files.chat_template:
-            try:
-                self._template = _compile_template(files.chat_template)
-            except jinja2.TemplateError as exc:
-                self._template_problem = f"this model's chat template cannot be read: {exc}"
+        self._template = ChatTemplate(files.chat_template, files.bos_token, files.eos_token)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that one token stands for, at most."""
+        return max(map(len, self.files.vocabulary))
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with the special tokens that the tokenizer adds by itself."""
         return list(self._tokenizer.encode(text).ids)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Tokens of a conversation of (role, content), opened for the assistant's answer."""
-        if self._template is None:
-            raise InvalidRequest(f"chat: {self._template_problem}; `text` or `token_ids` would do")
-        try:
-            text = self._template.render(
-                messages=[{"role": role, "content": content} for role, content in messages],
-                add_generation_prompt=True,
-                bos_token=self.files.bos_token,
-                eos_token=self.files.eos_token,
+    def encode_more(self, text: str, before: str = "") -> list[int]:
+        """Tokens of a plain text that goes on: without what a tokenizer adds to a beginning.
+
+        Raises:
+            InvalidRequest: after the text `before` it would be other tokens.
+        """
+        tokens = self._plain(before + text)
+        known = self._plain(before)
+        if tokens[: len(known)] != known:
+            raise InvalidRequest(
+                f"continues: true, but the first token of what is new, {text[:20]!r}, would reach into what is held; "
+                "the full history, with continues false, would do"
             )
-        except (jinja2.TemplateError, TypeError) as exc:
-            raise InvalidRequest(f"chat: the model's chat template refuses these messages: {exc}") from exc
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return tokens[len(known) :]
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Tokens of a conversation of (role, content), opened for the assistant's answer."""
+        return self._plain(self._template.render(messages))
+
+    def encode_turn(self, messages: Messages) -> list[int]:
+        """Tokens that follow the text of an assistant's answer when the conversation goes on with these messages.
+
+        They begin with the token that ends an answer, where the template has one. Raises InvalidRequest where the
+        template cannot be continued.
+        """
+        return self.encode_more(self._template.render_turn(messages), before="x")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, special tokens left out; bytes that form no character become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, by which some templates mark the assistant's part for training: its body stands as is."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The nodes between the tag and its end."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile_template(source: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
-    return environment.from_string(source)
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -22,6 +22,7 @@ from bough.wire_trees import (
 )
 
 TOKENIZER_CHUNK_BYTES = 1024 * 1024
+MAX_NAME_LENGTH = 256  # characters of a session's or request's name, which is a key in more than one place
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -70,9 +71,13 @@ def context_to_wire(context: m.Context) -> common_pb2.Context:
 
 
 def context_from_wire(message: common_pb2.Context, vocab_size: int) -> m.Context:
-    """Raises InvalidRequest for a session without a name or a token outside the vocabulary."""
+    """Raises InvalidRequest for a session whose name is empty or too long, or a token outside the vocabulary."""
     if not message.session_id:
         raise InvalidRequest("context.session_id: '' names no session; any other text would do")
+    if len(message.session_id) > MAX_NAME_LENGTH:
+        raise InvalidRequest(
+            f"context.session_id: {len(message.session_id)} characters; at most {MAX_NAME_LENGTH} would do"
+        )
     require_tokens("context.tokens", message.tokens, vocab_size)
     return m.Context(
         message.session_id, message.context_start, message.prefix_hash, tuple(message.tokens), message.prompt_length

@@ -152,6 +152,7 @@ def event_to_wire(event: g.Event) -> pb.GenerateEvent:
                     speculation=pb.SpeculationMetrics(**asdict(event.speculation)),
                     timings=round_timings_to_wire(event.timings),
                     warnings=event.warnings,
+                    num_failovers=event.num_failovers,
                 )
             )
 
@@ -191,6 +192,7 @@ def event_from_wire(message: pb.GenerateEvent) -> g.Event:
         ),
         round_timings_from_wire(finished.timings),
         tuple(finished.warnings),
+        finished.num_failovers,
     )
 
 

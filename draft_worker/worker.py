@@ -19,6 +19,7 @@ from bough.model.device import choose_device
 from bough.model.kv import KVSlot
 from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
+from bough.records import WorkerLoad
 from draft_worker.engine import Engine, Request, settle
 from draft_worker.session import MAX_EXPANSIONS, DraftSession, Window
 from draft_worker.sources import load_draft, open_adapter
@@ -45,10 +46,10 @@ class DraftWorker:
         self._max_context = min(config.max_context, skeleton.max_positions)
         self._num_rows = self._max_context + MAX_EXPANSIONS
         self._shape = skeleton.kv_shape()
-        session_bytes = self._num_rows * self._shape.row_bytes
-        self._max_sessions = config.kv_memory // session_bytes
+        self._session_bytes = self._num_rows * self._shape.row_bytes
+        self._max_sessions = config.kv_memory // self._session_bytes
         if self._max_sessions < 1:
-            raise ConfigError(f"--kv-memory: {config.kv_memory} bytes hold no session; one takes {session_bytes}")
+            raise ConfigError(f"--kv-memory: {config.kv_memory} bytes hold no session; one takes {self._session_bytes}")
         self._engine = Engine(
             self._model, self.vocab_size, config.branch, self._max_sessions, config.ahead_steps, self._new_session
         )
@@ -81,6 +82,11 @@ class DraftWorker:
         """Ends the thread after the draft step that is being run; calls that have no tree yet fail."""
         self._inbox.put(None)
         self._thread.join()
+
+    def load(self) -> WorkerLoad:
+        """How busy it is, for the index."""
+        num_sessions = self._engine.num_sessions
+        return WorkerLoad(num_sessions, self._max_sessions * self._session_bytes, num_sessions * self._session_bytes)
 
     def info(self) -> WorkerInfo:
         """Model and limits."""

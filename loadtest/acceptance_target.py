@@ -21,7 +21,7 @@ from bough.model.kv import KVSlot
 from bough.model.loading import build_skeleton
 from bough.model.runner import ResidentModel
 from bough.prefix import prefix_hash
-from target_worker.engine import judge
+from target_worker.judge import judge
 
 REMEMBERED = 3000  # rows of logits: with verification `target` every tree is judged along one and the same text
 CPU = torch.device("cpu")

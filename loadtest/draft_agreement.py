@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from bough.commands.up import ensure_demonstration
-from bough.config import parse_layers
 from bough.demonstration import demonstration_folder
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
@@ -33,6 +32,7 @@ from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.tokenizer import Tokenizer
 from bough.tree import Tree
+from bough.values import parse_layers
 from draft_worker.sources import load_draft
 from loadtest.draft_step import timed
 from loadtest.prompts import load_prompts

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from bough.commands.up import ensure_demonstration
-from bough.config import parse_layers
 from bough.demonstration import demonstration_folder
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
@@ -32,6 +31,7 @@ from bough.model.lean import large_pages
 from bough.model.runner import ResidentModel
 from bough.model.threads import compute_with
 from bough.tree import Tree
+from bough.values import parse_layers
 from draft_worker.sources import load_draft
 
 CPU = torch.device("cpu")

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
-from bough.config import parse_bytes
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
@@ -33,6 +32,7 @@ from bough.model.memory import SHARE, free_host_bytes
 from bough.model.pack import pack
 from bough.placement import Tier
 from bough.tree import Tree
+from bough.values import parse_bytes
 from loadtest import gpu_parts
 from loadtest.gpu_model import Machine, layers_without_disk, repeated, streamed, write_random
 from target_worker.lanes import CudaLanes, InlineLanes, Lanes

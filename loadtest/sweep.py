@@ -36,10 +36,10 @@ from typing import Any
 from bough.client import Client
 from bough.commands.demo import UP_DEFAULTS
 from bough.commands.up import ensure_demonstration, settings_from
-from bough.config import parse_bytes
 from bough.demonstration import demonstration_folder
 from bough.generation import GenerateOptions, TextPrompt, Tokens
 from bough.launch import launched
+from bough.values import parse_bytes
 from loadtest.limits import can_limit, drop_cached, limited
 
 SIZES = (1, 64, 256)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -20,7 +20,8 @@ from bough.errors import BoughError, Unavailable
 from bough.generation import WorkerStatus
 from bough.messages import PROTOCOL_VERSION, WorkerInfo
 from bough.pairing import fetch_tokenizer
-from bough.registry import LEASE_SECONDS, Registry, WorkerRecord
+from bough.records import WorkerRecord
+from bough.registry import LEASE_SECONDS, Registry
 from bough.rpc import open_channel
 from bough.tokenizer import Tokenizer, TokenizerFiles, first_difference
 from orchestrator.workers import DraftClient, TargetClient
@@ -28,6 +29,7 @@ from orchestrator.workers import DraftClient, TargetClient
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+SWEEP_SECONDS = 5.0  # between two tidyings of the index
 FIRST_PAUSE_SECONDS = 1.0  # after a fault a worker is left alone for so long,
 LONGEST_PAUSE_SECONDS = 30.0  # then twice as long each time
 
@@ -57,7 +59,10 @@ class Known(Generic[AnyClient]):
         return not self.problem and time.monotonic() >= self.paused_until
 
     def report(self, is_fault: bool) -> None:
-        """A call went wrong, or went well."""
+        """A call went wrong, or went well. One that goes wrong while it is left alone had begun before: all the calls
+        that a worker's end has cut off are one fault, not many in a row."""
+        if is_fault and time.monotonic() < self.paused_until:
+            return
         self.num_faults = self.num_faults + 1 if is_fault else 0
         if is_fault:
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (self.num_faults - 1), LONGEST_PAUSE_SECONDS)
@@ -72,6 +77,7 @@ class Directory:
         self.index_problem = ""
         self._targets: dict[str, Known[TargetClient]] = {}
         self._drafts: dict[str, Known[DraftClient]] = {}
+        self._next_sweep = 0.0  # seconds on the monotonic clock
         self._meetings: dict[str, asyncio.Task[None]] = {}  # with workers that are new, by id
 
     @asynccontextmanager
@@ -98,10 +104,37 @@ class Directory:
             raise Unavailable(self._why_no_target())
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.num_running))
 
-    def draft(self, target: Known[TargetClient]) -> Known[DraftClient] | None:
-        """The least busy draft worker that speaks of the target's tokens, or None: then there are no trees."""
+    def successor(self, lost: Known[TargetClient], max_context: int, max_nodes: int) -> Known[TargetClient] | None:
+        """A target that gives the same text as one that has failed, or that one itself if it is usable again.
+
+        It has the same model, to the data type, and takes sessions and trees of these sizes.
+        """
+        usable = [
+            known
+            for known in self._targets.values()
+            if known.is_usable
+            and _same_model(known.info, lost.info)
+            and known.info.max_context >= max_context
+            and known.info.max_nodes >= max_nodes
+        ]
+        return min(usable, key=lambda known: (known is lost, known.num_running), default=None)
+
+    def draft(self, target: Known[TargetClient], preferred_id: str = "") -> Known[DraftClient] | None:
+        """A draft worker that speaks of the target's tokens, or None: then there are no trees.
+
+        The preferred one, which has the session's KV, if it is there, otherwise the least busy.
+        """
         usable = [known for known in self._drafts.values() if known.is_usable and _fit(known, target)]
-        return min(usable, key=lambda known: known.num_running, default=None)
+        return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.num_running), default=None)
+
+    def find(self, worker_id: str) -> Known[TargetClient] | Known[DraftClient] | None:
+        """A worker by its name, None for one that is not there."""
+        return self._targets.get(worker_id) or self._drafts.get(worker_id)
+
+    @property
+    def num_targets(self) -> int:
+        """Targets that could be chosen between now."""
+        return sum(known.is_usable for known in self._targets.values())
 
     @property
     def has_target(self) -> bool:
@@ -148,13 +181,25 @@ class Directory:
             self.index_problem = str(exc)
             return
         self.index_problem = ""
+        await self._sweep()
         for record in records:
             self._note(record)
         await self._forget_unlisted()
 
+    async def _sweep(self) -> None:
+        """Tidies the index every few seconds. Any orchestrator may, at any time."""
+        if time.monotonic() < self._next_sweep:
+            return
+        self._next_sweep = time.monotonic() + SWEEP_SECONDS
+        with suppress(Unavailable):  # the next poll will find out
+            await self.registry.sweep_expired()
+
     def _note(self, record: WorkerRecord) -> None:
         """A listed worker is there; a new one is met beside the polling, which it may not hold up."""
-        known = self._targets.get(record.worker_id) or self._drafts.get(record.worker_id)
+        known = self.find(record.worker_id)
+        for other in self._everyone():
+            if other is not known and other.record.address == record.address:
+                other.problem = f"{record.worker_id} is at its address now"
         if known is not None:
             known.last_listed = time.monotonic()
         elif record.worker_id not in self._meetings:
@@ -196,6 +241,12 @@ class Directory:
 def _fit(draft: Known[DraftClient] | Known[TargetClient], target: Known[TargetClient]) -> bool:
     """Whether a token means the same to both; a draft of which that is not so should have refused to start."""
     return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint
+
+
+def _same_model(one: WorkerInfo, other: WorkerInfo) -> bool:
+    """Whether two targets give the same text; a description names the data type too."""
+    names = ("model_fingerprint", "model_description", "tokenizer_fingerprint")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 async def _introduce(record: WorkerRecord, client: AnyClient) -> Known[AnyClient]:

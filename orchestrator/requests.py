@@ -4,45 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
 from bough import __version__
 from bough.acceptance import SchemeAcceptance
 from bough.calibration import DraftCalibration
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, InvalidRequest, NotFound, Unavailable
-from bough.generation import (
-    ChatPrompt,
-    Event,
-    GenerateOptions,
-    Loads,
-    ModelInfo,
-    Prompt,
-    ServerInfo,
-    Speculation,
-    Started,
-    TextPrompt,
-    TokenPrompt,
-    Tokens,
-)
-from bough.growth import BestFirst, Chains, Scheme, StaticShape, require_growth
+from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch
+from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started, Tokens
+from bough.growth import BestFirst
 from bough.messages import PROTOCOL_VERSION
-from bough.sampling import SamplingParams, StopConditions
-from bough.tokenizer import Tokenizer
-from bough.wire import require_tokens
 from orchestrator.acceptance import AcceptanceCounter
+from orchestrator.admission import Admission
+from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
+from orchestrator.failover import Failover
+from orchestrator.limits import require_names
+from orchestrator.opening import Opened, Opening
+from orchestrator.patience import Patience
 from orchestrator.planner import FixedPlanner
 from orchestrator.recorder import Recorder
 from orchestrator.round import Rounds
+from orchestrator.running import Running, Stream
+from orchestrator.seat import Seat
 from orchestrator.session import Session
-from orchestrator.text import TextStream
-from orchestrator.workers import TargetClient
+from orchestrator.workers import DraftClient, TargetClient
 
 logger = logging.getLogger(__name__)
 
@@ -50,53 +39,125 @@ logger = logging.getLogger(__name__)
 class Requests:
     """Everything that is being generated."""
 
-    def __init__(self, config: OrchestratorConfig, directory: Directory) -> None:
+    def __init__(self, config: OrchestratorConfig, directory: Directory, holder_id: str) -> None:
+        """`holder_id` names this orchestrator where it claims sessions."""
         self.directory = directory
+        self.admission = Admission(config.max_running, config.max_waiting)
+        self._queue_timeout = config.queue_timeout
+        self._claims = Claims(directory, holder_id)
         self._recorder = Recorder(directory.registry)
-        planner = FixedPlanner(BestFirst(config.budget, config.width, config.depth))
-        self._rounds = Rounds(config, directory, planner, self._recorder, AcceptanceCounter())
-        self._planner = planner
-        self._running: dict[str, Session] = {}
-        self._endings: set[asyncio.Task[None]] = set()
+        self._opening = Opening(config, directory, self._recorder, self._claims)
+        self._planner = FixedPlanner(BestFirst(config.budget, config.width, config.depth))
+        self._failover = Failover(config, directory, self._claims)
+        self._rounds = Rounds(config, directory, self._planner, self._failover, self._recorder, AcceptanceCounter())
+        self._running = Running()
+        self._endings: dict[str, asyncio.Task[None]] = {}  # by session
         self._num_total = 0
         self._num_tokens = 0
 
-    async def generate(self, prompt: Prompt, options: GenerateOptions) -> AsyncIterator[Event]:
-        """The events of one request.
+    async def generate(
+        self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
+    ) -> AsyncGenerator[Event]:
+        """The events of one request, which waits for its turn first. Closed half-way it frees all that it holds.
 
         Raises:
             InvalidRequest: naming the field.
-            Unavailable, Exhausted: the target does not answer, or has no room.
+            NotFound: the session that it continues.
+            Unavailable: no target answers, or this orchestrator takes its leave.
+            Exhausted: there are too many requests, or no target has room; with a delay.
+            StaleEpoch: another has gone on with the request or its session.
+            DeadlineExceeded: `timeout_seconds` are over.
         """
-        target, session = await self._admit(prompt, options)
-        self._running[session.request_id] = session
-        self._recorder.begin(session.session_id)
-        target.num_running += 1
-        rounds = self._rounds.run(session, target)
+        require_names(options)
+        options = replace(options, request_id=options.request_id or uuid.uuid4().hex)
+        patience = Patience.of(timeout_seconds, self._queue_timeout)
+        takes_over = options.resume is not None
+        with self._running.admitted(options.request_id, options.session_id, takes_over) as stream:
+            async with aclosing(patience.bound(self._placed(stream, prompt, options, patience))) as events:
+                async for event in events:
+                    yield event
+
+    async def _placed(
+        self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Patience
+    ) -> AsyncGenerator[Event]:
+        """The request, once it has its place."""
+        async with self.admission.place(patience):
+            opened = await self._opening.open(prompt, options)
+            opened.session.patience = patience
+            await self._ended(opened.session.session_id)
+            try:
+                async with aclosing(self._stream(stream, opened)) as events:
+                    async for event in events:
+                        yield event
+            except Exhausted as exc:  # a target's: how long places are held is known here
+                raise self.admission.exhausted(str(exc)) from exc
+            finally:
+                self._num_total += 1
+
+    async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
+        session = opened.session
+        with Seat(opened.target) as seat:
+            rounds = self._rounds.run(session, seat)
+            try:
+                num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
+                model_name = seat.target.info.model_name
+                yield Started(session.request_id, session.prompt_length, session.sampling.seed, model_name, num_seen)
+                if opened.unseen is not None:
+                    yield opened.unseen
+                while (tokens := await _next_or_end(rounds, session, stream)) is not None:
+                    self._num_tokens += len(tokens.token_ids)
+                    yield tokens
+                if session.finish_reason == "abort" and session.epoch:
+                    self._rounds.record(session, seat.target)
+                if self.directory.index_problem:
+                    session.warn(f"{self.directory.index_problem}; the session is not recorded")
+                elif session.keep:  # the next turn may be asked of another orchestrator
+                    await self._recorder.settled(session.session_id)
+                yield session.finished()
+            except StaleEpoch as exc:
+                stream.end(exc)
+                raise
+            finally:
+                await rounds.aclose()
+                self._planner.forget(session.session_id)
+                if not stream.is_superseded and session.epoch:
+                    self._end(session, seat.target)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """After the block, when no stream runs any more, cleans up what they have left, as far as anyone answers."""
         try:
-            yield Started(session.request_id, session.prompt_length, session.sampling.seed, target.info.model_name)
-            while (tokens := await _next_or_abort(rounds, session)) is not None:
-                self._num_tokens += len(tokens.token_ids)
-                yield tokens
-            if self.directory.index_problem:
-                session.warn(f"{self.directory.index_problem}; the session is not recorded")
-            yield session.finished()
-        except Unavailable:
-            target.report(is_fault=True)
-            raise
+            yield
         finally:
-            await rounds.aclose()  # type: ignore[attr-defined]
-            target.num_running -= 1
-            self._num_total += 1
-            del self._running[session.request_id]
-            self._end_in_background(session, target)
+            while self._endings:
+                await asyncio.wait({*self._endings.values()})
+            await self._recorder.close()
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once. Raises NotFound."""
-        session = self._running.get(request_id)
-        if session is None:
-            raise NotFound(f"request_id: {request_id!r} is not running")
-        session.aborted.set()
+        self._running.request(request_id).end()
+
+    async def close_session(self, session_id: str) -> None:
+        """Forgets a session, here and at its workers; a request that runs in it ends.
+
+        Raises:
+            NotFound: nobody knows it.
+            Unavailable: the index does not answer, and nothing is known here.
+        """
+        if not session_id:
+            raise InvalidRequest("session_id: empty; the session to close would do")
+        stream = self._running.in_session(session_id)
+        if stream is not None:
+            stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
+        await self._recorder.settled(session_id)
+        record = await self.directory.registry.load_session(session_id)
+        if record is None and stream is None:
+            raise NotFound(f"session_id: {session_id!r} is not known")
+        claim = await self._claims.begin(session_id)
+        self._recorder.drop(session_id, claim.epoch)
+        for worker_id in (record.target_id, record.draft_id) if record is not None else ():
+            await self._release(session_id, claim.epoch, self.directory.find(worker_id))
+        await self._recorder.settled(session_id)
 
     def model_info(self) -> ModelInfo:
         """The model that is served. Raises Unavailable."""
@@ -124,8 +185,19 @@ class Requests:
         )
 
     def loads(self) -> Loads:
-        """What is running now."""
-        return Loads(len(self._running), self._rounds.num_waiting, self._num_total, self._num_tokens)
+        """What is running now. A request that waits for a KV slot has a place, and waits all the same."""
+        admission = self.admission
+        num_waiting = admission.num_waiting + self._failover.num_waiting
+        return Loads(
+            len(self._running) - num_waiting,
+            num_waiting,
+            self._num_total,
+            self._num_tokens,
+            admission.max_running,
+            admission.max_waiting,
+            admission.wait_seconds,
+            admission.is_closed,
+        )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """What verification has come to, by scheme, depth and rank."""
@@ -135,142 +207,53 @@ class Requests:
         """What each draft worker's trees were expected to come to, and what they came to."""
         return self._rounds.calibrations.reports()
 
-    async def _admit(self, prompt: Prompt, options: GenerateOptions) -> tuple[Known[TargetClient], Session]:
-        """Checks everything about a request that can be checked before it runs."""
-        record = None
-        if options.session_id:
-            await self._recorder.settled(options.session_id)
-            with suppress(Unavailable):  # without the index the whole prompt is computed again
-                record = await self.directory.registry.load_session(options.session_id)
-        # From here to the return nothing is awaited: no other request can come in between.
-        if options.session_id and any(s.session_id == options.session_id for s in self._running.values()):
-            raise InvalidRequest(f"session_id: {options.session_id!r} has a request running; wait for its end")
-        target = self.directory.target(record.target_id if record else "")
-        if options.request_id in self._running:
-            raise InvalidRequest(f"request_id: {options.request_id!r} is already running; another would do")
-        tokens = _encode(prompt, target.tokens, target.info.vocab_size)
-        _require_room(tokens, target.info.max_context)
-        session = _session(tokens, options, target)
-        if record is not None:
-            common = _common_length(record.tokens, tokens)
-            is_same = record.target_id == target.record.worker_id
-            session.target_held = max(0, min(record.target_length, common)) if is_same else 0
-            session.draft_held = max(0, min(record.draft_length, common))
-            session.epoch = max(session.epoch, record.epoch + 1)
-        return target, session
-
-    def _end_in_background(self, session: Session, target: Known[TargetClient]) -> None:
+    def _end(self, session: Session, target: Known[TargetClient]) -> None:
         """A stream that ends, however it ends, does not wait for the cleaning up."""
-        self._planner.forget(session.session_id)
-        ending = self._recorder.end(session.session_id) if session.keep else self._release(session, target)
-        task = asyncio.create_task(ending)
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
+        if session.keep:
+            self._recorder.end(session.session_id)
+            return
+        task = asyncio.create_task(self._forget(session, target))
+        self._endings[session.session_id] = task
+        task.add_done_callback(lambda _: self._forget_ending(session.session_id, task))
 
-    async def _release(self, session: Session, target: Known[TargetClient]) -> None:
-        self._recorder.drop(session.session_id)
-        draft = self.directory.draft(target)
-        for client in (target.client, draft.client if draft else None):
-            if client is not None:
-                with suppress(BoughError):  # gone, or never held: nothing to free
-                    await client.release(session.session_id)
+    def _forget_ending(self, session_id: str, task: asyncio.Task[None]) -> None:
+        if self._endings.get(session_id) is task:  # a stream that resumed it may have ended since
+            del self._endings[session_id]
+
+    async def _ended(self, session_id: str) -> None:
+        """Waits until what an earlier stream of the session has left is cleaned up."""
+        if session_id in self._endings:
+            await asyncio.wait({self._endings[session_id]})
+
+    async def _forget(self, session: Session, target: Known[TargetClient]) -> None:
+        await self._recorder.settled(session.session_id)  # its request is still to be known
+        self._recorder.drop(session.session_id, session.epoch)
+        for worker in (target, self.directory.find(session.draft_id)):
+            await self._release(session.session_id, session.epoch, worker)
+
+    async def _release(
+        self, session_id: str, epoch: int, worker: Known[TargetClient] | Known[DraftClient] | None
+    ) -> None:
+        if worker is not None:
+            with suppress(BoughError):  # gone, never held, or somebody else's by now: nothing to free
+                await worker.client.release(session_id, epoch)
 
 
-async def _next_or_abort(rounds: AsyncIterator[Tokens], session: Session) -> Tokens | None:
-    """The next round's tokens; None at the end, which an abort brings about at once."""
+async def _next_or_end(rounds: AsyncIterator[Tokens], session: Session, stream: Stream) -> Tokens | None:
+    """The next round's tokens; None at the end, which an abort brings about at once. Raises what ends the stream."""
     round_task = asyncio.ensure_future(anext(rounds, None))
-    abort_task = asyncio.ensure_future(session.aborted.wait())
+    end_task = asyncio.ensure_future(stream.ended.wait())
     try:
-        await asyncio.wait((round_task, abort_task), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((round_task, end_task), return_when=asyncio.FIRST_COMPLETED)
+        if stream.error is not None:
+            raise stream.error
         if round_task.done():
             return round_task.result()
         session.finish_reason = "abort"
         return None
     finally:
-        abort_task.cancel()
+        end_task.cancel()
         if not round_task.done():
             round_task.cancel()
-            with suppress(asyncio.CancelledError, BoughError):
-                await round_task
-
-
-def _encode(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    match prompt:
-        case TextPrompt(text):
-            tokens = tokenizer.encode(text)
-        case ChatPrompt(messages):
-            if not messages:
-                raise InvalidRequest("chat.messages: empty; at least one message would do")
-            tokens = tokenizer.encode_chat([(message.role, message.content) for message in messages])
-        case TokenPrompt(token_ids):
-            require_tokens("token_ids.ids", token_ids, vocab_size)
-            tokens = list(token_ids)
-    if not tokens:
-        raise InvalidRequest("prompt: empty; at least one token would do")
-    return tokens
-
-
-def _require_room(tokens: list[int], max_context: int) -> None:
-    if len(tokens) >= max_context:
-        raise InvalidRequest(
-            f"prompt: {len(tokens)} tokens; the context holds {max_context}, of which at least one is for the output"
-        )
-
-
-def _session(tokens: list[int], options: GenerateOptions, target: Known[TargetClient]) -> Session:
-    own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
-    sampling = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=secrets.randbits(64) if options.seed is None else options.seed,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        logit_bias=options.logit_bias,
-        logprobs=options.logprobs,
-        stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
-    )
-    sampling.validate(target.info.vocab_size)
-    stops = StopConditions(options.max_tokens, options.stop)
-    stops.validate()
-    _require_sizes(options.speculation, target.info.max_nodes)
-    return Session(
-        request_id=options.request_id or uuid.uuid4().hex,
-        session_id=options.session_id or uuid.uuid4().hex,
-        keep=bool(options.session_id),
-        tokens=tokens,
-        prompt_length=len(tokens),
-        sampling=sampling,
-        stops=stops,
-        # Without chance all schemes keep the same tokens, and the target's own can have the likeliest guesses.
-        speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
-        text=TextStream(target.tokens.decode, options.stop),
-        max_context=target.info.max_context,
-        epoch=time.time_ns(),  # grows from one placement to the next without asking anyone
-    )
-
-
-def _require_sizes(speculation: Speculation, max_nodes: int) -> None:
-    for name in ("budget", "width", "depth"):
-        value = getattr(speculation, name)
-        if value is not None and not 1 <= value <= max_nodes:
-            raise InvalidRequest(f"speculation.{name}: {value}; 1 to {max_nodes} would do")
-    if speculation.lookup is not None and not 0 <= speculation.lookup <= max_nodes:
-        raise InvalidRequest(f"speculation.lookup: {speculation.lookup}; 0 to {max_nodes} would do")
-    if speculation.growth is not None:
-        require_growth("speculation.growth", speculation.growth, max_nodes)
-    if speculation.scheme is not Scheme.TARGET and not isinstance(speculation.growth, StaticShape | Chains):
-        raise InvalidRequest(
-            f"speculation.scheme: {speculation.scheme.value} verifies samples, and growing best first takes none; "
-            "growth by a shape or in chains would do"
-        )
-
-
-def _common_length(left: tuple[int, ...], right: list[int]) -> int:
-    """Length of the common prefix."""
-    for index, (mine, theirs) in enumerate(zip(left, right, strict=False)):
-        if mine != theirs:
-            return index
-    return min(len(left), len(right))
+        with suppress(asyncio.CancelledError, BoughError):
+            await round_task

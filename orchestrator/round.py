@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, Exhausted, InvalidRequest, InvalidTree
+from bough.errors import BoughError, InvalidRequest, InvalidTree
 from bough.generation import Tokens
 from bough.growth import Scheme, TreePlan
 from bough.merge import merged
 from bough.messages import RoundTimings, VerifyResult
 from bough.ngram import Limits
-from bough.registry import SessionRecord
 from bough.tree import Tree
 from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.calibration import Calibrations
 from orchestrator.directory import Directory, Known
+from orchestrator.failover import Failover
 from orchestrator.lookup import Acceptance, Lookup, assumed_probability
 from orchestrator.planner import Planner, RoundOutcome
 from orchestrator.recorder import Recorder
+from orchestrator.seat import Seat
 from orchestrator.session import Session
+from orchestrator.transcripts import request_record, session_record
 from orchestrator.workers import TargetClient, Timed
 
 logger = logging.getLogger(__name__)
 
 NOTHING = Timed(0, 0)
-SLOT_RETRY_SECONDS = 0.25
 
 
 @dataclass(slots=True)
@@ -39,39 +39,45 @@ class Rounds:
     config: OrchestratorConfig
     directory: Directory
     planner: Planner
+    failover: Failover
     recorder: Recorder
     acceptance: AcceptanceCounter
-    num_waiting: int = 0  # sessions that wait for a KV slot
     calibrations: Calibrations = field(default_factory=Calibrations)
     lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # of all sessions
 
-    async def run(self, session: Session, target: Known[TargetClient]) -> AsyncIterator[Tokens]:
+    async def run(self, session: Session, seat: Seat) -> AsyncGenerator[Tokens]:
         """Rounds of a session until it is finished. A draft's fault costs a round its guesses, and nothing else.
 
-        Below the draft worker's tree in the ladder is what the session's own text suggests; below that a root alone.
+        Below the draft worker's tree in the ladder is what the session's own text suggests; below that a root alone. A
+        target's fault costs the time that it takes to go on, perhaps at another target's seat.
 
         Raises:
-            Unavailable: the target does not answer.
+            Unavailable: no target could be used for too long.
             Exhausted: no KV slot became free in time.
+            StaleEpoch: another orchestrator has the session.
         """
         lookup = Lookup(self.lookups)
         while not session.is_finished:
             began_ns = time.perf_counter_ns()
             plan = self.planner.plan(session.session_id, session.num_left, session.speculation)
-            plan = plan.within(target.info.max_nodes)
-            drafted, drafting, draft_id = await self._grow(session, target, plan)
+            plan = plan.within(seat.target.info.max_nodes)
+            drafted, drafting = await self._grow(session, seat.target, plan)
             guesses = lookup.grow(session.tokens, drafted, self._lookup_limits(session, plan))
             tree = merged(drafted, guesses.tree, plan.growth.budget) if guesses.kinds else drafted
-            result, verifying = await self._verify(session, target, tree, plan.scheme)
-            target.report(is_fault=False)
+            result, verifying = await self.failover.verify(session, seat, tree, plan.scheme)
             timings = _timings(began_ns, drafting, result, verifying)
             lookup.observe(guesses, result.verdict.tokens_of(tree))
-            self.calibrations.observe(draft_id, plan, drafted, result.verdict.tokens_of(tree))
+            self.calibrations.observe(session.draft_id, plan, drafted, result.verdict.tokens_of(tree))
             tokens = session.commit(tree, drafted, result, timings)
             self.planner.observe(session.session_id, _outcome(plan, tokens, result))
             self.acceptance.observe(plan.scheme, tree, result.verdict.accepted_nodes)
-            self.recorder.record(_record(session, target.record.worker_id, draft_id))
+            self.record(session, seat.target)
             yield tokens
+
+    def record(self, session: Session, target: Known[TargetClient]) -> None:
+        """The index hears of it, in time."""
+        known = (session_record(session, target.record.worker_id), request_record(session))
+        self.recorder.record(*known, target.info.model_fingerprint)
 
     def _lookup_limits(self, session: Session, plan: TreePlan) -> Limits:
         """A sample must stay one; and the tree is no deeper than was asked for, and than tokens are left to guess."""
@@ -80,20 +86,21 @@ class Rounds:
         depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
         return Limits(min(wanted, room), depth, session.sampling.stop_token_ids)
 
-    async def _grow(self, session: Session, target: Known[TargetClient], plan: TreePlan) -> tuple[Tree, Timed, str]:
+    async def _grow(self, session: Session, target: Known[TargetClient], plan: TreePlan) -> tuple[Tree, Timed]:
         """A draft worker's tree, or its root alone where none is wanted or none can be had."""
         root = Tree.root(session.tokens[-1])
         if plan.growth.budget == 1 or self.config.draft == "none":
-            return root, NOTHING, ""
-        draft = self.directory.draft(target)
+            return root, NOTHING
+        draft = self.directory.draft(target, session.draft_id)
         if draft is None:
             session.num_degraded_rounds += 1
             session.warn("no draft worker could be used: some rounds went without")
-            return root, NOTHING, ""
+            return root, NOTHING
+        session.seat_draft(draft.record.worker_id)
         plan = plan.within(draft.info.max_nodes)
         draft.num_running += 1
         try:
-            result, timed = await draft.client.grow(session, plan, self.config.draft_timeout)
+            result, timed = await draft.client.grow(session, plan, session.patience.within(self.config.draft_timeout))
             _require_fit(result.tree, session.tokens[-1], target.info.vocab_size, plan)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)
@@ -102,29 +109,12 @@ class Rounds:
             session.draft_held = 0
             session.num_degraded_rounds += 1
             session.warn(f"a draft worker failed ({exc}): some rounds went without")
-            return root, NOTHING, ""
+            return root, NOTHING
         finally:
             draft.num_running -= 1
         draft.report(is_fault=False)
         session.draft_held = result.held_length
-        return result.tree, timed, draft.record.worker_id
-
-    async def _verify(
-        self, session: Session, target: Known[TargetClient], tree: Tree, scheme: Scheme
-    ) -> tuple[VerifyResult, Timed]:
-        """The verdict; waits for a KV slot as long as the configuration allows."""
-        deadline = time.monotonic() + self.config.queue_timeout
-        while True:
-            try:
-                return await target.client.verify(session, tree, scheme, self.config.target_timeout)
-            except Exhausted:
-                if time.monotonic() > deadline:
-                    raise
-            self.num_waiting += 1
-            try:
-                await asyncio.sleep(SLOT_RETRY_SECONDS)
-            finally:
-                self.num_waiting -= 1
+        return result.tree, timed
 
 
 def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -> None:
@@ -153,15 +143,3 @@ def _timings(began_ns: int, drafting: Timed, result: VerifyResult, verifying: Ti
 def _outcome(plan: TreePlan, tokens: Tokens, result: VerifyResult) -> RoundOutcome:
     accepted = len(result.verdict.accepted_nodes)
     return RoundOutcome(plan, tokens.num_nodes, tokens.tree_depth, accepted, tokens.timings)
-
-
-def _record(session: Session, target_id: str, draft_id: str) -> SessionRecord:
-    return SessionRecord(
-        session.session_id,
-        target_id,
-        draft_id,
-        session.epoch,
-        session.target_held,
-        session.draft_held,
-        tuple(session.tokens),
-    )

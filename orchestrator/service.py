@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -24,13 +25,19 @@ class GenerationService:
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         """Streams the events of one request."""
         prompt, options = wire.request_from_wire(request)
-        async for event in self._requests.generate(prompt, options):
-            yield wire.event_to_wire(event)
+        async with aclosing(self._requests.generate(prompt, options, context.time_remaining())) as events:
+            async for event in events:
+                yield wire.event_to_wire(event)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         """Ends a request."""
         self._requests.abort(request.request_id)
         return pb.AbortReply()
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
+        """Forgets a session."""
+        await self._requests.close_session(request.session_id)
+        return pb.CloseSessionReply()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
         """The model that is served."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bough.generation import Finished, Speculation, SpeculationMetrics, Tokens, Usage
 from bough.messages import RoundTimings, VerifyResult
 from bough.sampling import SamplingParams, StopConditions
 from bough.tree import Tree
+from orchestrator.patience import Patience
 from orchestrator.text import TextStream
 
 
@@ -27,14 +28,18 @@ class Session:
     speculation: Speculation
     text: TextStream
     max_context: int
-    epoch: int
+    epoch: int = 0
+    patience: Patience = field(default_factory=Patience)
     round: int = 0
     target_held: int = 0  # tokens that the target is believed to hold
     draft_held: int = 0
-    cached_tokens: int | None = None  # prompt tokens that the target held before the first round
+    draft_id: str = ""  # worker that was asked last
+    born_us: int = 0  # microseconds on the clock of epochs: when the session's first request began
+    num_replayed: int = 0  # output tokens from before the request was resumed
+    num_failovers: int = 0
+    cached_tokens: int | None = None  # prompt tokens that were not computed in the first round
     finish_reason: str = ""
     stop_reason: str = ""
-    aborted: asyncio.Event = field(default_factory=asyncio.Event)
     timings: RoundTimings = field(default_factory=RoundTimings)
     num_draft_tokens: int = 0
     num_degraded_rounds: int = 0
@@ -52,6 +57,11 @@ class Session:
         return min(self.stops.max_tokens - self.num_generated, self.max_context - len(self.tokens))
 
     @property
+    def max_length(self) -> int:
+        """Tokens that the request may come to, its prompt included."""
+        return min(self.prompt_length + self.stops.max_tokens, self.max_context)
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason != ""
 
@@ -59,6 +69,28 @@ class Session:
         """Notes something that changed the speed and not the output; once each."""
         if text not in self.warnings:
             self.warnings.append(text)
+
+    def seat_draft(self, draft_id: str) -> None:
+        """A draft worker is asked; what another one holds is of no use to it."""
+        if draft_id != self.draft_id:
+            self.draft_id, self.draft_held = draft_id, 0
+
+    def replay(self, output: Sequence[int], num_seen: int) -> Tokens | None:
+        """Takes over what was generated before a stream broke; what of it was not seen is to be sent, None for nothing.
+
+        Texts come out as they did the first time: what is held back depends on the tokens alone. Tokens after the end
+        of the output are left out.
+        """
+        texts = []
+        for token in output:
+            if self.is_finished:
+                break
+            texts.append(self._append(token))
+        self.num_replayed = len(texts)
+        unseen = tuple(output[num_seen : self.num_replayed])
+        if not unseen:
+            return None
+        return Tokens(unseen, (False,) * len(unseen), tuple(texts[num_seen:]), (), 0, 0, RoundTimings())
 
     def commit(self, tree: Tree, drafted: Tree, result: VerifyResult, timings: RoundTimings) -> Tokens:
         """Takes over a verdict: as much of it as comes before the end of the output.
@@ -77,6 +109,8 @@ class Session:
         num_lookup = max(0, min(len(accepted), len(committed)) - len(drafted.along(accepted)))
         self.num_lookup_tokens += num_lookup
         self.target_held = min(result.held_length, len(self.tokens) - 1)
+        if self.cached_tokens is None:
+            self.cached_tokens = min(result.cached_length, self.prompt_length)
         self.round += 1
         return Tokens(
             tuple(committed),
@@ -121,11 +155,12 @@ class Session:
                 num_rounds,
                 self.num_draft_tokens,
                 num_accepted,
-                self.num_generated / num_rounds if num_rounds else 0.0,
+                (self.num_generated - self.num_replayed) / num_rounds if num_rounds else 0.0,
                 histogram,
                 self.num_degraded_rounds,
                 self.num_lookup_tokens,
             ),
             self.timings,
             tuple(self.warnings),
+            self.num_failovers,
         )

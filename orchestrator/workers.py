@@ -50,9 +50,9 @@ class WorkerClient:
         request = common_pb2.GetServerInfoRequest()
         return wire.info_from_wire(await self._errors(self._stub.GetServerInfo(request, timeout=INFO_TIMEOUT_SECONDS)))
 
-    async def release(self, session_id: str) -> None:
-        """Lets the worker forget a session."""
-        request = common_pb2.ReleaseRequest(session_id=session_id)
+    async def release(self, session_id: str, epoch: int) -> None:
+        """Lets the worker forget a session, unless it has been placed anew since this epoch. 0 does not care."""
+        request = common_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)
         await self._errors(self._stub.Release(request, timeout=RELEASE_TIMEOUT_SECONDS))
 
     async def _errors(self, call: Awaitable[Reply]) -> Reply:
@@ -77,7 +77,9 @@ class DraftClient(WorkerClient):
         """A tree for the session's next round, and how long the call took."""
 
         async def call(context: Context) -> GrowResult:
-            grow = GrowCall(context, session.tokens[-1], session.sampling, session.round, plan)
+            # Every round stands on another token: no two of a session, nor of its turns, have random numbers in common.
+            round_ = context.base_length
+            grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan)
             request = wire.grow_call_to_wire(grow)
             return wire.grow_result_from_wire(await self._errors(self._stub.Grow(request, timeout=timeout_seconds)))
 
@@ -96,13 +98,11 @@ class TargetClient(WorkerClient):
         """The verdict on a tree, and how long the call took."""
 
         async def call(context: Context) -> VerifyResult:
-            request = wire.verify_call_to_wire(
-                VerifyCall(context, session.epoch, session.round, tree, session.sampling, scheme)
+            verify = VerifyCall(
+                context, session.epoch, session.round, tree, session.sampling, scheme, session.max_length
             )
-            reply = await self._errors(self._stub.Verify(request, timeout=timeout_seconds))
-            if session.cached_tokens is None:
-                session.cached_tokens = min(context.context_start, session.prompt_length)
-            return wire.verify_result_from_wire(reply)
+            request = wire.verify_call_to_wire(verify)
+            return wire.verify_result_from_wire(await self._errors(self._stub.Verify(request, timeout=timeout_seconds)))
 
         return await _with_context(session, session.target_held, call)
 
@@ -110,12 +110,18 @@ class TargetClient(WorkerClient):
 async def _with_context(
     session: Session, held: int, call: Callable[[Context], Awaitable[Result]]
 ) -> tuple[Result, Timed]:
-    """Sends what the worker is believed to lack; where the belief was wrong, once more from what it really holds."""
+    """Sends what the worker is believed to lack; where the belief was wrong, again from what it really holds.
+
+    Should that be gone too a moment later, everything is sent.
+    """
     began_ns = time.perf_counter_ns()
     try:
         result = await call(_context(session, held))
     except PrefixMissing as exc:
-        result = await call(_context(session, _common(session.tokens, exc)))
+        try:
+            result = await call(_context(session, _common(session.tokens, exc)))
+        except PrefixMissing:
+            result = await call(_context(session, 0))
     total_ns = time.perf_counter_ns() - began_ns
     return result, Timed(max(0, total_ns - result.timings.total_ns), total_ns)
 

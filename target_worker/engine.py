@@ -11,21 +11,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from bough.errors import BoughError, InvalidRequest, PrefixMissing, StaleEpoch
-from bough.messages import Timings, Verdict, VerifyCall, VerifyResult
-from bough.model.batch import Batch, Segment
-from bough.model.draw import Row, adjusted, draw, draw_by, position_logprobs
-from bough.prefix import prefix_hash
-from target_worker.slots import HeldSession, SlotPool
+from bough.errors import BoughError, StaleEpoch
+from bough.futures import Unanswered, settle
+from bough.messages import VerifyCall, VerifyResult
+from bough.model.batch import Batch
+from bough.model.memory import Limits
+from target_worker.batching import Part
+from target_worker.calls import Calls
+from target_worker.gathering import Gathering
+from target_worker.job import Job
+from target_worker.judge import judge
+from target_worker.pace import Pace
+from target_worker.sharing import choose_shared
+from target_worker.slots import SlotPool
 from target_worker.sweep import SweepFigures
-from target_worker.verify import draws_at, law_given, walk
 
 logger = logging.getLogger(__name__)
+
+NANO = 1e-9
 
 
 class SweepModel(Protocol):
@@ -39,31 +46,6 @@ class SweepModel(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """A call on its way through one or more sweeps."""
-
-    call: VerifyCall
-    session: HeldSession
-    futures: list[Future[VerifyResult]]
-    arrived_ns: int
-    num_prefilled: int = 0  # context tokens whose KV is there
-    timings: Timings = field(default_factory=Timings)
-
-    @property
-    def num_left(self) -> int:
-        """Context tokens still to be prefilled."""
-        return len(self.call.context.tokens) - self.num_prefilled
-
-
-class Part(NamedTuple):
-    """What of a job goes into one sweep."""
-
-    job: Job
-    num_context: int
-    has_tree: bool
-
-
 class Engine:
     """Verifies trees of many sessions, one sweep at a time."""
 
@@ -71,18 +53,25 @@ class Engine:
         self,
         model: SweepModel,
         pool: SlotPool,
-        max_sweep_tokens: int,
-        max_context: int,
+        limits: Limits,
+        max_waiting: int,
+        patience: float = 0.0,
         observe: Callable[[int, SweepFigures], None] = lambda *_: None,
     ) -> None:
-        """`observe` hears of every sweep, on the sweep thread: its tokens, and where its time went."""
+        """At most `max_waiting` calls at once; for `patience` see `Gathering`.
+
+        `observe` hears of every sweep, on the sweep thread: its tokens, and where its time went.
+        """
         self.pool = pool
+        self.num_running = 0  # calls that have a part in the sweep that is under way
         self._observe = observe
         self._model = model
-        self._max_sweep_tokens = max_sweep_tokens
-        self._max_context = max_context
+        self._max_sweep_tokens = limits.max_sweep_tokens
+        self._calls = Calls(pool, limits)
+        self._unanswered = Unanswered(max_waiting)
+        self._pace = Pace(model.rows)
+        self._gathering = Gathering(patience)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._jobs: dict[str, Job] = {}  # by session, in order of arrival
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
 
     def start(self, prepare: Callable[[], None] = lambda: None) -> None:
@@ -91,200 +80,140 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the sweep that is under way; calls that still wait are not answered."""
+        """Ends the thread after the sweep that is under way; calls that still wait are Unavailable."""
         self._inbox.put(None)
         self._thread.join()
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls without an answer that have no part in a sweep."""
+        return max(0, len(self._unanswered) - self.num_running)
+
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
-        """Queues a call; any thread may call this. The future raises what `bough.errors` names."""
-        future: Future[VerifyResult] = _uncancellable()
+        """Queues a call; any thread may call this. The future raises what `bough.errors` names.
+
+        Cancelled, the call leaves before the next sweep, if nobody else waits for its answer.
+        """
+        future: Future[VerifyResult] = Future()
         arrived_ns = time.perf_counter_ns()
-        self._inbox.put(lambda: self._settle_errors(future, lambda: self._admit(call, future, arrived_ns)))
+        try:
+            self._unanswered.add(future)
+        except BoughError as exc:
+            settle(future, exc)
+            return future
+        self._post(future, lambda: self._admit(call, future, arrived_ns))
         return future
 
-    def release(self, session_id: str) -> Future[None]:
-        """Forgets a session, after the sweep that is under way."""
-        future: Future[None] = _uncancellable()
+    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
+        """Forgets a session, after the sweep that is under way.
+
+        With an `epoch`, only if no newer one has begun: the future raises StaleEpoch then.
+        """
+        future: Future[None] = Future()
 
         def run() -> None:
-            self._drop(session_id, StaleEpoch(f"session_id: {session_id!r} was released"))
+            session = self.pool.get(session_id)
+            if epoch and session is not None:
+                session.require_epoch(epoch)
+            self._calls.drop(session_id, StaleEpoch(f"session_id: {session_id!r} was released"))
+            self._gathering.left(session_id)
             self.pool.release(session_id)
-            future.set_result(None)
+            settle(future, None)
 
-        self._inbox.put(lambda: self._settle_errors(future, run))
+        self._post(future, run)
         return future
+
+    def drain(self) -> Future[None]:
+        """Refuses new sessions from now on; done when no call is without an answer."""
+        self._calls.is_draining = True
+        return self._unanswered.none_left()
+
+    def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
+        """Has the sweep thread do something; what goes wrong is told to whoever waits on the future."""
+
+        def run() -> None:
+            try:
+                act()
+            except Exception as exc:
+                settle(future, exc)
+
+        self._inbox.put(run)
 
     # Below here everything runs on the sweep thread.
 
     def _run(self) -> None:
         while self._take_mail():
-            parts = self._choose()
-            began_ns = time.perf_counter_ns()
-            try:
-                batch = Batch(self._segments(parts), self._model.rows, self._model.device)
-                logits, figures = self._model.sweep(batch)
-                self._observe(batch.num_tokens, figures)
-                self._finish(parts, logits, figures, began_ns)
-            except Exception as exc:  # the thread outlives whatever a sweep can do; its callers are told
-                logger.exception("a sweep failed")
-                for part in parts:
-                    self._drop(part.job.call.context.session_id, exc)
+            self._calls.drop_unwanted()
+            self._calls.borrow()
+            if parts := self._choose():
+                self._sweep(parts)
+        self._calls.close()
 
     def _take_mail(self) -> bool:
         """Acts on all mail, waiting for some while there is nothing to sweep; False once told to stop."""
-        while not self._jobs or not self._inbox.empty():
-            mail = self._inbox.get()
+        self._calls.drop_unwanted()  # whose slots those that come may need
+        while True:
+            seconds = self._gathering.seconds(time.perf_counter()) if self._calls else None
+            try:
+                mail = self._inbox.get(timeout=seconds)
+            except queue.Empty:
+                return True
             if mail is None:
                 return False
             mail()
-        return True
-
-    @staticmethod
-    def _settle_errors(future: Future[VerifyResult] | Future[None], act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as exc:  # handed to whoever waits on the future
-            future.set_exception(exc)
 
     def _admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
-        context = call.context
-        if context.base_length + 1 > self._max_context:
-            raise InvalidRequest(
-                f"context: {context.base_length + 1} tokens; at most {self._max_context} fit a session"
-            )
-        running = self._jobs.get(context.session_id)
-        if running is not None and self._joined(running, call, future):
+        if future.cancelled():
             return
-        if context.context_start and self.pool.get(context.session_id) is None:
-            raise PrefixMissing(
-                f"context.context_start: {context.context_start} tokens were taken to be held, but the session is not "
-                "known here; send its tokens from the beginning",
-                held_hash=prefix_hash(()),
-            )
-        session = self.pool.lease(context.session_id, call.epoch)
-        if session.last_result is not None and call.round == session.last_round:
-            future.set_result(session.last_result)
-            return
-        session.slot.stand_on(context.context_start, context.prefix_hash)
-        session.is_busy = True
-        self._jobs[context.session_id] = Job(call, session, [future], arrived_ns)
+        self._gathering.arrived(call.context.session_id, arrived_ns * NANO)
+        self._calls.admit(call, future, arrived_ns)
 
-    def _joined(self, running: Job, call: VerifyCall, future: Future[VerifyResult]) -> bool:
-        """Whether a call waits for the answer of the one in flight; a newer epoch puts an end to that one instead."""
-        if (call.epoch, call.round) == (running.call.epoch, running.call.round):
-            running.futures.append(future)
-            return True
-        if call.epoch <= running.call.epoch:
-            raise StaleEpoch(
-                f"round: {call.round} of epoch {call.epoch}, but round {running.call.round} of epoch "
-                f"{running.call.epoch} of this session is in flight"
-            )
-        self._drop(call.context.session_id, StaleEpoch(f"epoch: {call.epoch} of this session has begun"))
-        return False
-
-    def _drop(self, session_id: str, error: Exception) -> None:
-        job = self._jobs.pop(session_id, None)
-        if job is not None:
-            job.session.is_busy = False
-            for future in job.futures:
-                future.set_exception(error)
-
-    def _choose(self) -> list[Part]:
-        """As much of each job as fits the sweep, first come first served; a tree goes whole or waits."""
-        room, parts = self._max_sweep_tokens, []
-        for job in self._jobs.values():
-            num_context = min(job.num_left, room)
-            room -= num_context
-            has_tree = num_context == job.num_left and len(job.call.tree) <= room
-            room -= len(job.call.tree) if has_tree else 0
-            if num_context or has_tree:
-                parts.append(Part(job, num_context, has_tree))
+    def _choose(self) -> list[Part[Job]]:
+        jobs = [*self._calls]
+        parts = choose_shared(jobs, self._max_sweep_tokens, self._model.rows, self._pace.seconds)
+        for job in jobs:
+            job.num_passed_over += 1
         return parts
 
-    @staticmethod
-    def _segments(parts: Sequence[Part]) -> list[Segment]:
-        segments = []
-        for job, num_context, has_tree in parts:
-            context, slot = job.call.context, job.session.slot
-            tokens = context.tokens[job.num_prefilled : job.num_prefilled + num_context]
-            segments.append(Segment.context(slot, context.context_start + job.num_prefilled, tokens))
-            if has_tree:
-                segments.append(Segment.tree(slot, context.base_length, job.call.tree))
-        return segments
+    def _sweep(self, parts: Sequence[Part[Job]]) -> None:
+        began_ns = time.perf_counter_ns()
+        self.num_running = len(parts)
+        try:
+            segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
+            batch = Batch(segments, self._model.rows, self._model.device)
+            logits, figures = self._model.sweep(batch)
+            self._pace.observe(batch.num_tokens, figures)
+            self._gathering.swept(figures.total_ns * NANO)
+            self._observe(batch.num_tokens, figures)
+            self._finish(parts, logits, figures, began_ns)
+        except Exception as exc:  # the thread outlives whatever a sweep can do; its callers are told
+            logger.exception("a sweep failed")
+            for part in parts:
+                self._calls.drop(part.job.call.context.session_id, exc)
+        finally:
+            self.num_running = 0
 
-    def _finish(self, parts: Sequence[Part], logits: torch.Tensor, figures: SweepFigures, began_ns: int) -> None:
+    def _finish(self, parts: Sequence[Part[Job]], logits: torch.Tensor, figures: SweepFigures, began_ns: int) -> None:
         first_row = 0
         for job, num_context, has_tree in parts:
-            context, slot = job.call.context, job.session.slot
-            begin = job.num_prefilled
-            slot.compact(range(slot.length, slot.length + num_context), context.tokens[begin : begin + num_context])
-            job.num_prefilled += num_context
-            job.timings = _add_sweep(job, figures, began_ns)
+            begin = job.num_held
+            rows = range(begin, begin + num_context)
+            self.pool.commit(job.session, rows, job.text.tokens[begin : begin + num_context])
+            job.swept(num_context, figures, began_ns)
             if has_tree:
-                rows = logits[first_row : first_row + len(job.call.tree)]
-                first_row += len(job.call.tree)
+                own = logits[first_row : first_row + job.num_nodes]
+                first_row += job.num_nodes
                 try:
-                    self._answer(job, rows)
+                    self._answer(job, own)
                 except BoughError as exc:
-                    self._drop(context.session_id, exc)
+                    self._calls.drop(job.call.context.session_id, exc)
         self.pool.check_integrity()
 
     def _answer(self, job: Job, logits: torch.Tensor) -> None:
-        call, session = job.call, job.session
-        verdict = judge(call, [*session.slot.tokens], lambda path: logits[path[-1]].double().numpy())
+        tree, base = job.call.tree, len(job.text.tokens)
+        verdict = judge(job.call, job.text.tokens, lambda path: logits[path[-1]].double().numpy())
         path = (0, *verdict.accepted_nodes)
-        base = call.context.base_length
-        session.slot.compact([base + node for node in path], [int(call.tree.tokens[node]) for node in path])
-        timings = replace(job.timings, total_ns=time.perf_counter_ns() - job.arrived_ns)
-        result = VerifyResult(verdict, session.slot.length, timings)
-        session.last_round, session.last_result = call.round, result
-        session.is_busy = False
-        del self._jobs[call.context.session_id]
-        for future in job.futures:
-            future.set_result(result)
-
-
-def judge(call: VerifyCall, held: Sequence[int], logits_after: Callable[[Sequence[int]], Row]) -> Verdict:
-    """The verdict on a tree; `held` are the tokens before the root.
-
-    `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes; few are ever asked for.
-    """
-    tree, params, base = call.tree, call.sampling, call.context.base_length
-    logprobs = []
-
-    def next_token(path: Sequence[int]) -> int:
-        raw = logits_after(path)
-        history = [*held, *(int(tree.tokens[node]) for node in path)] if params.has_penalties else ()
-        row, position = adjusted(raw, params, history, call.context.prompt_length), base + len(path)
-        draws = [*draws_at(tree, path[-1], call.scheme, len(row))]
-        if draws:
-            token = draw_by(lambda target_probs: law_given(target_probs, draws), row, params, position)
-        else:
-            token = draw(row, params, position)
-        if params.logprobs is not None:
-            logprobs.append(position_logprobs(raw, token, params.logprobs))
-        return token
-
-    return walk(tree, next_token)._replace(logprobs=tuple(logprobs))
-
-
-def _uncancellable() -> Future[Any]:
-    """A future whose caller may leave without the sweep thread stumbling over it."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-def _add_sweep(job: Job, figures: SweepFigures, began_ns: int) -> Timings:
-    before = job.timings
-    is_first = before.num_passes == 0
-    return replace(
-        before,
-        queue_ns=began_ns - job.arrived_ns if is_first else before.queue_ns,
-        wait_ns=before.wait_ns + figures.wait_ns,
-        compute_ns=before.compute_ns + figures.total_ns - figures.wait_ns,
-        link_ns=before.link_ns + figures.link_ns,
-        link_bytes=before.link_bytes + figures.link_bytes,
-        link_ideal_ns=before.link_ideal_ns + figures.link_ideal_ns,
-        num_passes=before.num_passes + 1,
-    )
+        self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
+        self.pool.count(len(job.call.context.tokens), job.num_computed)
+        self._gathering.answered(job.session.session_id, time.perf_counter())
+        self._calls.answer(job, job.result(verdict))

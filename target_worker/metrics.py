@@ -2,26 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from threading import Thread
+from typing import NamedTuple
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from bough.errors import ConfigError
+from target_worker.held import SlotState
+from target_worker.slots import PoolFigures
 from target_worker.sweep import SweepFigures
 
 NANO = 1e-9
+NUM_RECENT = 32  # sweeps
+
+
+class Load(NamedTuple):
+    """What a target is busy with at a moment."""
+
+    pool: PoolFigures
+    num_running: int  # calls that have a part in the sweep that is under way
+    num_waiting: int  # other calls without an answer
+
+
+class LoadCollector(Collector):
+    """Slots and calls, under vLLM's names where it has one."""
+
+    def __init__(self, model_name: str, load: Callable[[], Load]) -> None:
+        self._model_name, self._load = model_name, load
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them, as they are now."""
+        pool, num_running, num_waiting = self._load()
+        yield self._gauge("vllm:num_requests_running", "Calls in the sweep under way", num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Calls that wait for a sweep", num_waiting)
+        usage = pool.held_bytes / pool.num_bytes
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV memory that cannot be taken from a session", usage)
+        sent, hits = pool.num_sent, pool.num_sent - pool.num_computed
+        yield self._counter("vllm:prefix_cache_queries", "Tokens of contexts that were sent", sent)
+        yield self._counter("vllm:prefix_cache_hits", "Of these, tokens that were not computed", hits)
+        yield self._gauge("bough_kv_bytes", "Memory for keys and values", pool.num_bytes)
+        yield self._gauge("bough_kv_cached_tokens", "Tokens whose keys and values are kept", pool.num_tokens)
+        yield self._counter("bough_kv_evictions", "Idle slots that gave way to others", pool.num_evictions)
+        yield self._by_state("bough_kv_slots", "Slots by state", pool.num_held, pool.num_idle)
+        yield self._by_state("bough_kv_used_bytes", "Memory of slots by state", pool.held_bytes, pool.idle_bytes)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        metric = GaugeMetricFamily(name, text, labels=["model_name"])
+        metric.add_metric([self._model_name], value)
+        return metric
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        metric = CounterMetricFamily(name, text, labels=["model_name"])
+        metric.add_metric([self._model_name], value)
+        return metric
+
+    def _by_state(self, name: str, text: str, held: int, idle: int) -> Metric:
+        metric = GaugeMetricFamily(name, text, labels=["model_name", "state"])
+        metric.add_metric([self._model_name, SlotState.HELD.value], held)
+        metric.add_metric([self._model_name, SlotState.IDLE.value], idle)
+        return metric
 
 
 class Metrics:
     """Counters of one target worker; its owner tells of every sweep."""
 
-    def __init__(self, model_name: str, kv_usage: Callable[[], float]) -> None:
-        """`kv_usage` says what share of the KV slots is in use, 0 to 1."""
+    def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._server: tuple[WSGIServer, Thread] | None = None
         self._model_name = model_name
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)  # seconds of the last sweeps
         self._bytes = self._counter("bough_link_bytes", "Bytes of weights that crossed the link")
         self._link = self._counter("bough_link_seconds", "Time during which the link carried weights")
         self._ideal = self._counter("bough_link_ideal_seconds", "The same bytes at the best speed the link has shown")
@@ -31,7 +85,10 @@ class Metrics:
         self._tokens = self._counter("bough_sweep_tokens", "Tokens of context and nodes of trees in these passes")
         efficiency = "Of the last sweep: the time its weights ideally take on the link, over the time it took"
         self._efficiency = self._gauge("bough_link_efficiency", efficiency)
-        self._gauge("vllm:kv_cache_usage_perc", "Share of the KV slots in use").set_function(kv_usage)
+
+    def watch(self, load: Callable[[], Load]) -> None:
+        """Tells of slots and calls, as `load` has them whenever somebody asks."""
+        self._registry.register(LoadCollector(self._model_name, load))
 
     @property
     def port(self) -> int:
@@ -68,7 +125,13 @@ class Metrics:
         self._compute.inc((figures.total_ns - figures.wait_ns) * NANO)
         self._sweeps.inc()
         self._tokens.inc(num_tokens)
+        self._recent.append(figures.total_ns * NANO)
         self._efficiency.set(min(1.0, figures.link_ideal_ns / figures.total_ns))
+
+    def recent_seconds(self) -> tuple[float, ...]:
+        """Of the last sweeps: the shortest, the median and the longest; nothing before the first. Any thread."""
+        seconds = sorted(self._recent)
+        return (seconds[0], seconds[len(seconds) // 2], seconds[-1]) if seconds else ()
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self._registry).labels(self._model_name)

@@ -14,18 +14,19 @@ from bough.config import TargetConfig
 from bough.messages import Context, VerifyCall, VerifyResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
-from bough.model.kv import KVSlot
+from bough.model.kv_arena import KVArena
 from bough.model.loading import DTYPES, build_skeleton
-from bough.model.memory import Limits, activation_bytes, num_kv_slots, resident_bytes, unpacking_bytes
+from bough.model.memory import Limits, activation_bytes, num_kv_rows, resident_bytes, unpacking_bytes
 from bough.model.pack_folder import read_checksums
 from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Fixed, Placement, Tier
+from bough.records import WorkerLoad
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.budgets import choose_places
 from target_worker.engine import Engine
-from target_worker.metrics import Metrics
+from target_worker.metrics import Load, Metrics
 from target_worker.slots import SlotPool
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers, lanes_of
@@ -51,17 +52,18 @@ class TargetWorker:
         self.vocab_size = self._skeleton.vocab_size
         self.max_nodes = config.max_nodes
         self._limits = Limits.of(config, self._skeleton.config)
+        self._num_rows = num_kv_rows(self._skeleton.kv_shape(), self._limits, config.kv_memory)
+        self._placement = self._place()
         pool = self._make_pool()
-        self._placement = self._place(pool)
         self._resources = ExitStack()
         checksums, lanes = read_checksums(checkpoint.folder), lanes_of(self._device)
         tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes)
         self._resources.enter_context(tiers)
         self._tiers = tiers
         model = StreamedModel(self._skeleton, tiers, config.rows, self._device)
-        self._metrics = Metrics(self._name, lambda: len(pool) / pool.num_slots)
-        limits = self._limits
-        self._engine = Engine(model, pool, limits.max_sweep_tokens, limits.max_context, self._metrics.observe)
+        self._metrics = Metrics(self._name)
+        self._engine = Engine(model, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
+        self._metrics.watch(self._load)
         self._engine.start(lambda: compute_with(config.threads))
         self._resources.callback(self._engine.stop)
         self._resources.callback(self._metrics.close)
@@ -76,13 +78,22 @@ class TargetWorker:
         """Queues a call for the next sweep that has room."""
         return self._engine.verify(call)
 
-    def release(self, session_id: str) -> Future[None]:
-        """Forgets a session."""
-        return self._engine.release(session_id)
+    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
+        """Forgets a session, unless a newer epoch than this one has begun; 0 does not care."""
+        return self._engine.release(session_id, epoch)
+
+    def drain(self) -> Future[None]:
+        """Refuses new sessions from now on; done when no call is without an answer."""
+        return self._engine.drain()
 
     def close(self) -> None:
         """Ends the sweep thread and the link."""
         self._resources.close()
+
+    def load(self) -> WorkerLoad:
+        """How busy it is, for the index."""
+        info = self.info()
+        return WorkerLoad(info.num_sessions, info.kv_bytes, info.kv_used_bytes, self._metrics.recent_seconds())
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
@@ -90,7 +101,8 @@ class TargetWorker:
         return tuple(i for i in range(len(self.layers)) if self._placement.tiers[i] is not Tier.RESIDENT)
 
     def info(self) -> WorkerInfo:
-        """Model and limits."""
+        """Model, limits and load."""
+        figures = self._engine.pool.figures()
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,
@@ -101,12 +113,18 @@ class TargetWorker:
             vocab_size=self.vocab_size,
             max_context=self._limits.max_context,
             max_nodes=self._config.max_nodes,
-            max_sessions=self._engine.pool.num_slots,
-            num_sessions=len(self._engine.pool),
+            max_sessions=self._num_rows // self._limits.slot_rows,
+            num_sessions=figures.num_sessions,
+            kv_bytes=figures.num_bytes,
+            kv_used_bytes=figures.held_bytes,
+            num_waiting=self._engine.num_waiting,
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
             bough_version=__version__,
         )
+
+    def _load(self) -> Load:
+        return Load(self._engine.pool.figures(), self._engine.num_running, self._engine.num_waiting)
 
     def _notes(self) -> tuple[str, ...]:
         notes = [f"memory: {self._placement}; {self._placement.fixed}"]
@@ -124,19 +142,17 @@ class TargetWorker:
         return tuple(notes)
 
     def _make_pool(self) -> SlotPool:
-        shape, num_rows = self._skeleton.kv_shape(), self._limits.slot_rows
-        num_slots = num_kv_slots(shape, self._limits, self._config.kv_memory)
-        logger.info("%d KV slots of %d tokens, %.2f GB each", num_slots, num_rows, num_rows * shape.row_bytes / 1e9)
-        return SlotPool(
-            num_slots, lambda: KVSlot(shape, num_rows, self._device), self._config.lease_seconds, time.monotonic
-        )
+        shape = self._skeleton.kv_shape()
+        logger.info("KV of %d tokens, %.2f GB", self._num_rows, self._num_rows * shape.row_bytes / 1e9)
+        arena = KVArena(shape, self._num_rows, self._device)
+        return SlotPool(arena, self._config.lease_seconds, time.monotonic)
 
-    def _place(self, pool: SlotPool) -> Placement:
+    def _place(self) -> Placement:
         """Decides where each layer lives, and says so."""
         config, skeleton = self._config, self._skeleton
         fixed = Fixed(
             resident_bytes(skeleton),
-            pool.num_slots * self._limits.slot_rows * skeleton.kv_shape().row_bytes,
+            self._num_rows * skeleton.kv_shape().row_bytes,
             activation_bytes(skeleton.config, skeleton.kv_shape(), self._limits),
             max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers) + unpacking_bytes(skeleton, self._device),
         )
@@ -145,7 +161,8 @@ class TargetWorker:
     def _warm_up(self) -> None:
         """One sweep before anyone waits for one: every byte is read once, and the kernels are compiled."""
         context = Context.of("warm-up", [0], held=0, prompt_length=1)
-        call = VerifyCall(context, epoch=0, round=0, tree=Tree.root(0), sampling=SamplingParams(temperature=0.0))
+        greedy = SamplingParams(temperature=0.0)
+        call = VerifyCall(context, epoch=0, round=0, tree=Tree.root(0), sampling=greedy, max_length=1)
         result = self._engine.verify(call).result()
         self._engine.release("warm-up").result()
         logger.info("first sweep took %.2f s", result.timings.total_ns / 1e9)

@@ -2,62 +2,23 @@
 
 from __future__ import annotations
 
-# isort: off
-import bough.model  # noqa: F401  # before torch, see there
-# isort: on
-
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
+from fake_fleet import Fleet, fleet
 
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import demonstration_folder
 from bough.launch import Cluster, Settings, launched
+from bough.model.tokenizer_files import load_tokenizer_files
+from bough.tokenizer import TokenizerFiles
+from loadtest.tiny_model import TINY, save_model, save_tokenizer
 
-TINY = LlamaConfig(
-    vocab_size=262,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    bos_token_id=260,
-    eos_token_id=261,
-    initializer_range=0.3,  # large enough that a random model's choices are not all ties
-)
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-
-
-def save_tokenizer(folder: Path, swapped: bool = False) -> None:
-    """A tokenizer of bytes with four merges' worth of unused ids and two special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if swapped:
-        alphabet[5], alphabet[6] = alphabet[6], alphabet[5]
-    vocab = {token: index for index, token in enumerate([*alphabet, "<u0>", "<u1>", "<u2>", "<u3>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-
-
-def save_model(folder: Path, config: PretrainedConfig, seed: int = 0) -> Path:
-    """A random model of any architecture, with the tokenizer above."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.generation_config.eos_token_id = config.eos_token_id
-    model.save_pretrained(folder, max_shard_size="200KB")
-    save_tokenizer(folder)
-    return folder
+__all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
 
 
 @pytest.fixture(scope="session")
@@ -99,3 +60,28 @@ async def tiny_cluster(tiny: Path) -> AsyncIterator[Cluster]:
     """The tiny model served, with itself less one layer as the draft. For tests that leave it standing."""
     async with pipeline(settings(tiny, tiny, "--max-nodes", "32", drops="2")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFiles:
+    """That of `save_tokenizer`."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return load_tokenizer_files(folder)
+
+
+@pytest.fixture(scope="session")
+def index_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An index without any process around it; whoever uses it takes a namespace."""
+    nothing = Settings(parse(TargetConfig, "t", ["--model", "x"], {}), None, parse(OrchestratorConfig, "o", [], {}))
+    cluster = Cluster(nothing, tmp_path_factory.mktemp("index"))
+    cluster.start_index()
+    yield cluster.index_url
+    cluster.stop_all()
+
+
+@pytest.fixture
+async def fakes(index_url: str, byte_tokenizer: TokenizerFiles, request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+    """Nobody yet, in a namespace of the test's own."""
+    async with fleet(index_url, byte_tokenizer, request.node.nodeid) as running:
+        yield running

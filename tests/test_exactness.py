@@ -23,7 +23,7 @@ from bough.model.draw import probabilities
 from bough.model.sample import Purpose, draft_weights, generator, independently, without_replacement
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from target_worker.engine import judge
+from target_worker.judge import judge
 from target_worker.verify import Draw, draws_at, law_given
 
 VOCAB = 5

@@ -20,6 +20,7 @@ from bough.commands.doctor import find_problems
 from bough.errors import Unavailable
 from bough.generation import Finished, GenerateOptions, Speculation, Started, TextPrompt, TokenPrompt, Tokens
 from bough.launch import Cluster
+from bough.registry import Registry
 
 PROMPT = TextPrompt("the quick brown fox")
 LONG = GenerateOptions(temperature=0.8, seed=3, max_tokens=120, ignore_eos=True, speculation=Speculation(budget=8))
@@ -28,14 +29,16 @@ LONG = GenerateOptions(temperature=0.8, seed=3, max_tokens=120, ignore_eos=True,
 @pytest.fixture
 async def cluster(tiny: Path) -> AsyncIterator[Cluster]:
     """A pipeline that a test may break."""
-    config = settings(tiny, tiny, "--max-nodes", "32", drops="2", orchestrator=("--draft-timeout", "2"))
+    config = settings(
+        tiny, tiny, "--max-nodes", "32", drops="2", orchestrator=("--draft-timeout", "2", "--failover-timeout", "2")
+    )
     async with pipeline(config) as running:
         yield running
 
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[Client]:
-    async with Client(cluster.address) as connected:
+    async with Client(cluster.address, patience_seconds=3.0) as connected:
         yield connected
 
 
@@ -89,11 +92,40 @@ async def test_a_draft_that_hangs_costs_its_timeout_and_nothing_else(cluster: Cl
 
 
 async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster, client: Client) -> None:
-    with pytest.raises(Unavailable, match="does not answer"):
-        await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "target_worker")), 20)
+    """No other one is there, and none comes back."""
+    with pytest.raises(Unavailable, match="no target"):
+        await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "target_worker")), 30)
     with pytest.raises(Unavailable, match="no target worker can be used"):
         await asyncio.wait_for(run(client, LONG, 0, None), 20)
     assert any("no target worker" in problem for problem in find_problems(await client.server_info()))
+
+
+async def test_another_target_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster, client: Client) -> None:
+    options = replace(LONG, session_id="at the first target")
+    undisturbed, _ = await run(client, options, 0, None)
+    cluster.start("second_target", cluster.children["target_worker"].command)
+    while len([w for w in (await client.server_info()).workers if w.info.kind == "target"]) < 2:
+        await asyncio.sleep(0.1)
+    tokens, finished = await asyncio.wait_for(run(client, options, 40, lambda: end(cluster, "target_worker")), 60)
+    assert tokens == undisturbed
+    assert finished.num_failovers == 1
+
+
+async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster) -> None:
+    other = cluster.start("second", cluster.children["orchestrator"].command)
+    registry = Registry(cluster.index_url)
+    while len(addresses := [r.address for r in await registry.workers() if r.kind == "orchestrator"]) < 2:
+        await asyncio.sleep(0.1)
+    await registry.close()
+    addresses.remove(cluster.address)
+    assert not other.has_ended()
+    async with Client(cluster.address, *addresses) as client:
+        undisturbed, _ = await run(client, LONG, 0, None)
+        tokens, finished = await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "orchestrator")), 60)
+        assert client.address == addresses[0]
+    assert tokens == undisturbed
+    assert (finished.finish_reason, finished.usage.completion_tokens) == ("length", 120)
+    assert any("was resumed" in warning for warning in finished.warnings)
 
 
 async def test_killing_the_index_stops_no_stream_and_is_told(cluster: Cluster, client: Client) -> None:
@@ -128,7 +160,8 @@ async def test_a_truncated_weight_file_fails_the_request_and_not_the_process(tin
     folder.mkdir()
     for file in tiny.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    async with pipeline(settings(folder, None)) as cluster, Client(cluster.address) as client:
+    config = settings(folder, None, orchestrator=("--failover-timeout", "2"))
+    async with pipeline(config) as cluster, Client(cluster.address, patience_seconds=1.0) as client:
         victim = max(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size)
         whole = victim.read_bytes()
         os.truncate(victim, 4096)

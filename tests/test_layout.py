@@ -11,9 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
 PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
-PURE |= {"placement", "planning", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge", "calibration"}
+PURE |= {"records", "placement", "planning", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
+PURE |= {"chat_template", "calibration", "values", "index_url", "index_answers"}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
-PURE_MAY_IMPORT |= {"bough.placement", "bough.growth", "bough.draft_probs", "bough.acceptance"}
+PURE_MAY_IMPORT |= {"bough.placement", "bough.growth", "bough.draft_probs", "bough.acceptance", "bough.chat_template"}
+PURE_MAY_IMPORT |= {"bough.records", "bough.values"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 

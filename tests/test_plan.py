@@ -129,7 +129,7 @@ def test_a_plan_places_as_the_worker_does(tiny: Path, capsys: pytest.CaptureFixt
     assert plan["device_bytes"] <= 12e6
     skeleton = build_skeleton(Checkpoint.open(tiny), DTYPES["float32"])
     assert plan["fixed_bytes"]["resident"] == resident_bytes(skeleton)
-    assert plan["fixed_bytes"]["kv"] == 4_000_000 // (320 * skeleton.kv_shape().row_bytes) * 320 * 4 * 2 * 2 * 16 * 4
+    assert plan["fixed_bytes"]["kv"] == 4_000_000 // skeleton.kv_shape().row_bytes * 4 * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -15,7 +15,7 @@ from conftest import TINY, save_model, save_tokenizer
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bough.client import Client
-from bough.errors import BoughError, InvalidRequest, NotFound
+from bough.errors import InvalidRequest, NotFound
 from bough.generation import (
     ChatPrompt,
     Finished,
@@ -30,7 +30,7 @@ from bough.growth import Scheme
 from bough.launch import Cluster
 from bough.pairing import fetch_tokenizer
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from bough.prefix import prefix_hash
+from bough.prefix import block_hashes, prefix_hash
 from bough.registry import Registry
 from bough.rpc import HASH_KEY, LENGTH_KEY, MAX_MESSAGE_BYTES, is_serving, open_channel
 from bough.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ async def test_requests_that_make_no_sense(
 
 
 async def test_a_message_over_the_limit(client: Client) -> None:
-    with pytest.raises(BoughError, match="RESOURCE_EXHAUSTED"):
+    with pytest.raises(InvalidRequest, match=f"larger than max.*at most {MAX_MESSAGE_BYTES} bytes would do"):
         await finish(client, TextPrompt("x" * (MAX_MESSAGE_BYTES + 1)))
     assert (await finish(client, PROMPT)).finish_reason == "length"
 
@@ -374,6 +374,27 @@ def run_worker(module: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """A worker that is to end by itself."""
     command = [sys.executable, "-m", module, "--dtype", "float32", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+async def test_heartbeats_tell_how_busy_a_worker_is_and_rounds_which_prefixes_it_holds(
+    client: Client, tiny_cluster: Cluster
+) -> None:
+    """What an orchestrator that has just started places its first sessions by."""
+    tokens = tuple(range(100))
+    done = await finish(client, TokenPrompt(tokens))
+    registry = Registry(tiny_cluster.index_url)
+    async with asyncio.timeout(10):
+        while True:
+            target = next(record for record in await registry.workers() if record.kind == "target")
+            fingerprint = (await client.model_info()).model_fingerprint
+            if (found := await registry.find_prefix(fingerprint, block_hashes(tokens))) and target.load.sweep_seconds:
+                break
+            await asyncio.sleep(0.05)
+    await registry.close()
+    assert done.usage.prompt_tokens == len(tokens)
+    assert found == (target.worker_id, 3)
+    shortest, median, longest = target.load.sweep_seconds
+    assert 0 < shortest <= median <= longest
 
 
 async def test_workers_that_cannot_start_say_why(tiny_cluster: Cluster, tiny: Path, tmp_path: Path) -> None:

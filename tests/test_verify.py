@@ -17,7 +17,7 @@ from bough.messages import Context, Verdict, VerifyCall
 from bough.model.draw import adjusted, probabilities
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from target_worker.engine import judge
+from target_worker.judge import judge
 from target_worker.verify import draws_at, law_given
 
 SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND]

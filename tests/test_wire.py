@@ -137,7 +137,7 @@ def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> Non
     for event in (
         g.Started("r", 3, 2**63, "model", 7),
         g.Tokens((1, 2), (True, False), ("a", ""), positions, 8, 3, times, 1),
-        g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), metrics, times, ("w",)),
+        g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), metrics, times, ("w",), 2),
     ):
         assert wg.event_from_wire(wg.event_to_wire(event)) == event
 
@@ -160,7 +160,7 @@ def test_acceptance_survives_the_wire(
 
 
 def test_descriptions_survive_the_wire() -> None:
-    info = m.WorkerInfo("draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 4, ("a", "b"), 3, "0.1")
+    info = m.WorkerInfo("draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 40, 30, 2, 4, ("a", "b"), 3, "0.1")
     assert wire.info_from_wire(wire.info_to_wire(info)) == info
     server = g.ServerInfo((g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True)
     assert wg.server_info_from_wire(wg.server_info_to_wire(server)) == server

@@ -14,7 +14,7 @@ from bough.generation import Loads, ServerInfo, WorkerStatus
 
 async def doctor(arguments: argparse.Namespace) -> int:
     """Prints a report; exit status 1 where something is wrong."""
-    async with Client(arguments.address) as client:
+    async with Client(*arguments.address.split(",")) as client:
         try:
             server, loads = await client.server_info(), await client.loads()
             calibrations = {one.draft_id: one for one in await client.calibrations()}
@@ -75,7 +75,7 @@ def _print_worker(worker: WorkerStatus) -> None:
     print(f"              {info.model_name} ({info.model_description}), fingerprint {info.model_fingerprint}")
     print(
         f"              context {info.max_context}, trees up to {info.max_nodes} nodes, "
-        f"{info.num_sessions} of {info.max_sessions} sessions held"
+        f"{info.num_sessions} sessions held, KV {info.kv_used_bytes / 1e9:.2f} of {info.kv_bytes / 1e9:.2f} GB"
     )
     if info.link_bytes_per_pass:
         print(f"              {info.link_bytes_per_pass / 1e9:.2f} GB over the link in every sweep")

@@ -7,11 +7,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from bough.config import parse_layers
 from bough.errors import ConfigError
 from bough.model.checkpoint import resolve
 from bough.model.pack import pack as write_packed
 from bough.model.pack_draft import pack_draft
+from bough.values import parse_layers
 
 BITS, DRAFT_BITS = 4.0, 6.5  # by default
 WHOLE_BITS = (4.0, 8.0)  # that all weights can have

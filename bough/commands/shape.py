@@ -87,7 +87,7 @@ async def live(arguments: argparse.Namespace) -> Acceptance:
         ConfigError: it has measured nothing of this scheme yet.
         Unavailable: it does not answer.
     """
-    async with Client(arguments.address) as client:
+    async with Client(*arguments.address.split(",")) as client:
         counted = {one.scheme: one for one in await client.acceptance()}
     scheme = Scheme(arguments.scheme)
     if scheme not in counted:

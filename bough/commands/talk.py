@@ -7,11 +7,13 @@ import asyncio
 import json
 import sys
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 from bough.cli import options_from
 from bough.client import Client
+from bough.errors import BoughError, InvalidRequest, NotFound
 from bough.generation import (
     ChatPrompt,
     Finished,
@@ -28,7 +30,7 @@ async def generate(arguments: argparse.Namespace) -> int:
     """Answers one prompt, as text while it comes or as one JSON line."""
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     prompt: Prompt = TextPrompt(text) if arguments.raw else ChatPrompt((*_system(arguments), Message("user", text)))
-    async with Client(arguments.address) as client:
+    async with Client(*arguments.address.split(",")) as client:
         answer = await Answer.read(client, prompt, options_from(arguments), is_shown=not arguments.json)
     if arguments.json:
         print(json.dumps(answer.as_json()))
@@ -36,19 +38,33 @@ async def generate(arguments: argparse.Namespace) -> int:
 
 
 async def chat(arguments: argparse.Namespace) -> int:
-    """Reads lines and answers them, until the end of the input. Nothing of the history is computed twice."""
+    """Reads lines and answers them, until the end of the input. Nothing of the history is sent or computed twice."""
     options = replace(options_from(arguments), session_id=arguments.session or uuid.uuid4().hex)
-    messages = list(_system(arguments))
-    async with Client(arguments.address) as client:
+    history = list(_system(arguments))
+    async with Client(*arguments.address.split(",")) as client:
         info = await client.model_info()
         print(f"{info.model_name}; end with Ctrl-D", file=sys.stderr)
         while line := await _read_line():
             if not line.strip():
                 continue
-            messages.append(Message("user", line.rstrip("\r\n")))
-            answer = await Answer.read(client, ChatPrompt(tuple(messages)), options, is_shown=True)
-            messages.append(Message("assistant", answer.text))
+            question = Message("user", line.rstrip("\r\n"))
+            answer = await next_turn(client, history, question, options)
+            history += (question, Message("assistant", answer.text))
+        if not arguments.session:
+            with suppress(BoughError):  # then it ends by itself, later
+                await client.close_session(options.session_id)
     return 0
+
+
+async def next_turn(client: Client, history: list[Message], question: Message, options: GenerateOptions) -> Answer:
+    """The answer to a question; what came before is sent only where the session is not known any more."""
+    if any(message.role == "assistant" for message in history):
+        continuing = replace(options, continues=True)
+        try:
+            return await Answer.read(client, ChatPrompt((question,)), continuing, is_shown=True)
+        except (NotFound, InvalidRequest):  # forgotten, or the model's template cannot be continued
+            pass
+    return await Answer.read(client, ChatPrompt((*history, question)), options, is_shown=True)
 
 
 class Answer:
@@ -108,6 +124,7 @@ class Answer:
             "stop_reason": finished.stop_reason,
             "usage": asdict(finished.usage),
             "metrics": {
+                "num_failovers": finished.num_failovers,
                 "speculation": asdict(finished.speculation),
                 "timings": {**asdict(finished.timings), "link_efficiency": round(finished.timings.link_efficiency, 4)},
             },

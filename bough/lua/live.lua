@@ -1,11 +1,13 @@
--- Removes the leases that have run out and returns what is left, in one step.
+-- The workers whose lease runs.
 -- KEYS[1] sorted set of leases, KEYS[2] hash of records, as in register.lua
--- returns the records of the live members
-local now = redis.call('TIME')
-local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
-local ended = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms)
-for _, member in ipairs(ended) do
-    redis.call('ZREM', KEYS[1], member)
-    redis.call('HDEL', KEYS[2], member)
+-- returns their records
+own(KEYS[1], 'zset')
+own(KEYS[2], 'hash')
+local records = {}
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms(), '+inf')) do
+    local record = redis.call('HGET', KEYS[2], worker)
+    if record then
+        records[#records + 1] = record
+    end
 end
-return redis.call('HVALS', KEYS[2])
+return records

@@ -1,10 +1,14 @@
--- Leases a place in the registry for a while, by the server's own clock.
--- KEYS[1] sorted set: member scored by the millisecond at which its lease ends
--- KEYS[2] hash: member to its record
--- ARGV[1] member, ARGV[2] record, ARGV[3] lease in milliseconds
+-- Leases a place in the registry for a while, by the server's own clock, and whatever belongs to it as long.
+-- KEYS[1] sorted set: worker scored by the millisecond at which its lease ends
+-- KEYS[2] hash: worker to its record
+-- KEYS[3] sorted set: prefixes that this worker holds, as in note_prefixes.lua
+-- ARGV[1] worker, ARGV[2] record, ARGV[3] lease in milliseconds, ARGV[4] milliseconds to keep the registry itself
 -- returns 1
-local now = redis.call('TIME')
-local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
-redis.call('ZADD', KEYS[1], now_ms + ARGV[3], ARGV[1])
+own(KEYS[1], 'zset')
+own(KEYS[2], 'hash')
+redis.call('ZADD', KEYS[1], now_ms() + ARGV[3], ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+redis.call('PEXPIRE', KEYS[2], ARGV[4])
+redis.call('PEXPIRE', KEYS[3], ARGV[3])
 return 1

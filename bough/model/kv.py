@@ -1,4 +1,4 @@
-"""The keys and values of one session, for every layer, in one piece of memory.
+"""The keys and values of one session, for every layer.
 
 A slot knows rows, not meanings: rows [0, length) hold committed tokens at the positions of the same numbers, and what a
 tree puts above them counts for nothing until it is compacted down.
@@ -38,17 +38,27 @@ class KVShape:
         """Bytes of keys and values of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
+    def empty(self, num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of so many tokens, (num_layers, num_rows, num_kv_heads, head_dim) each.
+
+        Rows are written before they are read, and memory never touched is never taken from the system.
+        """
+        size = (self.num_layers, num_rows, self.num_kv_heads, self.head_dim)
+        keys, values = (torch.empty(size, dtype=self.dtype, device=device) for _ in range(2))
+        return keys, values
+
 
 class KVSlot:
     """Room for `num_rows` tokens of one session, and the tokens whose keys and values are valid."""
 
     def __init__(self, shape: KVShape, num_rows: int, device: torch.device) -> None:
-        self.num_rows = num_rows
-        size = (shape.num_layers, num_rows, shape.num_kv_heads, shape.head_dim)
-        # Rows are written before they are read, and memory never touched is never taken from the system.
-        self.keys = torch.empty(size, dtype=shape.dtype, device=device)
-        self.values = torch.empty(size, dtype=shape.dtype, device=device)
+        self.keys, self.values = shape.empty(num_rows, device)  # (num_layers, num_rows, num_kv_heads, head_dim)
         self.tokens: list[int] = []  # committed tokens: row i holds token i
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that there is room for, a tree's included."""
+        return self.keys.shape[1]
 
     @property
     def length(self) -> int:
@@ -60,11 +70,11 @@ class KVSlot:
         self.keys[layer].index_copy_(0, rows, keys)
         self.values[layer].index_copy_(0, rows, values)
 
-    def stand_on(self, context_start: int, expected_hash: int) -> None:
-        """Rolls back to the first `context_start` tokens, where they are the ones that the caller means.
+    def require(self, context_start: int, expected_hash: int) -> None:
+        """That the first `context_start` tokens are the ones that a caller means.
 
         Raises:
-            PrefixMissing: with the length and hash of what is held; nothing is changed.
+            PrefixMissing: with the length and hash of what is held.
         """
         if context_start > self.length or prefix_hash(self.tokens[:context_start]) != expected_hash:
             held = f"{self.length} tokens" if context_start > self.length else "other tokens"
@@ -74,11 +84,21 @@ class KVSlot:
                 self.length,
                 prefix_hash(self.tokens),
             )
-        self.roll_back(context_start)
 
     def roll_back(self, length: int) -> None:
         """Forgets all but the first `length` tokens."""
         del self.tokens[length:]
+
+    def fork(self, source: KVSlot, length: int) -> None:
+        """Takes over another slot's tokens from where this one's end up to `length`, with their keys and values.
+
+        What this slot holds must be the beginning of what the other one does.
+        """
+        new = slice(self.length, length)
+        assert new.start < new.stop <= source.length, "a fork takes what the source has committed, and this lacks"
+        self.keys[:, new] = source.keys[:, new]
+        self.values[:, new] = source.values[:, new]
+        self.tokens.extend(source.tokens[new])
 
     def compact(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Commits tokens whose keys and values stand in `rows`, by moving them down to follow the committed ones.

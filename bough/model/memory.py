@@ -58,23 +58,23 @@ class Limits:
 
     @property
     def slot_rows(self) -> int:
-        """A session's tokens, and beyond them a tree."""
+        """Tokens of the longest session, and beyond them a tree."""
         return self.max_context + self.max_nodes
 
 
-def num_kv_slots(shape: KVShape, limits: Limits, kv_memory: int) -> int:
-    """Sessions whose keys and values fit.
+def num_kv_rows(shape: KVShape, limits: Limits, kv_memory: int) -> int:
+    """Tokens whose keys and values fit, of all sessions and their trees together.
 
     Raises:
-        ConfigError: not one fits.
+        ConfigError: not one session of the longest context fits.
     """
-    slot_bytes = limits.slot_rows * shape.row_bytes
-    if kv_memory < slot_bytes:
+    num_rows = kv_memory // shape.row_bytes
+    if num_rows < limits.slot_rows:
         raise ConfigError(
             f"--kv-memory: {kv_memory} bytes hold no session; one of {limits.slot_rows} tokens takes "
-            f"{slot_bytes}; more memory, or a smaller --max-context or --max-nodes, would do"
+            f"{limits.slot_rows * shape.row_bytes}; more memory, or a smaller --max-context or --max-nodes, would do"
         )
-    return kv_memory // slot_bytes
+    return num_rows
 
 
 def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:

@@ -19,7 +19,7 @@ from bough.errors import CheckpointError
 from bough.model.experts import EXPERT_ROWS
 from bough.model.kv import KVShape
 from bough.model.loading import DTYPES, build_empty, describe, load_config
-from bough.model.memory import Limits, activation_bytes, num_kv_slots
+from bough.model.memory import Limits, activation_bytes, num_kv_rows
 from bough.model.naming import Quantization
 from bough.model.pack import is_packable, packed_bytes
 from bough.model.quantize import GROUP_SIZES
@@ -106,7 +106,7 @@ class ModelShapes:
         limits = Limits.of(settings, self.config)
         return Fixed(
             self.resident_bytes,
-            num_kv_slots(self.kv, limits, settings.kv_memory) * limits.slot_rows * self.kv.row_bytes,
+            num_kv_rows(self.kv, limits, settings.kv_memory) * self.kv.row_bytes,
             activation_bytes(self.config, self.kv, limits),
             self.scratch_bytes,
         )

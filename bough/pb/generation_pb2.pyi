@@ -197,7 +197,7 @@ class SpeculationMetrics(_message.Message):
     def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tokens_per_round: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., num_degraded_rounds: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "stop_reason", "text", "usage", "speculation", "timings", "warnings")
+    __slots__ = ("finish_reason", "stop_reason", "text", "usage", "speculation", "timings", "warnings", "num_failovers")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,7 @@ class Finished(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILOVERS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     stop_reason: str
     text: str
@@ -212,7 +213,8 @@ class Finished(_message.Message):
     speculation: SpeculationMetrics
     timings: RoundTimings
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationMetrics, _Mapping]] = ..., timings: _Optional[_Union[RoundTimings, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_failovers: int
+    def __init__(self, finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationMetrics, _Mapping]] = ..., timings: _Optional[_Union[RoundTimings, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., num_failovers: _Optional[int] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("started", "tokens", "finished")
@@ -231,6 +233,16 @@ class AbortRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class AbortReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class CloseSessionReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -287,16 +299,24 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Loads(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "num_requests_total", "num_tokens_total")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_requests_total", "num_tokens_total", "max_requests_running", "max_requests_waiting", "wait_seconds", "is_draining")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     num_requests_total: int
     num_tokens_total: int
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_requests_total: _Optional[int] = ..., num_tokens_total: _Optional[int] = ...) -> None: ...
+    max_requests_running: int
+    max_requests_waiting: int
+    wait_seconds: float
+    is_draining: bool
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_requests_total: _Optional[int] = ..., num_tokens_total: _Optional[int] = ..., max_requests_running: _Optional[int] = ..., max_requests_waiting: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., is_draining: _Optional[bool] = ...) -> None: ...
 
 class GetAcceptanceRequest(_message.Message):
     __slots__ = ()

@@ -45,6 +45,11 @@ class GenerationStub:
                 request_serializer=bough_dot_pb_dot_generation__pb2.AbortRequest.SerializeToString,
                 response_deserializer=bough_dot_pb_dot_generation__pb2.AbortReply.FromString,
                 _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/bough.v1.Generation/CloseSession',
+                request_serializer=bough_dot_pb_dot_generation__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=bough_dot_pb_dot_generation__pb2.CloseSessionReply.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/bough.v1.Generation/GetModelInfo',
                 request_serializer=bough_dot_pb_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
@@ -71,7 +76,8 @@ class GenerationServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates text. The first event is `started`, then `tokens` as they are accepted, and `finished` last.
+        """Generates text. The first event is `started`, then `tokens` as they are accepted, and `finished` last. The call's
+        deadline is honoured. RESOURCE_EXHAUSTED says in a google.rpc.RetryInfo when to come back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +85,13 @@ class GenerationServicer:
 
     def Abort(self, request, context):
         """Ends a running request; its stream finishes with reason "abort".
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSession(self, request, context):
+        """Forgets a session before its time: its KV is freed, and it cannot be continued any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,6 +137,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=bough_dot_pb_dot_generation__pb2.AbortRequest.FromString,
                     response_serializer=bough_dot_pb_dot_generation__pb2.AbortReply.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=bough_dot_pb_dot_generation__pb2.CloseSessionRequest.FromString,
+                    response_serializer=bough_dot_pb_dot_generation__pb2.CloseSessionReply.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -200,6 +218,33 @@ class Generation:
             '/bough.v1.Generation/Abort',
             bough_dot_pb_dot_generation__pb2.AbortRequest.SerializeToString,
             bough_dot_pb_dot_generation__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/bough.v1.Generation/CloseSession',
+            bough_dot_pb_dot_generation__pb2.CloseSessionRequest.SerializeToString,
+            bough_dot_pb_dot_generation__pb2.CloseSessionReply.FromString,
             options,
             channel_credentials,
             insecure,

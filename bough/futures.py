@@ -1,0 +1,67 @@
+"""Futures whose caller may leave at any moment."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any, TypeVar
+
+from bough.errors import Exhausted
+
+Result = TypeVar("Result")
+
+
+def settle(future: Future[Result], outcome: Result | Exception) -> None:
+    """Tells whoever waits, if anybody still does. Once for each future."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+class Unanswered:
+    """Calls that have not been answered yet; any thread may add one."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = Lock()
+        self._num = 0
+        self._waiting_for_none: list[Future[None]] = []
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self._num
+
+    def add(self, future: Future[Any]) -> None:
+        """Counts a call until its future is done.
+
+        Raises:
+            Exhausted: there are as many as there may be.
+        """
+        with self._lock:
+            if self._num >= self._most:
+                raise Exhausted(f"{self._num} calls wait already; try again, or start with a larger --max-waiting")
+            self._num += 1
+        future.add_done_callback(lambda _: self._answered())
+
+    def none_left(self) -> Future[None]:
+        """Done as soon as there is none."""
+        future: Future[None] = Future()
+        with self._lock:
+            is_now = self._num == 0
+            if not is_now:
+                self._waiting_for_none.append(future)
+        if is_now:
+            settle(future, None)
+        return future
+
+    def _answered(self) -> None:
+        with self._lock:
+            self._num -= 1
+            waiting = []
+            if self._num == 0:
+                waiting, self._waiting_for_none = self._waiting_for_none, []
+        for future in waiting:
+            settle(future, None)

@@ -1,0 +1,74 @@
+"""Who holds the longest beginning of a text, by hashes of its blocks. Knows no KV: a holder is anything with tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from bough.prefix import BLOCK_TOKENS, block_hashes, common_length
+
+Holder = TypeVar("Holder", bound=Hashable)
+
+
+class Match(NamedTuple, Generic[Holder]):
+    """A holder, and how many leading tokens it has in common with what was asked for."""
+
+    holder: Holder
+    length: int
+
+
+class PrefixIndex(Generic[Holder]):
+    """Follows the tokens of its holders. A new block costs one hash, a search one look-up per block."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[Holder, Sequence[int]] = {}
+        self._hashes: dict[Holder, list[int]] = {}
+        self._holders: dict[int, dict[Holder, None]] = {}  # by hash of a block and all before it
+
+    def follow(self, holder: Holder, tokens: Sequence[int]) -> None:
+        """These are a holder's tokens now: those of before, cut or gone on with.
+
+        Between a cut and going on from there it must be called too. `tokens` is kept, and not copied.
+        """
+        self._tokens[holder] = tokens
+        known = self._hashes.setdefault(holder, [])
+        num_blocks = len(tokens) // BLOCK_TOKENS
+        for block in known[num_blocks:]:
+            self._leave(block, holder)
+        del known[num_blocks:]
+        if len(known) < num_blocks:
+            new = block_hashes(tokens, known)[len(known) :]
+            known.extend(new)
+            for block in new:
+                self._holders.setdefault(block, {})[holder] = None
+
+    def forget(self, holder: Holder) -> None:
+        """The holder is gone."""
+        for block in self._hashes.pop(holder, ()):
+            self._leave(block, holder)
+        self._tokens.pop(holder, None)
+
+    def longest(self, tokens: Sequence[int], hashes: Sequence[int]) -> Match[Holder] | None:
+        """The longest prefix of `tokens`, whose block hashes are given, that a holder has; None below one block."""
+        num_blocks = next((n for n, block in enumerate(hashes) if block not in self._holders), len(hashes))
+        if not num_blocks:
+            return None
+        start = num_blocks * BLOCK_TOKENS
+        end = start + BLOCK_TOKENS  # whoever had all of this block would have been found for it
+        matches = (
+            Match(holder, common_length(tokens[:end], self._tokens[holder][:end], start))
+            for holder in self._holders[hashes[num_blocks - 1]]
+        )
+        return max(matches, key=lambda match: match.length)
+
+    def check_integrity(self, holders: Sequence[Holder]) -> None:
+        """Asserts that these and no others are followed, as far as their tokens go."""
+        assert self._tokens.keys() == set(holders), "the index follows others than there are"
+        for holder, tokens in self._tokens.items():
+            assert len(self._hashes[holder]) == len(tokens) // BLOCK_TOKENS, "the index has lost count of tokens"
+
+    def _leave(self, block: int, holder: Holder) -> None:
+        holders = self._holders[block]
+        del holders[holder]
+        if not holders:
+            del self._holders[block]

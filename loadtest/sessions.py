@@ -1,0 +1,217 @@
+"""Many sessions on one offloaded target: tokens per second by number of sessions, second turns, shared prompts, faults.
+
+    python -m loadtest.sessions --faults 100
+    python -m loadtest.sessions --target-flags "--cohorts 1" --target-flags "--cohorts 2"
+
+On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another. Each repeat
+runs every number of sessions once, in an order of its own, and between them some of the prompts alone; --target-flags
+given several times compares ways to run the target, which take turns. Ends with one JSON line, for each way:
+
+throughput_ratio    by number of sessions: tokens per second of all together / of the same prompts alone; quartiles over
+                    the repeats. Reading the prompts and waiting for the last session counts. `steady_ratio`: only while
+                    all sessions were running
+second_turn_sweeps  time to the first token of a conversation's second turn / time of a sweep, with what was sent: only
+                    the new question, or the whole history. `second_turn_cached`: share of the history that was not
+                    computed again
+shared_prompt       a system prompt that eight sessions begin with at once: how many times it was computed
+unequal_streams     streams whose tokens are not those that the same prompt gets alone; with --faults also those of
+                    `loadtest.chaos`, whose figures are then in `chaos`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shlex
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bough.client import Client
+from bough.commands.up import ensure_demonstration
+from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
+from bough.generation import GenerateOptions, TokenPrompt
+from bough.launch import Settings, launched
+from bough.model.tokenizer_files import load_tokenizer_files
+from bough.tokenizer import Tokenizer
+from loadtest.chaos import Plan, run_chaos
+from loadtest.chaos_streams import Answer, Received, Tally
+from loadtest.prompts import load_prompts
+from loadtest.sessions_runs import SecondTurn, SharedPrompt, Stream, Together, second_turn, shared_prompt, together
+from loadtest.tiny_model import save_model
+
+SHARED_SESSIONS = 8
+SECOND_TURNS = 2  # conversations of each kind in a repeat
+
+
+class Bench:
+    """One way to run the target, and all that was measured of it."""
+
+    def __init__(self, settings: Settings, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
+        self.settings = settings
+        self.alone: dict[int, Together] = {}  # by the prompt's number
+        self.groups: list[Together] = []
+        self.turns: dict[str, list[SecondTurn]] = defaultdict(list)
+        self.shared: list[SharedPrompt] = []
+        self._arguments = arguments
+        texts = load_prompts()
+        self._texts = texts
+        self._shared_tokens = tokenizer.encode(" ".join(texts * 4))[: arguments.system_tokens]
+        self._rests = [tokenizer.encode_chat([("user", text)]) for text in texts[:SHARED_SESSIONS]]
+        prompts = [tokenizer.encode_chat([("user", text)]) for text in texts[: max(arguments.sessions)]]
+        self._prompts = [TokenPrompt(tuple(prompt)) for prompt in prompts]
+        self._options = GenerateOptions(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
+
+    async def repeat(self, number: int, rng: random.Random) -> None:
+        """Everything once, on processes of its own; of the prompts a share of them alone."""
+        share = range(number, len(self._prompts), self._arguments.repeats)
+        groups = [range(num) for num in self._arguments.sessions if num > 1]
+        runs = [*groups, *((each,) for each in share)]
+        rng.shuffle(runs)
+        async with launched(self.settings, lambda _: None) as cluster, Client(cluster.address) as client:
+            await together(client, (0,), self._prompts, GenerateOptions(temperature=0.0, max_tokens=8))  # to warm up
+            for numbers in runs:
+                done = await together(client, numbers, self._prompts, self._options)
+                if len(numbers) == 1:
+                    self.alone[numbers[0]] = done
+                else:
+                    self.groups.append(done)
+                rate = done.num_tokens / done.seconds
+                print(f"{len(numbers):3} sessions: {rate:.2f} tokens per second", file=sys.stderr, flush=True)
+            for question in self._texts[:SECOND_TURNS]:
+                for kind in self._kinds():
+                    self.turns[kind].append(await second_turn(client, question, sends_new=kind == "new"))
+            self.shared.append(await shared_prompt(client, self._shared_tokens, self._rests))
+
+    def _kinds(self) -> Sequence[str]:
+        return ("history", "new")
+
+    def figures(self) -> dict[str, Any]:
+        """For the JSON line."""
+        ratios, steady, rates = defaultdict(list), defaultdict(list), defaultdict(list)
+        for group in self.groups:
+            alone = [self.alone[number] for number in group.numbers]
+            num = len(group.numbers)
+            rates[num].append(group.num_tokens / group.seconds)
+            ratios[num].append(rates[num][-1] * sum(a.seconds for a in alone) / sum(a.num_tokens for a in alone))
+            steady[num].append(group.steady_rate / statistics.mean(a.steady_rate for a in alone))
+        rates[1] = [each.num_tokens / each.seconds for each in self.alone.values()]
+        return {
+            "throughput_ratio": {1: 1.0} | _quartiles(ratios),
+            "steady_ratio": {1: 1.0} | _quartiles(steady),
+            "tokens_per_second": _quartiles(rates),
+            "second_turn_sweeps": {k: _quartile([turn.sweeps for turn in turns]) for k, turns in self.turns.items()},
+            "second_turn_cached": {k: min(turn.cached_share for turn in turns) for k, turns in self.turns.items()},
+            "shared_prompt": [each._asdict() for each in self.shared],
+        }
+
+    def tally(self) -> Tally:
+        """Every session that ran beside others, against the same prompt alone."""
+        tally = Tally()
+        for group in self.groups:
+            for number, each in zip(group.numbers, group.streams, strict=True):
+                tally.compare(_received(each), _answer(self.alone[number].streams[0]))
+        return tally
+
+
+def _received(each: Stream) -> Received:
+    return Received(each.began, each.token_ids, each.text, finished=each.finished)
+
+
+def _answer(alone: Stream) -> Answer:
+    return Answer(tuple(alone.token_ids), alone.text)
+
+
+def _quartile(values: Sequence[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    ordered = sorted(values)
+    quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    return [round(value, 3) for value in quartiles]
+
+
+def _quartiles(by_number: dict[int, list[float]]) -> dict[int, list[float]]:
+    return {number: _quartile(values) for number, values in sorted(by_number.items())}
+
+
+def _settings(arguments: argparse.Namespace, model: str, target_flags: str) -> Settings:
+    target = ["--model", model, "--resident-layers", "0", *shlex.split(target_flags)]
+    draft = ["--model", arguments.draft or model, "--drop-layers", arguments.drop_layers]
+    orchestrator = ["--port", "0", *shlex.split(arguments.orchestrator_flags)]
+    return Settings(
+        parse(TargetConfig, "target_worker", target, os.environ),
+        parse(DraftConfig, "draft_worker", [*draft, *shlex.split(arguments.draft_flags)], os.environ),
+        parse(OrchestratorConfig, "orchestrator", orchestrator, os.environ),
+    )
+
+
+async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Figures of every way to run the target; those of the first stand at the top too."""
+    tokenizer, rng = Tokenizer(load_tokenizer_files(Path(model))), random.Random(arguments.seed)
+    benches = {
+        flags: Bench(_settings(arguments, model, flags), tokenizer, arguments) for flags in arguments.target_flags
+    }
+    for number in range(arguments.repeats):
+        for flags, bench in benches.items():
+            print(f"repeat {number + 1} of {arguments.repeats} {flags}", file=sys.stderr, flush=True)
+            await bench.repeat(number, rng)
+    tallies = [bench.tally() for bench in benches.values()]
+    figures = {flags: bench.figures() for flags, bench in benches.items()}
+    return {
+        **figures[arguments.target_flags[0]],
+        "ways": figures if len(figures) > 1 else {},
+        "faults": 0,
+        "lost_tokens": sum(tally.lost_tokens for tally in tallies),
+        "repeated_tokens": sum(tally.repeated_tokens for tally in tallies),
+        "unequal_streams": sum(tally.unequal for tally in tallies),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help='target; "tiny" is a random one to try this with')
+    parser.add_argument("--draft", default="", help="another model than the target's own, less some layers")
+    parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="that the draft does without")
+    parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="numbers of sessions at once")
+    parser.add_argument("--max-tokens", type=int, default=48, help="of each output")
+    parser.add_argument("--system-tokens", type=int, default=500, help="of the prompt that sessions share")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--target-flags", action="append", default=[], help="a way to run the target; may be repeated")
+    parser.add_argument("--draft-flags", default="")
+    parser.add_argument("--orchestrator-flags", default="")
+    parser.add_argument("--faults", type=int, default=0, help="of a chaos of tiny models that follows")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    arguments.target_flags = arguments.target_flags or [""]
+    return arguments
+
+
+async def _run(arguments: argparse.Namespace, tiny: Path) -> dict[str, Any]:
+    if arguments.model == "":
+        ensure_demonstration()
+    model = {"": str(demonstration_folder()), "tiny": str(tiny)}.get(arguments.model, arguments.model)
+    figures = await measured(arguments, model)
+    if arguments.faults:
+        chaos = await run_chaos(Plan(arguments.faults, 6, 18, 400, 1.5, arguments.seed), tiny)
+        figures |= {"faults": chaos["faults"], "chaos": chaos}
+        for name in ("lost_tokens", "repeated_tokens", "unequal_streams"):
+            figures[name] += chaos[name]
+    return {**figures, "cores": os.cpu_count(), "settings": vars(arguments)}
+
+
+def main() -> None:
+    """Prints progress, and one JSON line."""
+    arguments = _arguments()
+    with TemporaryDirectory(prefix="bough-tiny-") as folder:
+        print(json.dumps(asyncio.run(_run(arguments, save_model(Path(folder))))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What `loadtest.sessions` measures: several sessions at once, second turns, and a system prompt that all share."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bough.client import Client
+from bough.generation import ChatPrompt, Finished, GenerateOptions, Message, Prompt, TokenPrompt, Tokens
+
+TURN_TOKENS = 48  # of the answers in a conversation
+SECOND_QUESTION = "Now say the same in one short sentence."
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request, and the clock beside it."""
+
+    began: float  # seconds on the monotonic clock
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    rounds: list[tuple[float, Tokens]] = field(default_factory=list)  # when they came
+    finished: Finished | None = None
+
+    @property
+    def ended(self) -> float:
+        """When the last token came."""
+        return self.rounds[-1][0]
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.rounds[0][0] - self.began
+
+    @property
+    def done(self) -> Finished:
+        """The last event."""
+        assert self.finished is not None, "read to its end"
+        return self.finished
+
+    def tokens_between(self, begin: float, end: float) -> int:
+        """Tokens that came after `begin` and no later than `end`."""
+        return sum(len(tokens.token_ids) for moment, tokens in self.rounds if begin < moment <= end)
+
+
+async def stream(client: Client, prompt: Prompt, options: GenerateOptions) -> Stream:
+    """Reads a request to its end."""
+    received = Stream(time.monotonic())
+    async for event in client.generate(prompt, options):
+        if isinstance(event, Tokens):
+            received.rounds.append((time.monotonic(), event))
+            received.token_ids += event.token_ids
+            received.text += event.text
+        elif isinstance(event, Finished):
+            received.text += event.text
+            received.finished = event
+    return received
+
+
+class Together(NamedTuple):
+    """Sessions that ran at once."""
+
+    numbers: tuple[int, ...]  # of their prompts
+    streams: list[Stream]
+    seconds: float  # from the first request to the last token
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(each.token_ids) for each in self.streams)
+
+    @property
+    def steady_rate(self) -> float:
+        """Tokens per second from when all had their first token to when the first of them had its last."""
+        begin = max(each.rounds[0][0] for each in self.streams)
+        end = min(each.ended for each in self.streams)
+        num_tokens = sum(each.tokens_between(begin, end) for each in self.streams)
+        return num_tokens / (end - begin) if end > begin else 0.0
+
+
+async def together(
+    client: Client, numbers: Sequence[int], prompts: Sequence[Prompt], options: GenerateOptions
+) -> Together:
+    """Runs prompts with these numbers at once, each as a session of its own."""
+    began = time.monotonic()
+    streams = await asyncio.gather(*(stream(client, prompts[number], options) for number in numbers))
+    return Together(tuple(numbers), list(streams), max(each.ended for each in streams) - began)
+
+
+class SecondTurn(NamedTuple):
+    """What the second question of a conversation cost."""
+
+    sweeps: float  # time to the first token / time of a sweep
+    cached_share: float  # of the first turn's tokens, prompt and answer
+
+
+async def second_turn(client: Client, question: str, *, sends_new: bool) -> SecondTurn:
+    """Asks, and asks again: with only the new question, or with the whole conversation as most clients do."""
+    session_id = f"turns-{uuid.uuid4().hex}"
+    options = GenerateOptions(session_id=session_id, temperature=0.0, max_tokens=TURN_TOKENS)
+    first_question, second_question = Message("user", question), Message("user", SECOND_QUESTION)
+    first = await stream(client, ChatPrompt((first_question,)), options)
+    if sends_new:
+        prompt = ChatPrompt((second_question,))
+        options = GenerateOptions(session_id=session_id, temperature=0.0, max_tokens=8, continues=True)
+    else:
+        prompt = ChatPrompt((first_question, Message("assistant", first.text), second_question))
+        options = GenerateOptions(session_id=session_id, temperature=0.0, max_tokens=8)
+    second = await stream(client, prompt, options)
+    usage = first.done.usage
+    history = usage.prompt_tokens + usage.completion_tokens
+    return SecondTurn(
+        second.first_token_seconds / sweep_seconds(first), min(1.0, second.done.usage.cached_tokens / history)
+    )
+
+
+def sweep_seconds(alone: Stream) -> float:
+    """What a sweep of one session takes: the median of its rounds after the first, which read the prompt."""
+    rounds = [tokens.timings for _, tokens in alone.rounds[1:] or alone.rounds]
+    return statistics.median((timings.target_ns - timings.queue_ns) / 1e9 for timings in rounds)
+
+
+class SharedPrompt(NamedTuple):
+    """Sessions that begin with the same tokens."""
+
+    prompt_tokens: int  # of all
+    computed_tokens: int  # of these, not taken from another session
+    times_computed: float  # the shared part: 1 is best
+
+
+async def shared_prompt(client: Client, shared: Sequence[int], rests: Sequence[Sequence[int]]) -> SharedPrompt:
+    """All at once; `rests` are the sessions' own tokens."""
+    options = GenerateOptions(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts = [TokenPrompt((*shared, *rest)) for rest in rests]
+    streams = await asyncio.gather(*(stream(client, prompt, options) for prompt in prompts))
+    usages = [each.done.usage for each in streams]
+    computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
+    times = (computed - sum(map(len, rests))) / len(shared)
+    return SharedPrompt(sum(usage.prompt_tokens for usage in usages), computed, times)

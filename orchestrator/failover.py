@@ -1,0 +1,133 @@
+"""Verifying wherever it can be done: a target that fails costs time, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from bough.config import OrchestratorConfig
+from bough.errors import BoughError, Exhausted, Unavailable
+from bough.growth import Scheme
+from bough.messages import VerifyResult
+from bough.tree import Tree
+from orchestrator.claims import Claims
+from orchestrator.directory import Directory, Known
+from orchestrator.seat import Seat
+from orchestrator.session import Session
+from orchestrator.workers import TargetClient, Timed
+
+logger = logging.getLogger(__name__)
+
+SLOT_RETRY_SECONDS = 0.25
+RETRY_SECONDS = 1.0  # after a first fault the same target is asked again for so long, then others too
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5  # between two attempts
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """Faults of one call so far."""
+
+    began: float  # seconds on the monotonic clock
+    pause_seconds: float = FIRST_PAUSE_SECONDS
+
+    @property
+    def lasted_seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    async def pause(self) -> None:
+        await asyncio.sleep(self.pause_seconds)
+        self.pause_seconds = min(2 * self.pause_seconds, LONGEST_PAUSE_SECONDS)
+
+
+@dataclass(slots=True)
+class Failover:
+    """Gets a verdict on a tree from the session's target, or from another that has the same model.
+
+    The tree stays the same throughout, so that the verdict does too, by whatever scheme.
+    """
+
+    config: OrchestratorConfig
+    directory: Directory
+    claims: Claims
+    num_waiting: int = 0  # sessions that wait for a KV slot
+
+    async def verify(self, session: Session, seat: Seat, tree: Tree, scheme: Scheme) -> tuple[VerifyResult, Timed]:
+        """The verdict. Where the target fails, `seat` may be another's afterwards.
+
+        Raises:
+            Unavailable: no target could be used for as long as the configuration allows.
+            Exhausted: no KV slot became free in time.
+            StaleEpoch: another orchestrator has taken the session.
+        """
+        trouble: _Trouble | None = None
+        while True:
+            try:
+                answer = await self._verify_once_there_is_room(session, seat.target, tree, scheme)
+            except BoughError as exc:
+                if not _is_fault(exc):
+                    raise
+                logger.warning("%s: %s", seat.target.record.worker_id, exc)
+                trouble = trouble or _Trouble(time.monotonic())
+                await self._recover(session, seat, len(tree), trouble, exc)
+            else:
+                seat.target.report(is_fault=False)
+                return answer
+
+    async def _verify_once_there_is_room(
+        self, session: Session, target: Known[TargetClient], tree: Tree, scheme: Scheme
+    ) -> tuple[VerifyResult, Timed]:
+        """The verdict; waits for a KV slot as long as the request may still wait."""
+        while True:
+            try:
+                timeout_seconds = session.patience.within(self.config.target_timeout)
+                return await target.client.verify(session, tree, scheme, timeout_seconds)
+            except Exhausted:
+                if not session.patience.queue_seconds:
+                    raise
+            self.num_waiting += 1
+            try:
+                with session.patience.waiting():
+                    await asyncio.sleep(SLOT_RETRY_SECONDS)
+            finally:
+                self.num_waiting -= 1
+
+    async def _recover(self, session: Session, seat: Seat, num_nodes: int, trouble: _Trouble, exc: BoughError) -> None:
+        """Returns once the call is worth another try, at the same target or at another one."""
+        while trouble.lasted_seconds < RETRY_SECONDS:
+            await trouble.pause()
+            if await _still_answers(seat.target):
+                return  # the same epoch and round: what it has verified already it answers again
+        seat.target.report(is_fault=True)
+        while (target := self.directory.successor(seat.target, session.max_length, num_nodes)) is None:
+            if trouble.lasted_seconds > self.config.failover_timeout:
+                raise Unavailable(
+                    f"{exc}; no target with this model could be used for {self.config.failover_timeout:g} s after that"
+                ) from exc
+            await trouble.pause()
+        if target is not seat.target:
+            await self._move(session, seat, target, exc)
+
+    async def _move(self, session: Session, seat: Seat, target: Known[TargetClient], exc: BoughError) -> None:
+        """The session's tokens are all that the other target needs; it computes them again as context."""
+        await self.claims.renew(session)
+        lost_id, new_id = seat.target.record.worker_id, target.record.worker_id
+        logger.warning("session %s moves from %s to %s", session.session_id, lost_id, new_id)
+        session.warn(f"{lost_id} failed ({exc}): {new_id} has taken over")
+        session.num_failovers += 1
+        session.target_held = 0
+        seat.move(target)
+
+
+def _is_fault(exc: BoughError) -> bool:
+    """Whether it is the worker that is at fault, and not the request: no answer, or an error that has no name."""
+    return isinstance(exc, Unavailable) or type(exc) is BoughError
+
+
+async def _still_answers(target: Known[TargetClient]) -> bool:
+    """Whether it is there, and is not another process at the same address."""
+    try:
+        return (await target.client.info()).worker_id == target.record.worker_id
+    except BoughError:
+        return False

@@ -1,0 +1,222 @@
+"""From what a client asks to a session that can run: its tokens, its place, its epoch."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from bough.config import OrchestratorConfig
+from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.generation import GenerateOptions, Prompt, Tokens
+from bough.growth import Scheme
+from bough.prefix import block_hashes
+from bough.records import RequestRecord, SessionRecord
+from bough.sampling import SamplingParams, StopConditions
+from orchestrator.claims import Claims
+from orchestrator.directory import Directory, Known
+from orchestrator.limits import require_room, require_size, require_sizes
+from orchestrator.prompt import continued_prompt, whole_prompt
+from orchestrator.recorder import Recorder
+from orchestrator.resuming import require_resume, require_same_request, resume
+from orchestrator.session import Session
+from orchestrator.text import TextStream
+from orchestrator.transcripts import request_record
+from orchestrator.workers import TargetClient
+
+
+class Opened(NamedTuple):
+    """A session that may run, unless it is finished already."""
+
+    session: Session
+    target: Known[TargetClient]
+    unseen: Tokens | None  # what was generated before its stream broke, and not seen
+
+
+class _Past(NamedTuple):
+    """What the index knows of a request and its session; it may be wrong."""
+
+    request: RequestRecord | None
+    session: SessionRecord | None
+
+
+@dataclass(slots=True)
+class Opening:
+    """Checks everything about a request that can be checked before it runs."""
+
+    config: OrchestratorConfig
+    directory: Directory
+    recorder: Recorder
+    claims: Claims
+
+    async def open(self, prompt: Prompt, options: GenerateOptions) -> Opened:
+        """A session for a request, which has a name.
+
+        Raises:
+            InvalidRequest: naming the field.
+            NotFound: the session that it continues.
+            Unavailable: there is no target, or no index to tell what the request continues.
+            StaleEpoch: another request goes on with the same session at this moment.
+        """
+        past = await self._past(options)
+        target = self.directory.target(past.session.target_id if past.session else "")
+        if options.resume is not None:
+            require_resume(options.resume, target.info.vocab_size)
+        require_size(prompt, target.tokens, target.info.max_context)
+        tokens = self._tokens(prompt, options, past, target)
+        require_room(tokens, target.info.max_context)
+        if past.session is None:
+            target = await self._with_longest_prefix(tokens, target)
+        session, unseen = _session(tokens, options, target, past.request), None
+        if options.resume is not None:
+            if past.request is not None:
+                require_same_request(past.request, session)
+            unseen = resume(session, options, options.resume, past.request)
+        if not session.is_finished:
+            await self._claim(session, options, past.session, target)
+        return Opened(session, target, unseen)
+
+    async def _past(self, options: GenerateOptions) -> _Past:
+        """What is recorded. Without the index all is computed again, but that a session cannot be continued."""
+        request, session = None, None
+        try:
+            if options.resume is not None:
+                request = await self.directory.registry.load_request(options.request_id)
+            session_id = _session_id(options, request)
+            if session_id:
+                await self.recorder.settled(session_id)
+                session = await self.directory.registry.load_session(session_id)
+        except Unavailable as exc:
+            if options.continues:
+                raise Unavailable(f"session_id: {options.session_id!r} cannot be continued now: {exc}") from exc
+        if session is not None and time.time() - session.born_us / 1e6 > self.config.session_max_seconds:
+            session = None
+        return _Past(request, session)
+
+    def _tokens(self, prompt: Prompt, options: GenerateOptions, past: _Past, target: Known[TargetClient]) -> list[int]:
+        """The prompt's, with all that it continues. What a resumed request has continued is no longer there alone."""
+        if not options.continues:
+            return whole_prompt(prompt, target.tokens, target.info.vocab_size)
+        if not options.session_id:
+            raise InvalidRequest("continues: true, but there is no session_id; the one to continue would do")
+        if past.request is not None:
+            return list(past.request.tokens[: past.request.prompt_length])
+        if options.resume is not None and options.resume.num_tokens > 0:
+            raise NotFound(
+                f"request_id: {options.request_id!r} is not known any more, and without it what it continued is not; "
+                "the full history, with continues false, would do"
+            )
+        if past.session is None or not past.session.tokens:
+            raise NotFound(
+                f"session_id: {options.session_id!r} is not known, or not any more; the full history, with continues "
+                "false, would do"
+            )
+        require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
+        return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
+
+    async def _with_longest_prefix(self, tokens: Sequence[int], target: Known[TargetClient]) -> Known[TargetClient]:
+        """Of the targets with this one's model the one that holds most of these tokens; where none does, this one."""
+        hashes = block_hashes(tokens)
+        if not hashes or self.directory.num_targets < 2 or self.directory.index_problem:
+            return target
+        with suppress(Unavailable):
+            found = await self.directory.registry.find_prefix(target.info.model_fingerprint, hashes)
+            holder = self.directory.target(found[0]) if found else target
+            if holder.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint:
+                return holder
+        return target
+
+    async def _claim(
+        self, session: Session, options: GenerateOptions, record: SessionRecord | None, target: Known[TargetClient]
+    ) -> None:
+        """The session is this orchestrator's; what it holds where is believed until a worker says otherwise."""
+        claim = await self.claims.begin(session.session_id)
+        session.epoch = session.born_us = claim.epoch
+        if record is not None:
+            session.epoch, session.born_us = max(claim.epoch, record.epoch + 1), record.born_us
+            common = _common_length(record.tokens, session.tokens)
+            is_same = record.target_id == target.record.worker_id
+            session.target_held = min(record.target_length, common) if is_same else 0
+            session.draft_id, session.draft_held = record.draft_id, min(record.draft_length, common)
+        if options.continues:
+            if claim.record is not None and record is not None and claim.record.epoch != record.epoch:
+                raise StaleEpoch(f"session_id: {session.session_id!r} was continued by another request meanwhile")
+            # Before anything of it is in the session: whoever asks again must not have it continued twice.
+            with suppress(Unavailable):
+                await self.directory.registry.record_request(request_record(session), first_new=0)
+
+
+def require_vocabulary(tokens: Sequence[int], vocab_size: int, session_id: str) -> None:
+    """Raises NotFound where what is recorded of a session cannot be this model's."""
+    if max(tokens) >= vocab_size:
+        raise NotFound(
+            f"session_id: {session_id!r} is another model's; the full history, with continues false, would do"
+        )
+
+
+def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
+    """Empty for a session that nobody knows yet."""
+    recorded = "" if request is None else request.session_id
+    if options.session_id and recorded not in ("", options.session_id):
+        raise InvalidRequest(
+            f"session_id: {options.session_id!r}, but request_id {options.request_id!r} was begun in another session"
+        )
+    return options.session_id or recorded
+
+
+def _session(
+    tokens: list[int], options: GenerateOptions, target: Known[TargetClient], request: RequestRecord | None
+) -> Session:
+    sampling = _sampling(options, target, request)
+    stops = StopConditions(options.max_tokens, options.stop)
+    stops.validate()
+    require_sizes(options.speculation, target.info.max_nodes)
+    return Session(
+        request_id=options.request_id,
+        session_id=_session_id(options, request) or uuid.uuid4().hex,
+        keep=bool(options.session_id),
+        tokens=tokens,
+        prompt_length=len(tokens),
+        sampling=sampling,
+        stops=stops,
+        # Without chance all schemes keep the same tokens, and the target's own can have the likeliest guesses.
+        speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
+        text=TextStream(target.tokens.decode, options.stop),
+        max_context=target.info.max_context,
+    )
+
+
+def _sampling(options: GenerateOptions, target: Known[TargetClient], request: RequestRecord | None) -> SamplingParams:
+    own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
+    seed = options.seed
+    if seed is None:
+        seed = secrets.randbits(64) if request is None else request.sampling.seed
+    sampling = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=seed,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=options.logit_bias,
+        logprobs=options.logprobs,
+        stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
+    )
+    sampling.validate(target.info.vocab_size)
+    if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:
+        raise InvalidRequest("seed: missing; a request is resumed with the seed that `started` gave")
+    return sampling
+
+
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    for index, (mine, theirs) in enumerate(zip(left, right, strict=False)):
+        if mine != theirs:
+            return index
+    return min(len(left), len(right))

@@ -1,0 +1,130 @@
+"""The calls that wait for sweeps, at most one of each session: how they come in, and how they end without an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+from bough.errors import InvalidRequest, PrefixMissing, StaleEpoch, Unavailable
+from bough.futures import settle
+from bough.messages import VerifyCall, VerifyResult
+from bough.model.memory import Limits
+from bough.prefix import prefix_hash
+from target_worker.held import Text
+from target_worker.job import Job
+from target_worker.slots import SlotPool
+
+
+class Calls:
+    """Owned by the sweep thread."""
+
+    def __init__(self, pool: SlotPool, limits: Limits) -> None:
+        self.pool = pool
+        self.is_draining = False
+        self._limits = limits
+        self._jobs: dict[str, Job] = {}  # by session, in order of arrival
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        """In order of arrival."""
+        return iter(self._jobs.values())
+
+    def admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
+        """Takes a call in, or answers it at once where its answer is known.
+
+        Raises:
+            InvalidRequest: it does not fit a session.
+            PrefixMissing: the session holds less than the caller believes, or something else.
+            StaleEpoch: the session has been placed anew, or another round of it is in flight.
+            Exhausted: there is no room.
+            Unavailable: the worker is draining, and the session is new.
+        """
+        context = call.context
+        self._require_fit(call)
+        running = self._jobs.get(context.session_id)
+        if running is not None and self._joined(running, call, future):
+            return
+        session = self.pool.get(context.session_id)
+        if session is None:
+            self._require_new(call)
+        else:
+            session.require_epoch(call.epoch)
+            if session.last_result is not None and (call.epoch, call.round) == (session.epoch, session.last_round):
+                settle(future, session.last_result)
+                return
+            session.slot.require(context.context_start, context.prefix_hash)
+        held = session.slot.tokens[: context.context_start] if session is not None else []
+        text = Text([*held, *context.tokens])
+        session = self.pool.lease(context.session_id, call.epoch, self._num_rows(call), text)
+        self._jobs[context.session_id] = Job(call, session, text, [future], arrived_ns)
+
+    def borrow(self) -> None:
+        """Copies what others hold by now of what calls still lack."""
+        for job in self:
+            if job.num_left:
+                self.pool.borrow(job.session, job.text)
+
+    def drop(self, session_id: str, error: Exception) -> None:
+        """Ends a session's call, if there is one, with an error."""
+        job = self._jobs.pop(session_id, None)
+        if job is not None:
+            self.pool.rest(job.session)
+            job.settle(error)
+
+    def drop_unwanted(self) -> None:
+        """Ends calls that nobody waits for any more; their sessions become idle."""
+        for session_id, job in [*self._jobs.items()]:
+            if not job.is_wanted:
+                del self._jobs[session_id]
+                self.pool.abandon(job.session)
+
+    def answer(self, job: Job, result: VerifyResult) -> None:
+        """A call has its answer, which is kept for a caller who asks again."""
+        session = job.session
+        session.last_round, session.last_result = job.call.round, result
+        del self._jobs[session.session_id]
+        self.pool.rest(session)
+        job.settle(result)
+
+    def close(self) -> None:
+        """Ends all calls."""
+        for session_id in [*self._jobs]:
+            self.drop(session_id, Unavailable("the target worker is being shut down"))
+
+    def _joined(self, running: Job, call: VerifyCall, future: Future[VerifyResult]) -> bool:
+        """Whether a call waits for the answer of the one in flight; a newer epoch puts an end to that one instead."""
+        if (call.epoch, call.round) == (running.call.epoch, running.call.round):
+            running.futures.append(future)
+            return True
+        if call.epoch <= running.call.epoch:
+            raise StaleEpoch(
+                f"round: {call.round} of epoch {call.epoch}, but round {running.call.round} of epoch "
+                f"{running.call.epoch} of this session is in flight"
+            )
+        self.drop(call.context.session_id, StaleEpoch(f"epoch: {call.epoch} of this session has begun"))
+        return False
+
+    def _require_fit(self, call: VerifyCall) -> None:
+        length, longest = call.context.base_length + 1, self._limits.max_context
+        if length > longest:
+            raise InvalidRequest(f"context: {length} tokens; at most {longest} fit a session")
+        if len(call.tree) > self._limits.max_nodes:
+            raise InvalidRequest(f"tree: {len(call.tree)} nodes; at most {self._limits.max_nodes} would do")
+
+    def _require_new(self, call: VerifyCall) -> None:
+        """That a session may begin with this call: before it takes a slot."""
+        if self.is_draining:
+            raise Unavailable("this target worker is draining: it takes no new sessions; another one would")
+        if start := call.context.context_start:
+            raise PrefixMissing(
+                f"context.context_start: {start} tokens were taken to be held, but the session is not known here; send "
+                "its tokens from the beginning",
+                held_hash=prefix_hash(()),
+            )
+
+    def _num_rows(self, call: VerifyCall) -> int:
+        """Of a slot for all that the session may come to in its request, and beyond that a tree."""
+        length = max(call.max_length or self._limits.max_context, call.context.base_length + 1)
+        return min(length, self._limits.max_context) + self._limits.max_nodes

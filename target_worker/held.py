@@ -1,0 +1,74 @@
+"""A session with a slot: what it holds, and where in its life it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.errors import StaleEpoch
+from bough.messages import VerifyResult
+from bough.model.kv import KVSlot
+from bough.prefix import block_hashes
+
+
+class SlotState(Enum):
+    """The life of a slot: FREE, HELD, IDLE, perhaps HELD again, EVICTING, FREE."""
+
+    FREE = "free"  # has no rows yet, or no longer
+    HELD = "held"  # by a session with a call in flight, or whose lease has not run out
+    IDLE = "idle"  # nobody counts on it: kept as long as there is room
+    EVICTING = "evicting"  # its rows are being given back
+
+
+_AFTER = {
+    SlotState.FREE: {SlotState.HELD},
+    SlotState.HELD: {SlotState.IDLE},
+    SlotState.IDLE: {SlotState.HELD, SlotState.EVICTING},
+    SlotState.EVICTING: {SlotState.FREE},
+}
+
+
+class Text:
+    """All of a session's tokens before the root, as a call has them."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    @cached_property
+    def hashes(self) -> list[int]:
+        """Of its blocks; not computed for calls that lack nothing."""
+        return block_hashes(self.tokens)
+
+    @cached_property
+    def array(self) -> NDArray[np.int32]:
+        """(num_tokens,), for comparing with others."""
+        return np.asarray(self.tokens, np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class HeldSession:
+    """A session with a slot."""
+
+    session_id: str  # "" once it is released: what it held stays for others to begin from
+    slot: KVSlot
+    epoch: int
+    state: SlotState = SlotState.FREE
+    last_used: float = 0.0  # seconds on the pool's clock
+    leased_until: float = 0.0
+    last_round: int = -1
+    last_result: VerifyResult | None = None  # the answer to last_round, for a caller who asks again
+    is_busy: bool = False  # a call is in flight
+
+    def become(self, state: SlotState) -> None:
+        """The one place where a state changes."""
+        assert state in _AFTER[self.state], f"a slot that is {self.state.value} cannot become {state.value}"
+        self.state = state
+
+    def require_epoch(self, epoch: int) -> None:
+        """Raises StaleEpoch where the session has been placed anew since this epoch."""
+        if epoch < self.epoch:
+            raise StaleEpoch(f"epoch: {epoch} of session {self.session_id} is over; {self.epoch} has begun")

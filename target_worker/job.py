@@ -1,0 +1,79 @@
+"""A call on its way through one or more sweeps."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from bough.futures import settle
+from bough.messages import Timings, Verdict, VerifyCall, VerifyResult
+from bough.model.batch import Segment
+from target_worker.held import HeldSession, Text
+from target_worker.sweep import SweepFigures
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What a call still lacks, and who waits for it."""
+
+    call: VerifyCall
+    session: HeldSession
+    text: Text  # before the root
+    futures: list[Future[VerifyResult]]
+    arrived_ns: int
+    num_computed: int = 0  # tokens of the text
+    num_passed_over: int = 0  # sweeps in a row that it had no part in
+    timings: Timings = field(default_factory=Timings)
+
+    @property
+    def num_held(self) -> int:
+        """Tokens of the text whose keys and values are there."""
+        return self.session.slot.length
+
+    @property
+    def num_left(self) -> int:
+        """Those that are not."""
+        return len(self.text.tokens) - self.session.slot.length
+
+    @property
+    def num_nodes(self) -> int:
+        """Of its tree, which goes into one sweep whole."""
+        return len(self.call.tree)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody still waits for it."""
+        return not all(future.cancelled() for future in self.futures)
+
+    def segments(self, num_context: int, has_tree: bool) -> list[Segment]:
+        """Its rows of a sweep."""
+        slot, begin = self.session.slot, self.num_held
+        segments = [Segment.context(slot, begin, self.text.tokens[begin : begin + num_context])]
+        return [*segments, Segment.tree(slot, len(self.text.tokens), self.call.tree)] if has_tree else segments
+
+    def swept(self, num_context: int, figures: SweepFigures, began_ns: int) -> None:
+        """It had a part in a sweep."""
+        before = self.timings
+        self.num_computed += num_context
+        self.num_passed_over = 0
+        self.timings = replace(
+            before,
+            queue_ns=before.queue_ns if before.num_passes else began_ns - self.arrived_ns,
+            wait_ns=before.wait_ns + figures.wait_ns,
+            compute_ns=before.compute_ns + figures.total_ns - figures.wait_ns,
+            link_ns=before.link_ns + figures.link_ns,
+            link_bytes=before.link_bytes + figures.link_bytes,
+            link_ideal_ns=before.link_ideal_ns + figures.link_ideal_ns,
+            num_passes=before.num_passes + 1,
+        )
+
+    def result(self, verdict: Verdict) -> VerifyResult:
+        """What is answered."""
+        timings = replace(self.timings, total_ns=time.perf_counter_ns() - self.arrived_ns)
+        return VerifyResult(verdict, self.num_held, timings, len(self.text.tokens) - self.num_computed)
+
+    def settle(self, outcome: VerifyResult | Exception) -> None:
+        """Tells everyone who still waits."""
+        for future in self.futures:
+            settle(future, outcome)

@@ -1,0 +1,108 @@
+"""Contexts that begin alike are computed once: one call computes, the others wait a sweep and copy.
+
+A call waits only where that costs it nothing: where its answer would not have come out of this sweep anyhow and it will
+have at least what it would have computed itself; or where all such calls together are answered no later, by the time
+that sweeps have been seen to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from bough.prefix import common_length
+from target_worker.batching import Part, Waiting, choose
+from target_worker.held import Text
+
+
+class Sharing(Waiting, Protocol):
+    """A call that waits for a sweep, and what it is about."""
+
+    @property
+    def text(self) -> Text:
+        """All tokens before its tree."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Leading ones whose keys and values are there."""
+        ...
+
+
+AnySharing = TypeVar("AnySharing", bound=Sharing)
+
+
+class _Follower(NamedTuple):
+    """A call that could wait for another's work."""
+
+    job: Sharing
+    leader: Sharing
+    num_common: int  # leading tokens of both
+
+    def gain(self, parts: dict[int, Part[AnySharing]]) -> int:
+        """Tokens that it can copy after a sweep of these parts."""
+        part = parts.get(id(self.leader))
+        reached = self.leader.num_held + (part.num_context if part is not None else 0)
+        return max(0, min(self.num_common, reached) - self.job.num_held)
+
+
+def choose_shared(
+    jobs: Sequence[AnySharing], max_tokens: int, min_tokens: int, sweep_seconds: Callable[[int], float]
+) -> list[Part[AnySharing]]:
+    """As `choose`, without computing the same tokens twice where they are at least `min_tokens`.
+
+    `sweep_seconds` predicts the time of a sweep from its number of tokens.
+    """
+    alone = choose(jobs, max_tokens)
+    followers = _followers(jobs, min_tokens)
+    if not followers:
+        return alone
+    share = {id(part.job): part for part in alone}
+    parts = alone
+    while followers:
+        waiting = {id(follower.job) for follower in followers}
+        parts = choose([job for job in jobs if id(job) not in waiting], max_tokens)
+        staying = _content(followers, share, parts, sweep_seconds, alone)
+        if len(staying) == len(followers):
+            return parts
+        followers = staying
+    return alone
+
+
+def _followers(jobs: Sequence[Sharing], min_tokens: int) -> list[_Follower]:
+    """Whoever has much in common with one who is further, or came before."""
+    leaders: list[Sharing] = []
+    followers = []
+    for job in sorted((job for job in jobs if job.num_left), key=lambda job: -job.num_held):
+        tokens = job.text.array
+        shared = [(common_length(leader.text.array, tokens), leader) for leader in leaders]
+        num_common, leader = max(shared, key=lambda pair: pair[0], default=(0, job))
+        if num_common - job.num_held >= min_tokens:
+            followers.append(_Follower(job, leader, num_common))
+        else:
+            leaders.append(job)
+    return followers
+
+
+def _content(
+    followers: Sequence[_Follower],
+    share: dict[int, Part[AnySharing]],
+    parts: Sequence[Part[AnySharing]],
+    sweep_seconds: Callable[[int], float],
+    alone: Sequence[Part[AnySharing]],
+) -> list[_Follower]:
+    """Those whom waiting costs nothing."""
+    computed = {id(part.job): part for part in parts}
+    late, staying = [], []
+    for follower in followers:
+        own = share.get(id(follower.job))
+        gain = follower.gain(computed)
+        if own is not None and own.has_tree:
+            late += [follower] if gain else []
+        elif gain >= (own.num_context if own is not None else 1):
+            staying.append(follower)
+    left = sum(f.job.num_left + f.job.num_nodes - f.gain(computed) for f in late)
+    num_computed, num_alone = (sum(part.num_tokens for part in some) for some in (parts, alone))
+    if late and sweep_seconds(num_computed) + sweep_seconds(left) <= sweep_seconds(num_alone):
+        staying += late
+    return staying

@@ -1,0 +1,183 @@
+"""A target without a model, served over gRPC from the test itself, and an index and orchestrators to go with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bough import wire
+from bough.client import Client
+from bough.config import OrchestratorConfig, TargetConfig, parse
+from bough.errors import Unavailable
+from bough.gate import Gate
+from bough.heartbeat import registered
+from bough.launch import Cluster, Settings
+from bough.messages import WorkerInfo
+from bough.pb import common_pb2, generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
+from bough.records import WorkerRecord
+from bough.registry import Registry
+from bough.rpc import Served, service_name, serving
+from bough.tokenizer import TokenizerFiles
+from orchestrator.directory import Directory
+from orchestrator.requests import Requests
+from orchestrator.service import GenerationService
+
+MAX_CONTEXT = 100_000
+TOKEN = 65  # what it always says
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def tokenizer_files() -> TokenizerFiles:
+    """Of single bytes, and one token of four characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*alphabet, "abcd"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return TokenizerFiles(tokenizer.to_str().encode(), template, ())
+
+
+@dataclass
+class FakeTarget(target_pb2_grpc.TargetServicer):
+    """Answers every call with the same token, once it may."""
+
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    sweep_seconds: float = 0.0
+    refusal: Exception | None = None  # what it answers with instead
+    num_verified: int = 0
+    asked: list[str] = field(default_factory=list)  # sessions, in order of their calls
+    cancelled: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    time_limits: list[float] = field(default_factory=list)  # of each call, as it came over the wire
+    files: TokenizerFiles = field(default_factory=tokenizer_files)
+
+    async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: Context) -> common_pb2.WorkerInfo:
+        info = WorkerInfo(
+            "target",
+            "target-fake",
+            "fake",
+            "",
+            "",
+            self.files.fingerprint,
+            257,
+            MAX_CONTEXT,
+            max_nodes=8,
+            max_sessions=99,
+        )
+        return wire.info_to_wire(info)
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.TokenizerChunk]:
+        for chunk in wire.tokenizer_to_wire(self.files):
+            yield chunk
+
+    async def Verify(self, request: target_pb2.VerifyRequest, context: Context) -> target_pb2.VerifyReply:
+        session_id = request.context.session_id
+        self.asked.append(session_id)
+        self.time_limits.append(context.time_remaining())
+        if self.refusal is not None:
+            raise self.refusal
+        try:
+            await self.may_answer.wait()
+            await asyncio.sleep(self.sweep_seconds)
+        except asyncio.CancelledError:
+            self.cancelled.append(session_id)
+            raise
+        self.num_verified += 1
+        held = request.context.context_start + len(request.context.tokens) + 1
+        logprobs = []
+        if request.sampling.HasField("logprobs"):
+            one = common_pb2.TokenLogprob(token_id=TOKEN, logprob=-1.0)
+            logprobs = [common_pb2.PositionLogprobs(token=one, top=[one] * request.sampling.logprobs)]
+        return target_pb2.VerifyReply(bonus_token=TOKEN, held_length=held, logprobs=logprobs)
+
+    async def Release(self, request: common_pb2.ReleaseRequest, context: Context) -> common_pb2.ReleaseReply:
+        self.released.append(request.session_id)
+        return common_pb2.ReleaseReply()
+
+
+@dataclass
+class Stage:
+    """An index, and a fake target that is registered in it."""
+
+    index_url: str
+    registry: Registry
+    target: FakeTarget
+
+
+@asynccontextmanager
+async def staged(folder: Path) -> AsyncIterator[Stage]:
+    """For the time of a test."""
+    nothing = Settings(parse(TargetConfig, "t", ["--model", "x"], {}), None, parse(OrchestratorConfig, "o", [], {}))
+    cluster = Cluster(nothing, folder)
+    cluster.start_index()
+    registry, target = Registry(cluster.index_url), FakeTarget()
+    target.may_answer.set()
+    name = service_name(target_pb2.DESCRIPTOR, "Target")
+    try:
+        await registry.wait()
+        add = target_pb2_grpc.add_TargetServicer_to_server
+        async with serving("127.0.0.1", 0, name, lambda server: add(target, server), grace_seconds=0.0) as served:
+            record = WorkerRecord("target", "target-fake", f"127.0.0.1:{served.port}")
+            async with registered(registry, lambda: record):
+                yield Stage(cluster.index_url, registry, target)
+    finally:
+        await registry.close()
+        cluster.stop_all()
+
+
+@dataclass
+class Orchestrator:
+    """One in this process."""
+
+    requests: Requests
+    served: Served
+    client: Client
+
+    @property
+    def address(self) -> str:
+        return self.client.address
+
+
+@asynccontextmanager
+async def orchestrating(stage: Stage, *flags: str) -> AsyncIterator[Orchestrator]:
+    """An orchestrator that knows the fake target and uses no draft."""
+    config = parse(OrchestratorConfig, "o", ["--index-url", stage.index_url, "--draft", "none", *flags], {})
+    registry = Registry(config.index_url)
+    directory = Directory(registry)
+    requests = Requests(config, directory, "orchestrator")
+    service, name = GenerationService(requests), service_name(generation_pb2.DESCRIPTOR, "Generation")
+    add_service = generation_pb2_grpc.add_GenerationServicer_to_server
+    gate, stalled_seconds = Gate("Generate"), config.stalled_timeout
+    try:
+        async with (
+            directory.running(),
+            requests.running(),
+            serving(
+                "127.0.0.1", 0, name, lambda server: add_service(service, server), gate, stalled_seconds, 0.0
+            ) as served,
+        ):
+            await until(lambda: directory.has_target)
+            async with Client(f"127.0.0.1:{served.port}") as client:
+                yield Orchestrator(requests, served, client)
+            await until(lambda: not requests.loads().num_requests_running)
+    finally:
+        await registry.close()
+
+
+async def until(condition: Any, patience_seconds: float = 20.0) -> None:
+    """Returns once something is so. Raises Unavailable where it never is."""
+    for _ in range(int(patience_seconds / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise Unavailable("it never came about")

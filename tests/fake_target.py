@@ -1,0 +1,112 @@
+"""A target without a model, and an engine on it, for tests of slots, sweeps and sessions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from bough.messages import Context, VerifyCall
+from bough.model.batch import Batch
+from bough.model.kv import KVShape
+from bough.model.kv_arena import KVArena
+from bough.model.memory import Limits
+from bough.sampling import SamplingParams
+from bough.tree import Tree
+from target_worker.engine import Engine
+from target_worker.slots import SlotPool
+from target_worker.sweep import SweepFigures
+
+VOCAB = 50
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+SHAPE = KVShape(1, 1, 1, torch.float32)
+LIMITS = Limits(rows=8, max_sweep_tokens=16, max_nodes=16, max_context=48)
+FIGURES = SweepFigures(100, 40, 80, 1000, 60)
+
+
+class FakeModel:
+    """Says that token t is followed by t + 1; holds each sweep until it is let go.
+
+    A key is its token, so that it sees to it that every slot spells the text which its session is taken to hold.
+    """
+
+    device = CPU
+
+    def __init__(self, rows: int = LIMITS.rows, figures: SweepFigures = FIGURES) -> None:
+        self.rows = rows
+        self.figures = figures
+        self.batches: list[Batch] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens in all sweeps."""
+        return sum(batch.num_tokens for batch in self.batches)
+
+    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+        self.batches.append(batch)
+        assert self.gate.wait(10)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        for segment in batch.segments:
+            slot, before = segment.slot, int(segment.positions[0])
+            context = [token for s in batch.segments if s.slot is slot and not s.wants_logits for token in s.tokens]
+            spelled = slot.keys[0, :before, 0, 0].tolist()
+            assert spelled == [*slot.tokens, *context][:before], "keys are not those of the session's text"
+            for keys in (slot.keys, slot.values):
+                keys[0, torch.from_numpy(segment.rows), 0, 0] = torch.from_numpy(segment.tokens).float()
+        tokens = batch.input_ids[0, batch.logit_rows]
+        return torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float(), self.figures
+
+    def wait_for_sweep(self, number: int = 1) -> None:
+        """Until so many sweeps have begun."""
+        while len(self.batches) < number:
+            pass
+
+
+class Clock:
+    """Seconds that a test turns."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new_pool(clock: Clock, num_rows: int = 2 * LIMITS.slot_rows, lease_seconds: float = 60.0) -> SlotPool:
+    """With room for two of the longest sessions."""
+    return SlotPool(KVArena(SHAPE, num_rows, CPU), lease_seconds, clock)
+
+
+@contextmanager
+def running(
+    model: FakeModel, pool: SlotPool, limits: Limits = LIMITS, max_waiting: int = 100, patience: float = 0.0
+) -> Iterator[Engine]:
+    """An engine whose thread ends with the block."""
+    engine = Engine(model, pool, limits, max_waiting, patience)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        model.gate.set()
+        engine.stop()
+
+
+def verify_call(
+    session: str,
+    tokens: Sequence[int],
+    held: int = 0,
+    round_: int = 0,
+    epoch: int = 1,
+    tree: Tree | None = None,
+    max_length: int = 0,
+) -> VerifyCall:
+    """For a session of these tokens, the last of which is the root."""
+    context = Context.of(session, tokens, held, len(tokens))
+    return VerifyCall(context, epoch, round_, tree or Tree.root(tokens[-1]), GREEDY, max_length=max_length)

@@ -1,0 +1,49 @@
+"""How long a worker is left alone after faults."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from bough.messages import WorkerInfo
+from bough.model.tokenizer_files import load_tokenizer_files
+from bough.records import WorkerRecord
+from orchestrator.directory import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Known
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that a test turns."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    return clock
+
+
+@pytest.fixture
+def known(tiny: Path, now: list[float]) -> Known[None]:  # type: ignore[type-var]  # no call is made
+    record = WorkerRecord("target", "t", "127.0.0.1:1")
+    info = WorkerInfo("target", "t", "m", "d", "f", "t", 262, 64, 8, 1)
+    return Known(record, None, info, load_tokenizer_files(tiny))  # type: ignore[arg-type,type-var]
+
+
+def test_calls_that_one_incident_cuts_off_are_one_fault(known: Known[None], now: list[float]) -> None:  # type: ignore[type-var]
+    """Six sessions on a target whose connection was reset once kept it out of use for half a minute."""
+    for _ in range(6):
+        known.report(is_fault=True)
+    assert not known.is_usable
+    now[0] += FIRST_PAUSE_SECONDS
+    assert known.is_usable
+
+
+def test_each_fault_after_a_pause_doubles_the_next(known: Known[None], now: list[float]) -> None:  # type: ignore[type-var]
+    pauses = []
+    for _ in range(7):
+        known.report(is_fault=True)
+        pauses.append(known.paused_until - now[0])
+        now[0] = known.paused_until
+    assert pauses == [1, 2, 4, 8, 16, LONGEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS]
+    known.report(is_fault=False)
+    known.report(is_fault=True)
+    assert known.paused_until == now[0] + FIRST_PAUSE_SECONDS

@@ -1,0 +1,108 @@
+"""Targets that fail in the middle of a stream: another takes over, and nothing is lost or comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from fake_fleet import Fleet
+from streams import OPTIONS, expected, failing, kill_the_one_that_gets, once, read, until
+
+from bough.client import Client
+from bough.errors import StaleEpoch, Unavailable
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("error", [Unavailable("gone for a moment"), ValueError("a bug")])
+async def test_a_fault_that_passes_changes_nothing(fakes: Fleet, when: str, error: Exception) -> None:
+    """Whether the verdict had been reached when the answer was lost or not: the same call is made again."""
+    target, _ = await fakes.target("t1")
+    _, process = await fakes.orchestrator()
+    setattr(target, when, once(failing(error), 3))
+    async with Client(process.address) as client:
+        seen = await read(client)
+    assert seen.token_ids == expected(fakes)
+    assert (seen.end.num_failovers, seen.end.warnings) == (0, ())
+    assert len({(call.epoch, call.round) for call in target.calls}) == len(target.calls)
+
+
+@pytest.mark.parametrize("call_number", [1, 2, 5])
+async def test_another_target_takes_over(fakes: Fleet, call_number: int) -> None:
+    targets = [await fakes.target("t1"), await fakes.target("t2")]
+    _, process = await fakes.orchestrator(num_targets=2)
+    kill_the_one_that_gets(call_number, targets)
+    async with Client(process.address) as client:
+        seen = await asyncio.wait_for(read(client), 30)
+    assert seen.token_ids == expected(fakes)
+    assert seen.end.num_failovers == 1
+    assert "has taken over" in seen.end.warnings[0]
+    epochs = {call.epoch for target, _ in targets for call in target.calls}
+    assert len(epochs) == (1 if call_number == 1 else 2)
+
+
+async def test_a_target_with_another_model_does_not_take_over(fakes: Fleet) -> None:
+    """It would go on with another text."""
+    targets = [await fakes.target("t1"), await fakes.target("t2", fingerprint="other")]
+    _, process = await fakes.orchestrator("--failover-timeout", "2", num_targets=2)
+    kill_the_one_that_gets(3, targets)
+    async with Client(process.address, patience_seconds=0.1) as client:
+        with pytest.raises(Unavailable, match="no target with this model could be used for 2 s"):
+            await asyncio.wait_for(read(client), 30)
+    assert not targets[0][0].calls or not targets[1][0].calls
+
+
+async def test_a_target_that_comes_back_goes_on(fakes: Fleet) -> None:
+    """Restarted, it has another name and address and nothing in its slots."""
+    target, server = await fakes.target("t1")
+    _, process = await fakes.orchestrator()
+    kill_the_one_that_gets(4, [(target, server)])
+    async with Client(process.address) as client:
+        running = asyncio.create_task(read(client))
+        await until(lambda: len(target.calls) == 3)
+        await asyncio.sleep(1.0)
+        await fakes.target("t2")
+        seen = await asyncio.wait_for(running, 30)
+    assert seen.token_ids == expected(fakes)
+    assert seen.end.num_failovers == 1
+
+
+@pytest.mark.parametrize("fingerprint", ["fake", "other"])
+async def test_another_process_at_the_same_address_is_another_target(fakes: Fleet, fingerprint: str) -> None:
+    """A channel connects to whoever answers there; with another model the text would change in the middle."""
+    target, server = await fakes.target("t1")
+    _, process = await fakes.orchestrator("--failover-timeout", "4")
+    options = replace(OPTIONS, session_id="s", request_id="")
+    async with Client(process.address, patience_seconds=0.1) as client:
+        target.before = once(partial(asyncio.sleep, 60), 4)
+        running = asyncio.create_task(read(client, options))
+        await until(lambda: len(target.calls) == 3)
+        port = int(server.address.split(":")[1])
+        await server.kill()
+        second, _ = await fakes.target("t2", fingerprint, port)
+        if fingerprint == "fake":
+            seen = await asyncio.wait_for(running, 30)
+            assert (seen.token_ids, seen.end.num_failovers) == (expected(fakes), 1)
+        else:
+            with pytest.raises(Unavailable, match="no target with this model could be used for 4 s"):
+                await asyncio.wait_for(running, 30)
+            assert second.calls == []
+
+
+async def test_who_was_fenced_off_does_not_fight(fakes: Fleet) -> None:
+    """Two orchestrators on one session: the newer epoch has it, the older stream is told, and frees nothing."""
+    target, _ = await fakes.target("t1")
+    (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+    options = replace(OPTIONS, session_id="s", request_id="")
+    gate = asyncio.Event()
+    target.before = once(gate.wait, 4)
+    async with Client(first.address) as old, Client(second.address) as new:
+        running = asyncio.create_task(read(old, options))
+        await until(lambda: len(target.calls) == 3)
+        seen = await read(new, options)
+        gate.set()
+        with pytest.raises(StaleEpoch, match="is over"):
+            await running
+    assert seen.token_ids == expected(fakes)
+    assert target.held["s"]
