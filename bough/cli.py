@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import MISSING, fields
 
 from bough import __version__
-from bough.config import DEFAULT_PORT, DTYPE_NAMES, DistillConfig, PlanConfig
+from bough.config import DEFAULT_PORT, DistillConfig, PlanConfig
+from bough.config_values import DTYPE_NAMES
 from bough.errors import BoughError
 from bough.generation import GenerateOptions, Speculation
 from bough.growth import Scheme

@@ -8,66 +8,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
 
+from bough.config_values import (
+    number,
+    one_of,
+    parse_bytes,
+    parse_device,
+    parse_dtype,
+    parse_layers,
+    parse_rates,
+)
 from bough.errors import ConfigError
 
 ENV_PREFIX = "BOUGH"
 DEFAULT_PORT = 7411
-DTYPE_NAMES = ("bfloat16", "float16", "float32")
-_UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
 
 Config = TypeVar("Config")
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from "512MB", "1.5GiB" or a plain number."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?B|)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError("a size such as 512MB or 2GiB would do")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """Layer numbers from "12-15,20"; the empty text is none."""
-    layers: list[int] = []
-    for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
-        if match is None:
-            raise ValueError("layers such as 12-15,20 would do")
-        layers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(layers)
-
-
-def parse_dtype(text: str) -> str:
-    """One of DTYPE_NAMES."""
-    if text not in DTYPE_NAMES:
-        raise ValueError(f"{', '.join(DTYPE_NAMES)} would do")
-    return text
-
-
-def parse_device(text: str) -> str:
-    """A device as torch spells it, or "auto"; whether it is there is seen when the model is loaded."""
-    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:
-        raise ValueError("auto, cpu, cuda or cuda:1 would do")
-    return text
-
-
-def _number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            upper = f" to {high}" if high < float("inf") else " or more"
-            raise ValueError(f"{kind.__name__} of {low}{upper} would do")
-        return value
-
-    return parse
 
 
 def setting(default: Any, parse: Callable[[str], Any], text: str) -> Any:
@@ -75,31 +34,10 @@ def setting(default: Any, parse: Callable[[str], Any], text: str) -> Any:
     return field(default=default, metadata={"parse": parse, "help": text})
 
 
-_count = _number(int, 1)
-_port = _number(int, 0, 65535)
-_seconds = _number(float, 0.001)
-_speed = _number(float, 0)
-
-
-def _one_of(*values: Any) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        for value in values:
-            if text == str(value):
-                return value
-        raise ValueError(f"{', '.join(str(value) for value in values if value)} would do")
-
-    return parse
-
-
-def parse_rates(text: str) -> tuple[float, ...]:
-    """Numbers of 1 or more from "1,3.5"."""
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = ()
-    if not rates or not all(1 <= rate < float("inf") for rate in rates):
-        raise ValueError("numbers of 1 or more such as 1,3.5,8 would do")
-    return rates
+_count = number(int, 1)
+_port = number(int, 0, 65535)
+_seconds = number(float, 0.001)
+_speed = number(float, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +50,7 @@ class ServiceConfig:
     index_url: str = setting("redis://127.0.0.1:6379", str, "Redis or Valkey server that is the index")
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
-    drain_seconds: float = setting(25.0, _number(float, 0), "seconds after SIGTERM in which what runs may finish")
+    drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +80,7 @@ class DraftConfig(WorkerConfig):
     )
     branch: int = setting(16, _count, "most children of a node")
     ahead_steps: int = setting(
-        0, _number(int, 0), "most draft steps between two calls of a session, towards its likely next trees; 0 is none"
+        0, number(int, 0), "most draft steps between two calls of a session, towards its likely next trees; 0 is none"
     )
 
 
@@ -158,12 +96,12 @@ class TargetConfig(WorkerConfig):
         parse_bytes,
         "of it, at most so much for layers that were read ahead; 0 is 512MB, or three layers where those are more",
     )
-    resident_layers: int = setting(-1, _number(int, -1), "most layers that stay in memory; -1 is as many as fit")
+    resident_layers: int = setting(-1, number(int, -1), "most layers that stay in memory; -1 is as many as fit")
     link_threads: int = setting(4, _count, "threads that read weights")
-    metrics_port: int = setting(0, _number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
+    metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     max_sweep_tokens: int = setting(1024, _count, "most tokens of one sweep, all sessions together")
     gather: float = setting(
-        0.0, _number(float, 0), "wait for sessions that draft, at most so many times a sweep's duration; 0 never waits"
+        0.0, number(float, 0), "wait for sessions that draft, at most so many times a sweep's duration; 0 never waits"
     )
     lease_seconds: float = setting(60.0, _seconds, "idle time after which a session may lose its slot to another")
 
@@ -173,8 +111,8 @@ class PlanConfig(TargetConfig):
     """Settings of `bough plan`: those of the target that is planned, and of a machine that need not be this one."""
 
     draft: str = setting("", str, "model folder or hub id of the draft, which then takes its time in every round")
-    bits: int = setting(0, _one_of(0, 4, 8, 16), "bits of the layers' matrices: 4 or 8 as `bough pack` writes them")
-    device: str = setting("", _one_of("", "cpu", "gpu"), "cpu, or gpu: one with memory of its own; what is here")
+    bits: int = setting(0, one_of(0, 4, 8, 16), "bits of the layers' matrices: 4 or 8 as `bough pack` writes them")
+    device: str = setting("", one_of("", "cpu", "gpu"), "cpu, or gpu: one with memory of its own; what is here")
     link_speed: float = setting(0.0, _speed, "GB/s from disk; measured where it is not given")
     host_link_speed: float = setting(0.0, _speed, "GB/s from the host's memory to a gpu's; measured")
     compute_speed: float = setting(0.0, _speed, "TFLOP/s of matrix products of --rows rows; measured")
@@ -194,9 +132,9 @@ class OrchestratorConfig(ServiceConfig):
     width: int = setting(16, _count, "nodes that a draft step expands")
     depth: int = setting(7, _count, "levels of a tree below its root")
     lookup: int = setting(
-        16, _number(int, 0), "most nodes of a tree that come from the session's own text; 0 looks nothing up"
+        16, number(int, 0), "most nodes of a tree that come from the session's own text; 0 looks nothing up"
     )
-    draft: str = setting("workers", _one_of("workers", "none"), "what drafts: workers, or none but the lookup")
+    draft: str = setting("workers", one_of("workers", "none"), "what drafts: workers, or none but the lookup")
     draft_timeout: float = setting(30.0, _seconds, "seconds after which a round goes on without a draft worker")
     target_timeout: float = setting(600.0, _seconds, "seconds after which a target that does not answer is given up")
     failover_timeout: float = setting(
@@ -206,7 +144,7 @@ class OrchestratorConfig(ServiceConfig):
     session_max_seconds: float = setting(7 * 24 * 3600.0, _seconds, "after its first request it ends, used or not")
     max_running: int = setting(64, _count, "requests that are generated at once; others wait for a place")
     max_waiting: int = setting(
-        256, _number(int, 0), "requests that may wait for a place; one more is RESOURCE_EXHAUSTED, with a retry delay"
+        256, number(int, 0), "requests that may wait for a place; one more is RESOURCE_EXHAUSTED, with a retry delay"
     )
     queue_timeout: float = setting(
         600.0, _seconds, "seconds that a request waits in all, for a place and then for a KV slot of the target"
@@ -224,19 +162,19 @@ class DistillConfig:
     out: str = setting(MISSING, str, "folder for the draft; a run that was interrupted is gone on with")
     data: str = setting("", str, "folder for the text that the target writes; OUT-text by default")
     drop_layers: tuple[int, ...] = setting((), parse_layers, "layers to leave out, such as 12-15; chosen by default")
-    num_layers: int = setting(0, _number(int, 0), "layers to keep, where they are chosen; 0 is four fifths of all")
+    num_layers: int = setting(0, number(int, 0), "layers to keep, where they are chosen; 0 is four fifths of all")
     rank: int = setting(32, _count, "of the corrections: their size, and what they can mend")
     tokens: int = setting(1_000_000, _count, "tokens to train on, some of them more than once")
     text_tokens: int = setting(400_000, _count, "tokens that the target writes")
     text_rows: int = setting(96, _count, "conversations that are written at once")
-    row_tokens: int = setting(384, _number(int, 16), "tokens of a row of text: the longest conversation")
+    row_tokens: int = setting(384, number(int, 16), "tokens of a row of text: the longest conversation")
     batch_rows: int = setting(2, _count, "rows of a training step")
-    learning_rate: float = setting(1e-3, _number(float, 1e-9), "the highest, after the warm-up")
+    learning_rate: float = setting(1e-3, number(float, 1e-9), "the highest, after the warm-up")
     check_steps: int = setting(100, _count, "training steps between checkpoints, each with the held-out agreement")
     held_out: str = setting(
         "", str, "JSONL file of questions to measure on, `text` or `turns`; the target's by default"
     )
-    seed: int = setting(0, _number(int, 0), "equal seeds give equal text, and on one machine equal drafts")
+    seed: int = setting(0, number(int, 0), "equal seeds give equal text, and on one machine equal drafts")
     dtype: str = setting("bfloat16", parse_dtype, "data type to compute in")
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
     threads: int = setting(os.cpu_count() or 1, _count, "CPU threads; one is faster where others compute too")

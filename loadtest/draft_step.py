@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from bough.commands.up import ensure_demonstration
-from bough.config import parse_layers
+from bough.config_values import parse_layers
 from bough.demonstration import demonstration_folder
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
-from bough.config import parse_bytes
+from bough.config_values import parse_bytes
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot

@@ -36,7 +36,7 @@ from typing import Any
 from bough.client import Client
 from bough.commands.demo import UP_DEFAULTS
 from bough.commands.up import ensure_demonstration, settings_from
-from bough.config import parse_bytes
+from bough.config_values import parse_bytes
 from bough.demonstration import demonstration_folder
 from bough.generation import GenerateOptions, TextPrompt, Tokens
 from bough.launch import launched

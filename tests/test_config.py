@@ -7,7 +7,8 @@ import pytest
 from bough.cli import argument_parser
 from bough.commands.demo import UP_DEFAULTS
 from bough.commands.up import settings_from
-from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, parse_bytes, parse_layers, to_flags
+from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
+from bough.config_values import parse_bytes, parse_layers
 from bough.demonstration import EMBEDDED_DRAFT, demonstration_folder
 from bough.distill.adapter import Adapter
 from bough.errors import ConfigError

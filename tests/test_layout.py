@@ -12,9 +12,10 @@ ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
 PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
 PURE |= {"records", "placement", "planning", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
-PURE |= {"chat_template", "index_url", "index_answers"}
+PURE |= {"chat_template", "config_values", "index_url", "index_answers"}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
 PURE_MAY_IMPORT |= {"bough.placement", "bough.growth", "bough.draft_probs", "bough.acceptance", "bough.chat_template"}
+PURE_MAY_IMPORT |= {"bough.config_values"}
 PURE_MAY_IMPORT |= {"bough.records"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 

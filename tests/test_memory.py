@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.config import parse_bytes
+from bough.config_values import parse_bytes
 from bough.model.memory import free_host_bytes
 
 SPARE_BYTES = 120_000_000  # tokenizer, compiled kernels, stacks of threads: nothing that grows with the model

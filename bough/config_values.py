@@ -1,0 +1,82 @@
+"""Values of settings as text: what a flag or a variable may say, and what would do where it says something else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+DTYPE_NAMES = ("bfloat16", "float16", "float32")
+_UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "512MB", "1.5GiB" or a plain number."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?B|)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError("a size such as 512MB or 2GiB would do")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Layer numbers from "12-15,20"; the empty text is none."""
+    layers: list[int] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
+        if match is None:
+            raise ValueError("layers such as 12-15,20 would do")
+        layers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(layers)
+
+
+def parse_dtype(text: str) -> str:
+    """One of DTYPE_NAMES."""
+    if text not in DTYPE_NAMES:
+        raise ValueError(f"{', '.join(DTYPE_NAMES)} would do")
+    return text
+
+
+def parse_device(text: str) -> str:
+    """A device as torch spells it, or "auto"; whether it is there is seen when the model is loaded."""
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:
+        raise ValueError("auto, cpu, cuda or cuda:1 would do")
+    return text
+
+
+def number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], Any]:
+    """Reads numbers from `low` to `high`."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            upper = f" to {high}" if high < float("inf") else " or more"
+            raise ValueError(f"{kind.__name__} of {low}{upper} would do")
+        return value
+
+    return parse
+
+
+def one_of(*values: Any) -> Callable[[str], Any]:
+    """Reads one of these."""
+
+    def parse(text: str) -> Any:
+        for value in values:
+            if text == str(value):
+                return value
+        raise ValueError(f"{', '.join(str(value) for value in values if value)} would do")
+
+    return parse
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """Numbers of 1 or more from "1,3.5"."""
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(1 <= rate < float("inf") for rate in rates):
+        raise ValueError("numbers of 1 or more such as 1,3.5,8 would do")
+    return rates
