@@ -91,7 +91,8 @@ class Client:
                 is_known = is_known or isinstance(exc, Exhausted)
                 stream.broke(exc)
                 self._turn_from(server)
-                await patience.wait(exc, self._patience_seconds if is_known else START_PATIENCE_SECONDS)
+                most_seconds = self._patience_seconds
+                await patience.wait(exc, most_seconds if is_known else min(START_PATIENCE_SECONDS, most_seconds))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request, wherever it runs; its stream finishes with reason "abort". Raises NotFound."""

@@ -20,7 +20,7 @@ from bough.sampling import SamplingParams, StopConditions
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
 from orchestrator.limits import require_room, require_size, require_sizes
-from orchestrator.prompt import continued_prompt, whole_prompt
+from orchestrator.prompt import continued_prompt, next_prompt, whole_prompt
 from orchestrator.recorder import Recorder
 from orchestrator.resuming import require_resume, require_same_request, resume
 from orchestrator.session import Session
@@ -104,7 +104,9 @@ class Opening:
         if not options.session_id:
             raise InvalidRequest("continues: true, but there is no session_id; the one to continue would do")
         if past.request is not None:
-            return list(past.request.tokens[: past.request.prompt_length])
+            tokens = list(past.request.tokens[: past.request.prompt_length])
+            new = next_prompt(prompt, target.tokens, target.info.vocab_size)
+            return tokens if tokens[-len(new) :] == new else new  # another prompt, which is refused as such
         if options.resume is not None and options.resume.num_tokens > 0:
             raise NotFound(
                 f"request_id: {options.request_id!r} is not known any more, and without it what it continued is not; "

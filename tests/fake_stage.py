@@ -98,7 +98,8 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         if request.sampling.HasField("logprobs"):
             one = common_pb2.TokenLogprob(token_id=TOKEN, logprob=-1.0)
             logprobs = [common_pb2.PositionLogprobs(token=one, top=[one] * request.sampling.logprobs)]
-        return target_pb2.VerifyReply(bonus_token=TOKEN, held_length=held, logprobs=logprobs)
+        cached = request.context.context_start
+        return target_pb2.VerifyReply(bonus_token=TOKEN, held_length=held, logprobs=logprobs, cached_length=cached)
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Context) -> common_pb2.ReleaseReply:
         self.released.append(request.session_id)
@@ -167,7 +168,7 @@ async def orchestrating(stage: Stage, *flags: str) -> AsyncIterator[Orchestrator
             ) as served,
         ):
             await until(lambda: directory.has_target)
-            async with Client(f"127.0.0.1:{served.port}") as client:
+            async with Client(f"127.0.0.1:{served.port}", patience_seconds=0.0) as client:
                 yield Orchestrator(requests, served, client)
             await until(lambda: not requests.loads().num_requests_running)
     finally:

@@ -140,6 +140,18 @@ async def test_a_continued_request_that_is_asked_for_again_is_not_continued_twic
     assert more.started.prompt_tokens == again.started.prompt_tokens + 20 + 1
 
 
+async def test_a_name_that_is_used_twice_does_not_bring_back_the_first_answer(fakes: Fleet) -> None:
+    await fakes.target("t1")
+    _, server = await fakes.orchestrator()
+    options = replace(NEXT, request_id="always the same")
+    async with Client(server.address) as client:
+        await read(client, TURN)
+        await read(client, options, TextPrompt("one"))
+        await fakes.written("always the same")
+        with pytest.raises(InvalidRequest, match="request_id 'always the same' was begun with another prompt"):
+            await read(client, replace(options, resume=Resume(0)), TextPrompt("two"))
+
+
 async def test_a_session_that_is_closed_is_forgotten_everywhere(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     _, server = await fakes.orchestrator()

@@ -55,7 +55,7 @@ async def program(stage: Stage, *flags: str) -> AsyncIterator[Program]:
     command = [sys.executable, "-m", "orchestrator", "--port", "0", "--draft", "none", "--index-url", stage.index_url]
     process = subprocess.Popen([*command, *flags])
     try:
-        async with Client(await address_of(stage, "orchestrator")) as client:
+        async with Client(await address_of(stage, "orchestrator"), patience_seconds=0.0) as client:
             await wait_for_target(client)
             yield Program(process, client)
     finally:
@@ -169,9 +169,10 @@ async def is_refused_in_the_end(client: Client) -> bool:
 
 async def test_workers_let_sessions_finish_and_take_no_new_ones(tiny: Path) -> None:
     """Both real: the stream that runs when they are told goes on to its end, and is what it would have been."""
-    config = settings(tiny, tiny, "--max-nodes", "8", drops="2")
+    impatient = ("--failover-timeout", "0.1")
+    config = settings(tiny, tiny, "--max-nodes", "8", drops="2", orchestrator=impatient)
     options = replace(SHORT, max_tokens=150, speculation=Speculation(budget=4))
-    async with pipeline(config) as cluster, Client(cluster.address) as client:
+    async with pipeline(config) as cluster, Client(cluster.address, patience_seconds=0.0) as client:
         undisturbed = [e.token_ids async for e in client.generate(PROMPT, options) if isinstance(e, Tokens)]
         stream = client.generate(PROMPT, options)
         await anext(stream)
