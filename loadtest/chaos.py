@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,32 +41,32 @@ FAULTS = (*(f"kill {kind}" for kind in KILLS), "kill target", "flush", "pause", 
 
 @dataclass(slots=True)
 class Resumes:
-    """How long sessions of a killed target waited for their next token from another one."""
+    """How long sessions of a killed target waited for their next token, from whichever target it came."""
 
     where: dict[str, str] = field(default_factory=dict)  # session: the target that was last asked
     waiting: dict[str, float] = field(default_factory=dict)  # session: when its target was killed
-    moved: dict[str, tuple[float, float]] = field(default_factory=dict)  # session: killed, and asked elsewhere
+    asked: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # session: killed, and next asked
 
     def heard(self, target: str, request: bytes) -> None:
-        """A target was called."""
+        """A target was called. After the kill, so whoever answers is alive."""
         session = target_pb2.VerifyRequest.FromString(request).context.session_id
-        if self.where.get(session) != target and session in self.waiting:
-            self.moved[session] = (self.waiting.pop(session), time.monotonic())
+        if session in self.waiting:
+            self.asked.setdefault(session, []).append((self.waiting.pop(session), time.monotonic()))
         self.where[session] = target
 
-    def killed(self, target: str, running: Iterator[str]) -> None:
+    def killed(self, target: str, running: Iterable[str]) -> None:
         """A target was killed; `running` are the sessions that have a stream."""
         now = time.monotonic()
         self.waiting |= {session: now for session in running if self.where.get(session) == target}
 
     def seconds(self, streams: Streams) -> list[float]:
-        """One entry for each stream that went on."""
+        """One entry for each time that a stream went on."""
         waits = []
         for session, received in streams.ended:
-            killed, asked = self.moved.get(session, (0.0, float("inf")))
-            later = [moment for moment in received.token_times if moment > asked]
-            if received.began < killed and later:
-                waits.append(later[0] - killed)
+            for killed, asked in self.asked.get(session, ()):
+                later = [moment for moment in received.token_times if moment > asked]
+                if received.began < killed and later:
+                    waits.append(later[0] - killed)
         return waits
 
 
@@ -129,7 +129,7 @@ class Chaos:
     async def _kill(self, name: str, seconds: float) -> None:
         self._cluster.kill(name)
         if name.startswith("target"):
-            self._resumes.killed(name, iter(self._streams.running))
+            self._resumes.killed(name, self._streams.running)
         await asyncio.sleep(seconds)
         self._cluster.restart(name)
 
@@ -207,7 +207,7 @@ def _of_streams(streams: Streams) -> dict[str, Any]:
 
 
 def _of_resumes(seconds: list[float]) -> dict[str, Any]:
-    """Time to the next token of streams whose target was killed, where another target took over."""
+    """Time to the next token of streams whose target was killed."""
     return {
         "resumes": len(seconds),
         "resume_seconds_median": round(statistics.median(seconds), 3) if seconds else None,

@@ -1,7 +1,7 @@
 """Many sessions on one offloaded target: tokens per second by number of sessions, second turns, shared prompts, faults.
 
     python -m loadtest.sessions --faults 100
-    python -m loadtest.sessions --target-flags "--cohorts 1" --target-flags "--cohorts 2"
+    python -m loadtest.sessions --target-flags "--gather 0" --target-flags "--gather 1"
 
 On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another. Each repeat
 runs every number of sessions once, in an order of its own, and between them some of the prompts alone; --target-flags
