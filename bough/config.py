@@ -130,6 +130,9 @@ class OrchestratorConfig(ServiceConfig):
 
     port: int = setting(DEFAULT_PORT, parse_port, "port to listen on; 0 takes a free one")
     budget: int = setting(64, parse_count, "nodes of a tree, the root included")
+    sweep_nodes: int = setting(
+        64, parse_count, "nodes that all sessions' trees in a sweep share, as many as cost no more than one"
+    )
     width: int = setting(16, parse_count, "nodes that a draft step expands")
     depth: int = setting(7, parse_count, "levels of a tree below its root")
     lookup: int = setting(

@@ -47,7 +47,7 @@ class Requests:
         self._claims = Claims(directory, holder_id)
         self._recorder = Recorder(directory.registry)
         self._opening = Opening(config, directory, self._recorder, self._claims)
-        self._planner = FixedPlanner(BestFirst(config.budget, config.width, config.depth))
+        self._planner = FixedPlanner(BestFirst(config.budget, config.width, config.depth), config.sweep_nodes)
         self._failover = Failover(config, directory, self._claims)
         self._rounds = Rounds(config, directory, self._planner, self._failover, self._recorder, AcceptanceCounter())
         self._running = Running()

@@ -59,8 +59,7 @@ class Rounds:
         lookup = Lookup(self.lookups)
         while not session.is_finished:
             began_ns = time.perf_counter_ns()
-            plan = self.planner.plan(session.session_id, session.num_left, session.speculation)
-            plan = plan.within(seat.target.info.max_nodes)
+            plan = self._plan(session, seat.target)
             drafted, drafting = await self._grow(session, seat.target, plan)
             guesses = lookup.grow(session.tokens, drafted, self._lookup_limits(session, plan))
             tree = merged(drafted, guesses.tree, plan.growth.budget) if guesses.kinds else drafted
@@ -73,6 +72,10 @@ class Rounds:
             self.acceptance.observe(plan.scheme, tree, result.verdict.accepted_nodes)
             self.record(session, seat.target)
             yield tokens
+
+    def _plan(self, session: Session, target: Known[TargetClient]) -> TreePlan:
+        plan = self.planner.plan(session.session_id, session.num_left, session.speculation, target.num_running)
+        return plan.within(target.info.max_nodes)
 
     def record(self, session: Session, target: Known[TargetClient]) -> None:
         """The index hears of it, in time."""

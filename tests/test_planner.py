@@ -1,0 +1,32 @@
+"""How large trees are: what was asked for, and what is left of a sweep that others share."""
+
+from __future__ import annotations
+
+import pytest
+
+from bough.generation import Speculation
+from bough.growth import NO_TREE, BestFirst, StaticShape
+from orchestrator.planner import MIN_SHARE, FixedPlanner
+
+PLANNER = FixedPlanner(BestFirst(64, 16, 7), sweep_nodes=64)
+DEFAULT = Speculation()
+
+
+def budget(num_sharing: int, speculation: Speculation = DEFAULT) -> int:
+    return PLANNER.plan("s", 100, speculation, num_sharing).growth.budget
+
+
+@pytest.mark.parametrize(("num_sharing", "expected"), [(1, 64), (2, 32), (8, 8), (16, MIN_SHARE), (100, MIN_SHARE)])
+def test_sessions_share_the_nodes_of_a_sweep(num_sharing: int, expected: int) -> None:
+    assert budget(num_sharing) == expected
+
+
+def test_a_size_that_a_request_asks_for_is_not_shared() -> None:
+    assert budget(8, Speculation(budget=40)) == 40
+    assert budget(8, Speculation(growth=StaticShape((0, 0, 1)))) == 4
+
+
+def test_the_end_is_near_or_speculation_is_off() -> None:
+    assert PLANNER.plan("s", 1, DEFAULT, 1) == NO_TREE
+    assert PLANNER.plan("s", 9, Speculation(disabled=True), 1) == NO_TREE
+    assert PLANNER.plan("s", 3, DEFAULT, 1).growth == BestFirst(64, 16, 2)
