@@ -120,7 +120,7 @@ def test_nobody_starves_where_others_come_again_and_again(trees: list[int], prom
             part.job.num_held += part.num_context
             last[id(part.job)] = number
             order.remove(part.job)  # comes again as the youngest
-            if not part.has_tree or not part.num_context and part.job in decoding:
+            if not part.has_tree or (not part.num_context and part.job in decoding):
                 order.append(part.job)
         assert all(number - last[id(call)] <= len(calls) for call in order)
 
