@@ -10,9 +10,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import MISSING, fields
 
 from bough import __version__
+from bough.commands.speculation import add_speculation, speculation_from
 from bough.config import DEFAULT_PORT, DTYPE_NAMES, DistillConfig, PlanConfig
 from bough.errors import BoughError
-from bough.generation import GenerateOptions, Speculation
+from bough.generation import GenerateOptions
 from bough.growth import Scheme
 
 PLAN_SETTINGS = (
@@ -59,7 +60,11 @@ def _command(name: str) -> Command:
 
 
 def options_from(arguments: argparse.Namespace) -> GenerateOptions:
-    """The request that the flags of `_add_sampling` describe."""
+    """The request that the flags of `_add_sampling` describe.
+
+    Raises:
+        ConfigError, InvalidRequest: naming a flag that cannot be used.
+    """
     return GenerateOptions(
         session_id=arguments.session,
         temperature=arguments.temperature,
@@ -76,9 +81,7 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
         stop_token_ids=tuple(arguments.stop_token_id),
         ignore_eos=arguments.ignore_eos,
         logprobs=arguments.logprobs,
-        speculation=Speculation(
-            arguments.no_speculation, arguments.budget, arguments.width, arguments.depth, lookup=arguments.lookup
-        ),
+        speculation=speculation_from(arguments),
     )
 
 
@@ -88,7 +91,7 @@ def argument_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="everything from nothing: build the model, start, compare"))
     _add_up(commands.add_parser("up", help="start the index, the workers and the orchestrator, and keep them running"))
-    _add_pack(commands.add_parser("pack", help="write a smaller checkpoint, in 4 or 8 bits"))
+    _add_pack(commands.add_parser("pack", help="write a smaller checkpoint, in 4 or 8 bits, or a draft"))
     _add_distill(commands.add_parser("distill", help="make a draft of a target that has no small sibling"))
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", help="what to answer; - reads standard input")
@@ -124,8 +127,16 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 
 def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder or cached hub id, in 16 or 32 bits")
-    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="for a weight (default 4)")
-    parser.add_argument("--out", help="folder to write, or to go on writing; MODEL-4bit here by default")
+    parser.add_argument("--draft", action="store_true", help="write a draft: it shares embeddings and head with MODEL")
+    parser.add_argument("--drop-layers", help="of a draft: layers to leave out, such as 3,14")
+    parser.add_argument(
+        "--bits", type=float,
+        help="for a weight: 4 (default) or 8; of a draft the average, scales included (default 6.5)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--whole", action="store_true", help="of a draft: copy what it would share, to use it elsewhere"
+    )
+    parser.add_argument("--out", help="folder to write, or to go on writing; MODEL-4bit or MODEL-draft here by default")
 
 
 def _add_distill(parser: argparse.ArgumentParser) -> None:
@@ -190,11 +201,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--stop-token-id", type=int, action="append", default=[], metavar="TOKEN", help="may be repeated")
     add("--ignore-eos", action="store_true", help="go on past the model's own end")
     add("--logprobs", type=int, help="report log-probabilities with so many alternatives")
-    add("--no-speculation", action="store_true", help="plain decoding: the same tokens, one a sweep")
-    add("--budget", type=int, help="nodes of a tree")
-    add("--width", type=int, help="nodes that a draft step expands")
-    add("--depth", type=int, help="levels of a tree")
-    add("--lookup", type=int, metavar="N", help="most nodes from the session's own text; 0 is off (default 16)")
+    add_speculation(parser)
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -17,6 +17,7 @@ import grpc
 from bough import generation as g
 from bough import wire_generation as wire
 from bough.acceptance import SchemeAcceptance
+from bough.calibration import DraftCalibration
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.rpc import open_channel, to_error
@@ -86,6 +87,12 @@ class Client:
         with self._errors():
             reply = await self._stub.GetAcceptance(pb.GetAcceptanceRequest(), timeout=INFO_TIMEOUT_SECONDS)
         return wire.acceptance_from_wire(reply)
+
+    async def calibrations(self) -> tuple[DraftCalibration, ...]:
+        """What each draft worker's trees were expected to come to, and what they came to."""
+        with self._errors():
+            reply = await self._stub.GetAcceptance(pb.GetAcceptanceRequest(), timeout=INFO_TIMEOUT_SECONDS)
+        return wire.calibrations_from_wire(reply)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

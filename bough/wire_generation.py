@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 
 from bough import generation as g
 from bough.acceptance import DepthCounts, SchemeAcceptance
+from bough.calibration import DraftCalibration
 from bough.errors import InvalidRequest
 from bough.growth import Guess
 from bough.pb import generation_pb2 as pb
@@ -242,7 +243,7 @@ def loads_from_wire(message: pb.Loads) -> g.Loads:
     return g.Loads(*(getattr(message, f.name) for f in fields(g.Loads)))
 
 
-def acceptance_to_wire(counted: Sequence[SchemeAcceptance]) -> pb.Acceptance:
+def acceptance_to_wire(counted: Sequence[SchemeAcceptance], drafts: Sequence[DraftCalibration]) -> pb.Acceptance:
     """Field by field."""
     return pb.Acceptance(
         schemes=[
@@ -252,7 +253,8 @@ def acceptance_to_wire(counted: Sequence[SchemeAcceptance]) -> pb.Acceptance:
                 depths=[pb.DepthCounts(accepted=depth.accepted, rejected=depth.rejected) for depth in one.by_depth],
             )
             for one in counted
-        ]
+        ],
+        drafts=[pb.DraftCalibration(**asdict(draft)) for draft in drafts],
     )
 
 
@@ -265,4 +267,11 @@ def acceptance_from_wire(message: pb.Acceptance) -> tuple[SchemeAcceptance, ...]
             tuple(DepthCounts(tuple(depth.accepted), tuple(depth.rejected)) for depth in one.depths),
         )
         for one in message.schemes
+    )
+
+
+def calibrations_from_wire(message: pb.Acceptance) -> tuple[DraftCalibration, ...]:
+    """Field by field: the names are the same."""
+    return tuple(
+        DraftCalibration(*(getattr(draft, f.name) for f in fields(DraftCalibration))) for draft in message.drafts
     )

@@ -8,7 +8,8 @@ from bough.config import DraftConfig
 from bough.distill.adapter import Adapter
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
-from bough.model.loading import DTYPES, build_skeleton, uncorrected, working_layers
+from bough.model.layers import kept_layers
+from bough.model.loading import DTYPES, build_skeleton, uncorrected
 from bough.model.runner import ResidentModel
 
 
@@ -48,10 +49,5 @@ def load_draft(
     if adapter is not None:
         adapter.require_base(checkpoint)
         drop_layers = adapter.manifest.dropped_layers
-    working = working_layers(checkpoint)
-    wrong = [layer for layer in drop_layers if layer >= len(working)]
-    if wrong:
-        raise ConfigError(f"--drop-layers: {wrong[0]}; {checkpoint.folder.name} has layers 0 to {len(working) - 1}")
-    kept = tuple(layer for index, layer in enumerate(working) if index not in set(drop_layers))
-    skeleton = build_skeleton(checkpoint, DTYPES[dtype], kept)
+    skeleton = build_skeleton(checkpoint, DTYPES[dtype], kept_layers(checkpoint, drop_layers))
     return ResidentModel(skeleton, device, adapter.correct if adapter is not None else uncorrected)

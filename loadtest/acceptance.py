@@ -9,16 +9,21 @@ what the pipeline gives, and the sweeps that they would have cost are not paid f
 
 tokens_per_round   by temperature, contestant and nodes: mean over prompts, with half the width of its 95 % confidence
                    interval (bootstrap over prompts)
-prediction_error   mean of |predicted / measured - 1| by contestant. Shapes are predicted from the acceptance by rank of
-                   texts of another seed, best-first trees by a calibration learnt on other prompts
+prediction_error   mean of |predicted / measured - 1| by contestant, of tokens per round where every round weighs the
+                   same. Shapes are predicted from the acceptance by rank along the same texts, best-first trees by a
+                   calibration learnt on other prompts. prediction_error_before has the vectors of another seed's
+                   texts, by which the shapes were chosen: what chance does to a text is in it too
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -26,23 +31,23 @@ from typing import NamedTuple
 import numpy as np
 
 from bough.acceptance import Acceptance, DepthCounts, SchemeAcceptance, by_rank
+from bough.calibration import Calibration
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, parse
 from bough.demonstration import demonstration_folder
 from bough.growth import BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
-from bough.messages import Context, GrowCall, VerifyCall
+from bough.messages import Context, GrowCall, Verdict, VerifyCall
 from bough.sampling import SamplingParams
 from bough.shapes import best_chains, best_shape, expected_tokens, expected_tokens_of_chains
 from bough.tokenizer import Tokenizer
+from bough.tree import Tree
 from draft_worker.worker import DraftWorker
-from loadtest.acceptance_report import interval, plot, prediction_error, table
+from loadtest.acceptance_report import Row, interval, plot, prediction_error, table
 from loadtest.acceptance_target import LazyTarget
-from loadtest.calibration import Calibration
 from loadtest.prompts import load_prompts
 
 RANKS = 32  # children whose acceptance is measured
 LEVELS = 18  # of shapes and chains, at most
-SESSION = "acceptance-{}"
 
 
 class Contestant(NamedTuple):
@@ -102,12 +107,17 @@ class Outcome:
     """Rounds of one contestant at one size and temperature."""
 
     per_prompt: list[float] = field(default_factory=list)  # tokens per round
-    predicted: list[float] = field(default_factory=list)  # by the calibration, of each round of the second half
-    realised: list[int] = field(default_factory=list)  # tokens of these rounds
+    rounds: list[list[tuple[Tree, tuple[int, ...]]]] = field(default_factory=list)  # of each prompt: tree, accepted
+
+    @property
+    def mean_of_rounds(self) -> float:
+        """Tokens per round where every round weighs the same."""
+        num_tokens = [len(accepted) + 1 for rounds in self.rounds for _, accepted in rounds]
+        return float(np.mean(num_tokens))
 
 
 class Bench:
-    """A draft, a target, and prompts."""
+    """A draft, a target, and prompts that are continued in step."""
 
     def __init__(self, draft: DraftWorker, target: LazyTarget, prompts: Sequence[list[int]], length: int) -> None:
         self._draft = draft
@@ -115,32 +125,17 @@ class Bench:
         self._prompts = prompts
         self._length = length
 
-    def run(self, plan: TreePlan, params: SamplingParams, calibration: Calibration | None = None) -> Outcome:
-        """Continues all prompts in step. The calibration learns from the first half of them and predicts the second."""
-        outcome = Outcome()
-        streams = [Stream(SESSION.format(i), list(p), len(p)) for i, p in enumerate(self._prompts)]
-        half = {stream.name for stream in streams[: len(streams) // 2]}
-        for part in (streams[: len(streams) // 2], streams[len(streams) // 2 :]):
-            while waiting := [stream for stream in part if stream.num_generated < self._length]:
-                calls = [self._grow_call(stream, plan, params) for stream in waiting]
-                for stream, grown in zip(waiting, [self._draft.grow(call) for call in calls], strict=True):
-                    tree = grown.result().tree
-                    stream.draft_held = grown.result().held_length
-                    if calibration is not None and stream.name not in half:
-                        outcome.predicted.append(calibration.expected_tokens(tree))
-                    context = Context.of(stream.name, stream.tokens, 0, stream.prompt_length)
-                    call = VerifyCall(context, 1, stream.rounds, tree, params, plan.scheme)
-                    verdict = self._target.verify(call)
-                    if calibration is not None and stream.name in half:
-                        calibration.observe(tree, verdict.accepted_nodes)
-                    elif calibration is not None:
-                        outcome.realised.append(len(verdict.accepted_nodes) + 1)
-                    stream.tokens += [int(tree.tokens[node]) for node in verdict.accepted_nodes]
-                    stream.tokens.append(verdict.bonus_token)
-                    stream.rounds += 1
-        for stream in streams:
-            self._draft.release(stream.name).result()
-        outcome.per_prompt = [stream.num_generated / stream.rounds for stream in streams]
+    def run(self, plan: TreePlan, params: SamplingParams) -> Outcome:
+        """Rounds until every prompt has its tokens."""
+        outcome = Outcome(rounds=[[] for _ in self._prompts])
+        with self._streams() as streams:
+            while waiting := [index for index, stream in enumerate(streams) if stream.num_generated < self._length]:
+                for index, (tree, verdict) in zip(
+                    waiting, self._round([streams[i] for i in waiting], plan, params), strict=True
+                ):
+                    streams[index].tokens += verdict.tokens_of(tree)
+                    outcome.rounds[index].append((tree, verdict.accepted_nodes))
+            outcome.per_prompt = [stream.num_generated / stream.rounds for stream in streams]
         return outcome
 
     def acceptance(self, scheme: Scheme, guess: Guess, params: SamplingParams) -> SchemeAcceptance:
@@ -148,74 +143,100 @@ class Bench:
         accepted, rejected = np.zeros(RANKS), np.zeros(RANKS)
         growth = Chains(RANKS, 1) if scheme is Scheme.MULTI_ROUND else StaticShape((0,) * RANKS)
         plan = TreePlan(growth, scheme, guess)
-        streams = [Stream(SESSION.format(i), list(p), len(p)) for i, p in enumerate(self._prompts)]
-        for _ in range(self._length):
-            calls = [self._grow_call(stream, plan, params) for stream in streams]
-            for stream, grown in zip(streams, [self._draft.grow(call) for call in calls], strict=True):
-                tree, stream.draft_held = grown.result().tree, grown.result().held_length
-                context = Context.of(stream.name, stream.tokens, 0, stream.prompt_length)
-                verdict = self._target.verify(VerifyCall(context, 1, stream.rounds, tree, params, scheme))
-                if verdict.accepted_nodes:
-                    accepted[verdict.accepted_nodes[0] - 1] += 1
-                else:
-                    rejected[len(tree) - 2] += 1
-                # One token of a round is kept, so that every position is counted once.
-                first = verdict.accepted_nodes[0] if verdict.accepted_nodes else None
-                stream.tokens.append(verdict.bonus_token if first is None else int(tree.tokens[first]))
-                stream.rounds += 1
-        for stream in streams:
-            self._draft.release(stream.name).result()
+        with self._streams() as streams:
+            for _ in range(self._length):
+                for stream, (tree, verdict) in zip(streams, self._round(streams, plan, params), strict=True):
+                    if verdict.accepted_nodes:
+                        accepted[verdict.accepted_nodes[0] - 1] += 1
+                    else:
+                        rejected[len(tree) - 2] += 1
+                    stream.tokens.append(verdict.tokens_of(tree)[0])  # one, so that every position is counted once
         counts = DepthCounts(tuple(accepted.tolist()), tuple(rejected.tolist()))
         return SchemeAcceptance(scheme, int(accepted.sum() + rejected.sum()), (counts,))
 
-    def _grow_call(self, stream: Stream, plan: TreePlan, params: SamplingParams) -> GrowCall:
-        context = Context.of(stream.name, stream.tokens, stream.draft_held, stream.prompt_length)
-        return GrowCall(context, stream.tokens[-1], params, stream.rounds, plan)
+    def _round(self, streams: Sequence[Stream], plan: TreePlan, params: SamplingParams) -> list[tuple[Tree, Verdict]]:
+        """A tree for each stream, and the verdict on it."""
+        growing = [self._draft.grow(_grow_call(stream, plan, params)) for stream in streams]
+        trees = [grown.result().tree for grown in growing]
+        calls = [
+            VerifyCall(_context(stream, 0), 1, stream.rounds, tree, params, plan.scheme)
+            for stream, tree in zip(streams, trees, strict=True)
+        ]
+        for stream, grown in zip(streams, growing, strict=True):
+            stream.draft_held = grown.result().held_length
+            stream.rounds += 1
+        return [*zip(trees, self._target.verify(calls), strict=True)]
+
+    @contextmanager
+    def _streams(self) -> Iterator[list[Stream]]:
+        streams = [Stream(f"prompt-{index}", [*prompt], len(prompt)) for index, prompt in enumerate(self._prompts)]
+        yield streams
+        for stream in streams:
+            self._draft.release(stream.name).result()
 
 
-def measure(bench: Bench, temperature: float, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """All contestants at one temperature."""
-    rows: list[dict[str, object]] = []
+def _context(stream: Stream, held: int) -> Context:
+    return Context.of(stream.name, stream.tokens, held, stream.prompt_length)
+
+
+def _grow_call(stream: Stream, plan: TreePlan, params: SamplingParams) -> GrowCall:
+    return GrowCall(_context(stream, stream.draft_held), stream.tokens[-1], params, stream.rounds, plan)
+
+
+def measure(bench: Bench, temperature: float, arguments: argparse.Namespace, rows: list[Row]) -> None:
+    """All contestants at one temperature, but for what is among the rows already; adds to these."""
     names = GREEDY if temperature == 0 else tuple(name for name in CONTESTANTS if name not in GREEDY[2:])
+    params, others = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
     for name in names:
         contestant = CONTESTANTS[name]
-        # The acceptance is that of another seed, so that a prediction never sees what it is compared with.
-        vector = by_rank(
-            bench.acceptance(
-                contestant.scheme, contestant.guess, SamplingParams(temperature=temperature, seed=arguments.seed + 1)
-            )
-        )
-        for nodes in arguments.nodes:
-            plan = contestant.plan(vector, nodes) if nodes > 1 else TreePlan(StaticShape(()), contestant.scheme)
-            calibration = Calibration() if isinstance(plan.growth, BestFirst) and nodes > 1 else None
-            outcome = bench.run(plan, SamplingParams(temperature=temperature, seed=arguments.seed), calibration)
-            measured = float(np.mean(outcome.per_prompt))
-            row = {
+        done = {row["nodes"] for row in rows if (row["temperature"], row["contestant"]) == (temperature, name)}
+        if done.issuperset(arguments.nodes):
+            continue
+        # Shapes are chosen by what other random numbers came to, as they are in use.
+        before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, others))
+        same_texts = by_rank(bench.acceptance(contestant.scheme, contestant.guess, params))
+        for nodes in sorted(set(arguments.nodes) - done):
+            plan = contestant.plan(before, nodes) if nodes > 1 else TreePlan(StaticShape(()), contestant.scheme)
+            outcome = bench.run(plan, params)
+            row: Row = {
                 "temperature": temperature,
                 "contestant": name,
                 "nodes": nodes,
-                "tokens_per_round": round(measured, 3),
+                "tokens_per_round": round(float(np.mean(outcome.per_prompt)), 3),
                 "interval": round(interval(outcome.per_prompt, arguments.seed), 3),
-                "predicted": _predicted(plan.growth, vector, outcome),
+                "of_all_rounds": round(outcome.mean_of_rounds, 3),
+                "predicted": _predicted(plan.growth, same_texts, outcome),
+                "predicted_before": _predicted(plan.growth, before, outcome),
             }
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
-    return rows
+            if arguments.rows:
+                with arguments.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
 
 
-def _predicted(growth: Growth, vector: Acceptance, outcome: Outcome) -> list[float] | None:
-    """Predicted and realised tokens per round."""
-    realised = sum(1 / value for value in outcome.per_prompt)  # rounds weigh as they do when tokens are counted
-    measured = len(outcome.per_prompt) / realised
+def _predicted(growth: Growth, vector: Acceptance, outcome: Outcome) -> float | None:
+    """Tokens per round, where every round weighs the same; None for a root alone."""
     match growth:
-        case BestFirst() if outcome.predicted:
-            return [round(float(np.mean(outcome.predicted)), 3), round(float(np.mean(outcome.realised)), 3)]
+        case BestFirst():
+            return round(_calibrated(outcome), 3)
         case StaticShape() if growth.parents:
-            return [round(expected_tokens(growth, vector), 3), round(measured, 3)]
+            return round(expected_tokens(growth, vector), 3)
         case Chains():
-            return [round(expected_tokens_of_chains(growth, vector), 3), round(measured, 3)]
+            return round(expected_tokens_of_chains(growth, vector), 3)
         case _:
             return None
+
+
+def _calibrated(outcome: Outcome) -> float:
+    """What a calibration that is learnt on every other prompt expects of the rest's trees, and the other way round."""
+    expected: list[float] = []
+    for first in (0, 1):
+        calibration = Calibration()
+        for tree, accepted in itertools.chain(*outcome.rounds[first::2]):
+            calibration.observe(tree, accepted)
+        expected += [calibration.expected_tokens(tree) for tree, _ in itertools.chain(*outcome.rounds[1 - first :: 2])]
+    return float(np.mean(expected))
 
 
 def main() -> None:
@@ -223,13 +244,18 @@ def main() -> None:
     arguments = _arguments()
     ensure_demonstration(0)
     folder = demonstration_folder(0)
-    flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--max-nodes", "1024", "--branch", "32"]
-    draft = DraftWorker(parse(DraftConfig, "bench", [*flags, "--max-context", "512"], {}), "bench")
+    flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--threads", str(arguments.threads)]
+    sizes = ["--max-nodes", "1024", "--branch", str(RANKS), "--max-context", "512"]
+    draft = DraftWorker(parse(DraftConfig, "bench", [*flags, *sizes], {}), "bench")
     tokenizer = Tokenizer(draft.tokenizer)
     texts = load_prompts(arguments.prompts)[: arguments.num]
     prompts = [tokenizer.encode_chat([("user", text)]) for text in texts]
     bench = Bench(draft, LazyTarget(folder, 1024), prompts, arguments.max_tokens)
-    rows = [row for temperature in arguments.temperatures for row in measure(bench, temperature, arguments)]
+    rows: list[Row] = []
+    if arguments.rows and arguments.rows.exists():
+        rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
+    for temperature in arguments.temperatures:
+        measure(bench, temperature, arguments, rows)
     draft.close()
     for temperature in arguments.temperatures:
         print(table(rows, temperature, arguments.nodes) + "\n")
@@ -247,9 +273,8 @@ def main() -> None:
         }
         for row in rows
     }
-    print(
-        json.dumps({**settings, "tokens_per_round": figures, "prediction_error": prediction_error(rows), "rows": rows})
-    )
+    errors = {f"prediction_error{which}": prediction_error(rows, f"predicted{which}") for which in ("", "_before")}
+    print(json.dumps({**settings, "tokens_per_round": figures, **errors, "rows": rows}))
 
 
 def _arguments() -> argparse.Namespace:
@@ -261,6 +286,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=32, help="of each prompt")
     parser.add_argument("--drop-layers", default="3,14", help="of the substitute draft")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="one is best where others compute too")
+    parser.add_argument(
+        "--rows", type=Path, help="JSONL file: what is in it is not measured again, what is new is added"
+    )
     parser.add_argument("--plot", type=Path, help="PNG file")
     return parser.parse_args()
 

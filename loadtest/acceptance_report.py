@@ -19,14 +19,12 @@ def interval(values: Sequence[float], seed: int) -> float:
     return float(high - low) / 2
 
 
-def prediction_error(rows: Sequence[Row]) -> dict[str, float]:
+def prediction_error(rows: Sequence[Row], which: str) -> dict[str, float]:
     """Mean of |predicted / measured - 1| by contestant, over sizes of 8 nodes and more."""
     errors: dict[str, list[float]] = {}
     for row in rows:
-        match row:
-            case {"predicted": [float(predicted), float(measured)], "nodes": int(nodes), "contestant": str(name)}:
-                if nodes >= 8:
-                    errors.setdefault(name, []).append(abs(predicted / measured - 1))
+        if row[which] is not None and row["nodes"] >= 8:
+            errors.setdefault(row["contestant"], []).append(abs(row[which] / row["of_all_rounds"] - 1))
     return {name: round(float(np.mean(values)), 4) for name, values in errors.items()}
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bough.messages import Verdict, VerifyCall
 from bough.model.batch import Batch, Segment
@@ -15,50 +20,87 @@ from bough.model.draw import Row
 from bough.model.kv import KVSlot
 from bough.model.loading import build_skeleton
 from bough.model.runner import ResidentModel
+from bough.prefix import prefix_hash
 from target_worker.judge import judge
+
+REMEMBERED = 3000  # rows of logits: with verification `target` every tree is judged along one and the same text
+CPU = torch.device("cpu")
+
+
+class Question(NamedTuple):
+    """A judge wants the logits after these tokens."""
+
+    session: str
+    tokens: list[int]
+    answer: Future[Row]
 
 
 class LazyTarget:
-    """Holds one session's keys and values for each name, and the logits after each of its tokens."""
+    """Judges trees of many sessions in step, one forward pass for the next token of all of them."""
 
     def __init__(self, folder: Path, max_context: int) -> None:
-        skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
-        self._model = ResidentModel(skeleton, torch.device("cpu"))
+        self._model = ResidentModel(build_skeleton(Checkpoint.open(folder), torch.bfloat16), CPU)
         self._max_context = max_context
         self._slots: dict[str, KVSlot] = {}
-        self._logits: dict[str, dict[int, Row]] = {}  # by session and length of the text before
+        self._remembered: OrderedDict[int, NDArray[np.float32]] = OrderedDict()  # by hash of the tokens before
 
-    def verify(self, call: VerifyCall) -> Verdict:
-        """As the target worker's engine does; `call.context` holds all tokens before the root."""
-        tokens = [*call.context.tokens]
+    def verify(self, calls: Sequence[VerifyCall]) -> list[Verdict]:
+        """As the target worker's engine does; each call's `context` holds all tokens before its root."""
+        questions: SimpleQueue[Question | None] = SimpleQueue()
+        with ThreadPoolExecutor(len(calls)) as judges:
+            verdicts = [judges.submit(_judge, call, questions) for call in calls]
+            num_judging = len(calls)
+            while num_judging:  # each of them asks one more question, or ends
+                asked = [question for question in (questions.get() for _ in range(num_judging)) if question]
+                self._answer(asked)
+                num_judging = len(asked)
+        return [verdict.result() for verdict in verdicts]
 
-        def logits_after(path: Sequence[int]) -> Row:
-            return self._logits_after(call.context.session_id, [*tokens, *(int(call.tree.tokens[n]) for n in path)])
+    def _answer(self, questions: Sequence[Question]) -> None:
+        names = [prefix_hash(question.tokens) for question in questions]
+        new = [index for index, name in enumerate(names) if name not in self._remembered]
+        if new:
+            segments = [segment for index in new for segment in self._segments(questions[index])]
+            logits = self._model.logits(Batch(segments, None, CPU)).float().numpy()
+            for index, row in zip(new, logits, strict=True):
+                self._slot(questions[index].session).tokens[:] = questions[index].tokens
+                self._remembered[names[index]] = row
+        for name, question in zip(names, questions, strict=True):
+            self._remembered.move_to_end(name)
+            question.answer.set_result(self._remembered[name].astype(np.float64))
+        while len(self._remembered) > REMEMBERED:
+            self._remembered.popitem(last=False)
 
-        return judge(call, tokens, logits_after)
-
-    def _logits_after(self, session: str, tokens: list[int]) -> Row:
-        """(vocab_size,) after these tokens. Texts of a session share beginnings, of which nothing is run twice."""
-        if session not in self._slots:
-            shape = self._model.skeleton.kv_shape()
-            self._slots[session] = KVSlot(shape, self._max_context, torch.device("cpu"))
-            self._logits[session] = {}
-        slot, known = self._slots[session], self._logits[session]
+    def _segments(self, question: Question) -> list[Segment]:
+        """What the session's slot lacks of the tokens; logits after the last one only."""
+        slot, tokens = self._slot(question.session), question.tokens
         same = int(np.argmin([*(a == b for a, b in zip(slot.tokens, tokens, strict=False)), False]))
-        if same == len(tokens) and len(tokens) in known:
-            return known[len(tokens)]
         same = min(same, len(tokens) - 1)
-        del slot.tokens[same:]
-        for length in [length for length in known if length > same]:
-            del known[length]
-        new = np.asarray(tokens[same:], np.int32)
-        positions = np.arange(same, len(tokens), dtype=np.int32)
+        slot.roll_back(same)
+        new, positions = np.asarray(tokens[same:], np.int32), np.arange(same, len(tokens), dtype=np.int32)
         tail = np.zeros((len(new), 0), np.int32)
-        segments = [
-            Segment(slot, new[:-1], positions[:-1], positions[:-1], len(tokens), tail[:-1], False),
-            Segment(slot, new[-1:], positions[-1:], positions[-1:], len(tokens), tail[-1:], True),
+        parts = ((slice(None, -1), False), (slice(-1, None), True))
+        return [
+            Segment(slot, new[part], positions[part], positions[part], len(tokens), tail[part], has_logits)
+            for part, has_logits in parts
         ]
-        logits = self._model.logits(Batch(segments, None, torch.device("cpu")))
-        slot.tokens.extend(new.tolist())
-        known[len(tokens)] = logits[0].double().numpy()
-        return known[len(tokens)]
+
+    def _slot(self, session: str) -> KVSlot:
+        if session not in self._slots:
+            self._slots[session] = KVSlot(self._model.skeleton.kv_shape(), self._max_context, CPU)
+        return self._slots[session]
+
+
+def _judge(call: VerifyCall, questions: SimpleQueue[Question | None]) -> Verdict:
+    tokens = [*call.context.tokens]
+
+    def logits_after(path: Sequence[int]) -> Row:
+        along = [*tokens, *(int(call.tree.tokens[node]) for node in path)]
+        question = Question(call.context.session_id, along, Future())
+        questions.put(question)
+        return question.answer.result()
+
+    try:
+        return judge(call, tokens, logits_after)
+    finally:
+        questions.put(None)

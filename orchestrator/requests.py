@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from bough import __version__
 from bough.acceptance import SchemeAcceptance
+from bough.calibration import DraftCalibration
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, NotFound, Unavailable
 from bough.generation import (
@@ -129,6 +130,10 @@ class Requests:
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """What verification has come to, by scheme, depth and rank."""
         return self._rounds.acceptance.counts()
+
+    def calibrations(self) -> tuple[DraftCalibration, ...]:
+        """What each draft worker's trees were expected to come to, and what they came to."""
+        return self._rounds.calibrations.reports()
 
     async def _admit(self, prompt: Prompt, options: GenerateOptions) -> tuple[Known[TargetClient], Session]:
         """Checks everything about a request that can be checked before it runs."""

@@ -18,6 +18,7 @@ from bough.ngram import Limits
 from bough.registry import SessionRecord
 from bough.tree import Tree
 from orchestrator.acceptance import AcceptanceCounter
+from orchestrator.calibration import Calibrations
 from orchestrator.directory import Directory, Known
 from orchestrator.lookup import Acceptance, Lookup, assumed_probability
 from orchestrator.planner import Planner, RoundOutcome
@@ -41,6 +42,7 @@ class Rounds:
     recorder: Recorder
     acceptance: AcceptanceCounter
     num_waiting: int = 0  # sessions that wait for a KV slot
+    calibrations: Calibrations = field(default_factory=Calibrations)
     lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # of all sessions
 
     async def run(self, session: Session, target: Known[TargetClient]) -> AsyncIterator[Tokens]:
@@ -64,6 +66,7 @@ class Rounds:
             target.report(is_fault=False)
             timings = _timings(began_ns, drafting, result, verifying)
             lookup.observe(guesses, result.verdict.tokens_of(tree))
+            self.calibrations.observe(draft_id, plan, drafted, result.verdict.tokens_of(tree))
             tokens = session.commit(tree, drafted, result, timings)
             self.planner.observe(session.session_id, _outcome(plan, tokens, result))
             self.acceptance.observe(plan.scheme, tree, result.verdict.accepted_nodes)

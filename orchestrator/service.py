@@ -46,4 +46,4 @@ class GenerationService:
 
     async def GetAcceptance(self, request: pb.GetAcceptanceRequest, context: Context) -> pb.Acceptance:
         """Which guesses were accepted."""
-        return wire.acceptance_to_wire(self._requests.acceptance())
+        return wire.acceptance_to_wire(self._requests.acceptance(), self._requests.calibrations())

@@ -17,7 +17,7 @@ from bough.model.device import choose_device
 from bough.model.kv_arena import KVArena
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import Limits, activation_bytes, num_kv_rows, resident_bytes, unpacking_bytes
-from bough.model.pack import read_checksums
+from bough.model.pack_folder import read_checksums
 from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Fixed, Placement, Tier

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
 PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
-PURE |= {"placement", "planning", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
+PURE |= {"placement", "planning", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge", "calibration"}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
 PURE_MAY_IMPORT |= {"bough.placement", "bough.growth", "bough.draft_probs", "bough.acceptance"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}

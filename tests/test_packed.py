@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from bough.errors import CheckpointError, ConfigError, StreamError
-from bough.model import pack as packing
+from bough.model import pack_folder as packing
 from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace
 from bough.model.loading import build_skeleton
-from bough.model.pack import MANIFEST_NAME, pack
+from bough.model.pack import pack
+from bough.model.pack_folder import MANIFEST_NAME
 from bough.model.packed import Packed
 from bough.model.quantize import GROUP_SIZES, quantize
 from bough.model.source import FreshMemory

@@ -18,6 +18,7 @@ from bough import messages as m
 from bough import wire
 from bough import wire_generation as wg
 from bough.acceptance import DepthCounts, SchemeAcceptance
+from bough.calibration import DraftCalibration
 from bough.draft_probs import DraftProbs
 from bough.errors import InvalidRequest
 from bough.growth import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
@@ -149,8 +150,10 @@ def test_acceptance_survives_the_wire(
         SchemeAcceptance(scheme, 2**40, tuple(DepthCounts(*depth) for depth in depths)),
         SchemeAcceptance(Scheme.TARGET, 1, ()),
     )
-    message = generation_pb2.Acceptance.FromString(wg.acceptance_to_wire(counted).SerializeToString())
+    drafts = (DraftCalibration("draft-1", 2**40, 5.25, 4.75), DraftCalibration("", 0, 1.0, 1.0))
+    message = generation_pb2.Acceptance.FromString(wg.acceptance_to_wire(counted, drafts).SerializeToString())
     assert wg.acceptance_from_wire(message) == counted
+    assert wg.calibrations_from_wire(message) == drafts
     message.schemes[0].scheme = 7  # type: ignore[assignment]  # from another release
     with pytest.raises(InvalidRequest, match=r"schemes\.scheme: 7"):
         wg.acceptance_from_wire(message)

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from bough import __version__
+from bough.calibration import DraftCalibration
 from bough.client import Client
 from bough.errors import BoughError
 from bough.generation import Loads, ServerInfo, WorkerStatus
@@ -16,6 +17,7 @@ async def doctor(arguments: argparse.Namespace) -> int:
     async with Client(arguments.address) as client:
         try:
             server, loads = await client.server_info(), await client.loads()
+            calibrations = {one.draft_id: one for one in await client.calibrations()}
         except BoughError as exc:
             print(f"orchestrator  {arguments.address}: {exc}")
             print("problem: is it running? `bough up` starts everything; --address or BOUGH_ADDRESS says where it is")
@@ -25,6 +27,8 @@ async def doctor(arguments: argparse.Namespace) -> int:
     print(f"index         {server.index_url}")
     for worker in server.workers:
         _print_worker(worker)
+        if worker.info.worker_id in calibrations:
+            print(f"              {_describe_calibration(calibrations[worker.info.worker_id])}")
     if server.is_draftless:
         print("draft         none, as set: guesses come from a session's own text")
     problems = find_problems(server)
@@ -55,6 +59,13 @@ def _describe_loads(loads: Loads) -> str:
     return (
         f"{loads.num_requests_running} running, {loads.num_requests_waiting} waiting, "
         f"{loads.num_requests_total} ended, {loads.num_tokens_total} tokens"
+    )
+
+
+def _describe_calibration(calibration: DraftCalibration) -> str:
+    return (
+        f"{calibration.realised_tokens:.2f} tokens a round, where its probabilities said "
+        f"{calibration.expected_tokens:.2f} ({calibration.num_rounds} rounds)"
     )
 
 

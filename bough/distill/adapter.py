@@ -22,7 +22,8 @@ from torch import nn
 from bough.errors import CheckpointError, ConfigError
 from bough.model.checkpoint import Checkpoint
 from bough.model.files import replace
-from bough.model.loading import build_skeleton, working_layers
+from bough.model.layers import working_layers
+from bough.model.loading import build_skeleton
 
 MANIFEST_NAME = "bough_adapter.json"
 WEIGHTS_NAME = "adapter.safetensors"

@@ -22,7 +22,7 @@ from bough.distill.train import CHECKPOINT_NAME, Recipe, Trainer
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
-from bough.model.loading import working_layers
+from bough.model.layers import working_layers
 from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.tokenizer import Tokenizer

@@ -11,7 +11,8 @@ from bough.distill.rows import NAME, Placed, Store
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
 from bough.model.experts import Experts
-from bough.model.loading import DTYPES, Skeleton, bind_all, build_skeleton, working_layers
+from bough.model.layers import working_layers
+from bough.model.loading import DTYPES, Skeleton, bind_all, build_skeleton
 from bough.tokenizer import Tokenizer
 
 MARKS = ("bough", "tree")  # two user messages: what their conversations share is the template's

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from bough.errors import CheckpointError
+from bough.model.origin import Origin
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
+SAMPLE_BYTES = 4096  # of each tensor, that the fingerprint of contents looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Checkpoint:
 
     folder: Path
     tensors: dict[str, TensorPlace]
+    kept_layers: tuple[int, ...] | None = None  # of a draft: those that are there, as its target counts them
 
     @classmethod
     def open(cls, model: str | Path) -> Checkpoint:
@@ -52,13 +55,32 @@ class Checkpoint:
         for file in _shards(folder):
             tensors.update(read_header(file))
         _require_indexed_tensors(folder, tensors)
-        return cls(folder, tensors)
+        origin = Origin.read(folder)
+        if origin is None:
+            return cls(folder, tensors)
+        return cls(folder, tensors | _borrowed(folder, origin), origin.kept_layers)
 
     def fingerprint(self) -> str:
         """Hash over the configuration and the places and shapes of all tensors; no weights are read."""
         digest = hashlib.blake2b((self.folder / "config.json").read_bytes(), digest_size=12)
         for name, place in sorted(self.tensors.items()):
             digest.update(f"{name} {place.offset} {place.num_bytes} {place.dtype} {place.shape}\n".encode())
+        return digest.hexdigest()
+
+    def content_fingerprint(self) -> str:
+        """As `fingerprint`, and over the first bytes of every tensor.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        digest = hashlib.blake2b(self.fingerprint().encode(), digest_size=12)
+        for place in sorted(self.tensors.values(), key=lambda place: (place.file, place.offset)):
+            try:
+                with place.file.open("rb") as stream:
+                    stream.seek(place.offset)
+                    digest.update(stream.read(min(SAMPLE_BYTES, place.num_bytes)))
+            except OSError as exc:
+                raise CheckpointError(f"{place.file}: tensor {place.name} cannot be read: {exc}") from exc
         return digest.hexdigest()
 
 
@@ -111,6 +133,27 @@ def _place(file: Path, size: int, data_start: int, name: str, entry: dict[str, A
             f"{file}: tensor {name} ends at byte {data_start + end} of a file of {size}; the file is truncated"
         )
     return TensorPlace(name, file, data_start + begin, end - begin, dtype, shape)
+
+
+def _borrowed(folder: Path, origin: Origin) -> dict[str, TensorPlace]:
+    """The tensors that a draft shares with its target.
+
+    Raises:
+        CheckpointError: the target is not there, or not what it was.
+    """
+    if not origin.borrowed:
+        return {}
+    remedy = "the same target, or another `bough pack --draft`, would do"
+    try:
+        target = Checkpoint.open(origin.model)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{folder}: shares tensors with {origin.model}, which is gone ({exc}); {remedy}") from exc
+    found = target.content_fingerprint()
+    if found != origin.fingerprint or any(name not in target.tensors for name in origin.borrowed):
+        raise CheckpointError(
+            f"{folder}: made from {origin.model} when its fingerprint was {origin.fingerprint}; it is {found}; {remedy}"
+        )
+    return {name: target.tensors[name] for name in origin.borrowed}
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from bough.demonstration import EXPANSION_NAME
 from bough.errors import CheckpointError
 from bough.model import attention, experts
 from bough.model.checkpoint import Checkpoint, TensorPlace
@@ -86,7 +84,7 @@ class Skeleton:
 
     def describe(self) -> str:
         """Architecture, size and data type in words."""
-        packed = f", {self.quantization.bits} bits ({self.quantization.method})" if self.quantization else ""
+        packed = f", {self.quantization}" if self.quantization else ""
         return describe(self.model, self.dtype) + packed
 
 
@@ -121,23 +119,16 @@ def load_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def working_layers(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Layers that change their input: all, but for the identity copies of a block-expanded checkpoint."""
-    manifest = checkpoint.folder / EXPANSION_NAME
-    if manifest.is_file():
-        return tuple(json.loads(manifest.read_text())["working_layers"])
-    return tuple(range(load_config(checkpoint.folder).num_hidden_layers))
-
-
 def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tuple[int, ...] | None = None) -> Skeleton:
-    """Builds the model on the meta device; `keep_layers` names the layers of the checkpoint to use, all by default.
+    """Builds the model on the meta device; `keep_layers` names the layers to use, by default all that are there.
 
     Raises:
         CheckpointError: naming a tensor that is missing or has another shape than the architecture wants.
     """
     config = load_config(checkpoint.folder)
     quantization = Quantization.of(config, checkpoint.folder)
-    kept = keep_layers if keep_layers is not None else tuple(range(config.num_hidden_layers))
+    there = checkpoint.kept_layers if checkpoint.kept_layers is not None else tuple(range(config.num_hidden_layers))
+    kept = keep_layers if keep_layers is not None else there
     _cut_layers(config, kept)
     model = build_empty(config, dtype)
     if hasattr(config, "_experts_implementation"):

@@ -31,6 +31,8 @@ from bough.model.packed import Awq, Gptq, Packed
 from bough.model.source import VALUE_DTYPES, Joined, Source, Stored
 
 PACKED_SUFFIX, SCALES_SUFFIX = ".packed", ".packed_scales"  # after the name of a weight that bough has packed
+MIXED = "mixed"  # in config.json, instead of a number of bits
+BITS = {"U8": 4, "I8": 8}  # by the data type of the integers that bough has packed
 METHODS = ("bough", "gptq", "awq")
 
 
@@ -39,7 +41,7 @@ class Quantization:
     """How a checkpoint's weights are packed, as its config.json says it."""
 
     method: str
-    bits: int
+    bits: int  # 0 where bough has packed some weights in 4 and others in 8
     zero_offset: int = 0  # GPTQ: what its zeros lack
 
     @classmethod
@@ -53,7 +55,7 @@ class Quantization:
         if not entry:
             return None
         fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
-        method, bits = str(fields.get("quant_method", "")), int(fields.get("bits") or fields.get("w_bit") or 0)
+        method, named = str(fields.get("quant_method", "")), fields.get("bits") or fields.get("w_bit") or 0
         where = f"{folder / 'config.json'}: quantization_config"
         if method not in METHODS:
             raise CheckpointError(
@@ -61,11 +63,17 @@ class Quantization:
             )
         if method == "awq" and str(fields.get("version", "gemm")).lower() != "gemm":
             raise CheckpointError(f"{where}.version: {fields['version']!r} cannot be read; 'gemm' can")
+        if method == "bough" and named == MIXED:
+            return cls(method, 0)
+        bits = int(named) if str(named).isdecimal() else named
         allowed = (4,) if method == "awq" else (4, 8)
         if bits not in allowed:
             raise CheckpointError(f"{where}.bits: {bits}; {' or '.join(map(str, allowed))} can be read")
         is_first_gptq = method == "gptq" and fields.get("checkpoint_format", "gptq") == "gptq"
         return cls(method, bits, 1 if is_first_gptq else 0)
+
+    def __str__(self) -> str:
+        return f"{self.bits or MIXED} bits ({self.method})"
 
 
 def logical_sources(checkpoint: Checkpoint, quantization: Quantization | None) -> dict[str, Source]:
@@ -101,11 +109,11 @@ def _packed_source(name: str, quantization: Quantization, left: dict[str, Tensor
     words = left[name]
     if quantization.method == "bough":
         base = name.removesuffix(PACKED_SUFFIX)
-        packed = take(name, ("U8",) if quantization.bits == 4 else ("I8",))
-        scales = take(base + SCALES_SUFFIX, ("F16",))
-        _require_groups(scales, packed.shape[1] * 8 // quantization.bits, scales.shape[-1] if scales.shape else 0)
-        _require_shape(scales, (2 if quantization.bits == 4 else 1, packed.shape[0], scales.shape[-1]))
-        return Packed(packed, scales, quantization.bits)
+        packed = take(name, [dtype for dtype, bits in BITS.items() if quantization.bits in (0, bits)])
+        scales, bits = take(base + SCALES_SUFFIX, ("F16",)), BITS[packed.dtype]
+        _require_groups(scales, packed.shape[1] * 8 // bits, scales.shape[-1] if scales.shape else 0)
+        _require_shape(scales, (2 if bits == 4 else 1, packed.shape[0], scales.shape[-1]))
+        return Packed(packed, scales, bits)
     base = name.removesuffix(".qweight")
     words, zeros = take(name, ("I32",)), take(f"{base}.qzeros", ("I32",))
     scales = take(f"{base}.scales", VALUE_DTYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,28 +10,59 @@ import torch
 GROUP_SIZES = {4: 32, 8: 64}  # inputs that share a scale: 5 and 8.25 bits for a weight
 SCALE_BYTES = {4: 4, 8: 2}  # of each group: scale and offset, or the scale alone
 NUM_FITS = 3  # of scale and offset to the integers
+RANGE = (1.0,)  # a group's whole range, as the grid begins that scales are fitted from
+SHRUNKEN = (1.0, 0.9, 0.8, 0.7)  # parts of it: what lies beyond is cut off, and the rest rounded less
 
 
-def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+class Layout(NamedTuple):
+    """How a matrix can be packed."""
+
+    bits: int
+    group_size: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Scales and offsets included."""
+        return self.bits + 8 * SCALE_BYTES[self.bits] / self.group_size
+
+
+def quantize(
+    weight: torch.Tensor, bits: int, group_size: int | None = None, ranges: Sequence[float] = RANGE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Packs a matrix (rows, columns): the integers and the scales of `bough.model.packed.Packed`.
 
-    In 4 bits a group's scale and offset begin as its range says, and are then fitted to the integers by least squares a
-    few times over; the best of these is taken.
+    In 4 bits a group's scale and offset begin as `ranges` of its own say, each in turn, and are then fitted to the
+    integers by least squares a few times over; the best of all these is taken, group by group.
     """
     rows, columns = weight.shape
-    groups = weight.float().view(rows, -1, GROUP_SIZES[bits])
+    fit = _fit(weight, Layout(bits, group_size or GROUP_SIZES[bits]), ranges)
     if bits == 8:
-        scales = _half(groups.abs().amax(2) / 127)
-        integers = (groups / _or_one(scales)[:, :, None]).round_().clamp_(-127, 127)
-        return integers.to(torch.int8).view(rows, columns), scales.half()[None]
-    offsets, highest = groups.amin(2), groups.amax(2)
-    fit = _Fit.round(groups, _half((highest - offsets) / 15), _half(offsets))
-    best = fit
-    for _ in range(NUM_FITS):
-        fit = _Fit.round(groups, *fit.least_squares(groups))
-        best = best.better(fit)
-    low, high = best.integers.to(torch.uint8).chunk(2, dim=2)
-    return (low | high << 4).view(rows, columns // 2), torch.stack((best.scales, best.offsets)).half()
+        return fit.integers.to(torch.int8).view(rows, columns), fit.scales.half()[None]
+    low, high = fit.integers.to(torch.uint8).chunk(2, dim=2)
+    return (low | high << 4).view(rows, columns // 2), torch.stack((fit.scales, fit.offsets)).half()
+
+
+def rounding_error(weight: torch.Tensor, layout: Layout, ranges: Sequence[float] = RANGE) -> float:
+    """The squared error of a packed matrix over the sum of its squares; 0 where all is 0."""
+    total = float(weight.float().square().sum())
+    return float(_fit(weight, layout, ranges).errors.sum()) / total if total else 0.0
+
+
+def _fit(weight: torch.Tensor, layout: Layout, ranges: Sequence[float]) -> _Fit:
+    groups = weight.float().view(len(weight), -1, layout.group_size)
+    if layout.bits == 8:
+        return _Fit.symmetric(groups)
+    lowest, highest = groups.amin(2), groups.amax(2)
+    best: _Fit | None = None
+    for part in ranges:
+        offsets = _half(lowest + (highest - lowest) * (1 - part) / 2)
+        fit = _Fit.round(groups, _half((highest - lowest) * part / 15), offsets)
+        best = fit if best is None else best.better(fit)
+        for _ in range(NUM_FITS):
+            fit = _Fit.round(groups, *fit.least_squares(groups))
+            best = best.better(fit)
+    assert best is not None, "there is at least one range"
+    return best
 
 
 class _Fit(NamedTuple):
@@ -42,8 +74,16 @@ class _Fit(NamedTuple):
     errors: torch.Tensor  # (rows, groups), squared and summed
 
     @classmethod
+    def symmetric(cls, groups: torch.Tensor) -> _Fit:
+        """In 8 bits, by the largest value: fitting it gains nothing that could be measured."""
+        scales = _half(groups.abs().amax(2) / 127)
+        integers = (groups / _or_one(scales)[:, :, None]).round_().clamp_(-127, 127)
+        errors = (integers * scales[:, :, None] - groups).square_().sum(2)
+        return cls(integers, scales, torch.zeros_like(scales), errors)
+
+    @classmethod
     def round(cls, groups: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor) -> _Fit:
-        """The nearest integers."""
+        """In 4 bits, the nearest integers."""
         steps = (groups - offsets[:, :, None]) / _or_one(scales)[:, :, None]
         integers = steps.round_().clamp_(0, 15)
         errors = (integers * scales[:, :, None] + offsets[:, :, None] - groups).square_().sum(2)

@@ -52,6 +52,11 @@ class Packing:
         quantization = Quantization.of(config, folder)
         if quantization is None:
             return None
+        if not quantization.bits:
+            raise CheckpointError(
+                f"model: {folder} is a draft of mixed bits, whose weights are written out as they are loaded; "
+                "--drop-layers of its target, or the target itself, would do"
+            )
         entry = config.quantization_config
         fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
         group_size = int(fields.get("group_size") or fields.get("q_group_size") or COMMUNITY_GROUP)

@@ -320,8 +320,22 @@ class SchemeAcceptance(_message.Message):
     depths: _containers.RepeatedCompositeFieldContainer[DepthCounts]
     def __init__(self, scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., num_rounds: _Optional[int] = ..., depths: _Optional[_Iterable[_Union[DepthCounts, _Mapping]]] = ...) -> None: ...
 
+class DraftCalibration(_message.Message):
+    __slots__ = ("draft_id", "num_rounds", "expected_tokens", "realised_tokens")
+    DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REALISED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    draft_id: str
+    num_rounds: int
+    expected_tokens: float
+    realised_tokens: float
+    def __init__(self, draft_id: _Optional[str] = ..., num_rounds: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., realised_tokens: _Optional[float] = ...) -> None: ...
+
 class Acceptance(_message.Message):
-    __slots__ = ("schemes",)
+    __slots__ = ("schemes", "drafts")
     SCHEMES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     schemes: _containers.RepeatedCompositeFieldContainer[SchemeAcceptance]
-    def __init__(self, schemes: _Optional[_Iterable[_Union[SchemeAcceptance, _Mapping]]] = ...) -> None: ...
+    drafts: _containers.RepeatedCompositeFieldContainer[DraftCalibration]
+    def __init__(self, schemes: _Optional[_Iterable[_Union[SchemeAcceptance, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[DraftCalibration, _Mapping]]] = ...) -> None: ...

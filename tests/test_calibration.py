@@ -1,0 +1,137 @@
+"""What a draft's probabilities are worth: learnt from verdicts, and told to whoever asks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bough.calibration import Calibration
+from bough.cli import argument_parser
+from bough.client import Client
+from bough.commands.doctor import doctor
+from bough.generation import Finished, GenerateOptions, Speculation, TokenPrompt
+from bough.growth import BestFirst, Chains, Guess, Scheme, TreePlan
+from bough.launch import Cluster
+from bough.tree import Tree
+from orchestrator.calibration import MAX_DRAFTS, Calibrations
+
+PLAN = TreePlan(BestFirst(16, 4, 4))
+#   0
+#   1  2       tokens 10, 11
+#   3          token 12, below 1
+TREE = Tree.of([5, 10, 11, 12], [-1, 0, 0, 1], [0.0, -0.1, -2.5, -1.0])
+
+
+def random_tree(rng: np.random.Generator) -> Tree:
+    """Two children at every node of the first three levels, of random probabilities that sum to at most 1."""
+    parents, log_probs = [-1], [0.0]
+    for parent in range(7):
+        best = rng.uniform(0.3, 0.9)
+        parents += [parent, parent]
+        log_probs += np.log([best, (1 - best) * rng.uniform(0.3, 0.9)]).tolist()
+    return Tree.of(list(range(len(parents))), parents, log_probs)
+
+
+def verdict(tree: Tree, rng: np.random.Generator, trust: float) -> list[int]:
+    """Accepted nodes, where guesses are right `trust` times as often as the draft says."""
+    accepted, node = [], 0
+    while children := [child for child in range(1, len(tree)) if tree.parents[child] == node]:
+        probs = trust * np.exp(tree.log_probs[children].astype(float))
+        choice = int(rng.choice(len(children) + 1, p=[*probs, 1 - probs.sum()]))
+        if choice == len(children):
+            break
+        node = children[choice]
+        accepted.append(node)
+    return accepted
+
+
+@pytest.mark.parametrize("trust", [0.5, 1.0])
+def test_it_learns_what_an_overconfident_draft_is_worth(trust: float) -> None:
+    rng, calibration = np.random.default_rng(1), Calibration()
+    for _ in range(2000):
+        tree = random_tree(rng)
+        calibration.observe(tree, verdict(tree, rng, trust))
+    trees = [random_tree(rng) for _ in range(3000)]
+    realised = np.mean([len(verdict(tree, rng, trust)) + 1 for tree in trees])
+    expected = np.mean([calibration.expected_tokens(tree) for tree in trees])
+    assert expected == pytest.approx(realised, rel=0.04)
+    unlearnt = np.mean([Calibration().expected_tokens(tree) for tree in trees])
+    assert unlearnt == pytest.approx(realised, rel=0.1) if trust == 1.0 else unlearnt > 1.4 * realised
+
+
+def test_old_rounds_are_forgotten() -> None:
+    forgets, remembers = Calibration(half_life_rounds=20), Calibration()
+    for calibration in (forgets, remembers):
+        for accepted in [[1, 3]] * 300 + [[]] * 300:
+            calibration.observe(TREE, accepted)
+    assert forgets.acceptance(TREE)[1] < 0.15  # the prior is worth four guesses
+    assert remembers.acceptance(TREE)[1] == pytest.approx(0.5, abs=0.02)
+
+
+def test_guesses_below_a_bonus_token_were_never_tried() -> None:
+    """A node that did not fit into the verified tree can be right all the same; of its children nothing is known."""
+    calibration = Calibration()
+    before = calibration.acceptance(TREE)
+    for _ in range(200):
+        calibration.observe(TREE, [], bonus_node=1)
+    after = calibration.acceptance(TREE)
+    assert after[1] > 0.97
+    assert after[2] < 0.01
+    assert after[3] / after[1] == pytest.approx(before[3] / before[1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "realised"),
+    [
+        ([10, 12, 99], 3),  # all of it
+        ([11, 99], 2),
+        ([99], 1),
+        ([10, 50, 51, 99], 2),  # what came after 10 had been looked up
+        ([10, 12], 2),  # 12 was guessed and did not fit into the tree that was verified
+    ],
+)
+def test_a_round_counts_for_what_the_draft_had_guessed(tokens: list[int], realised: int) -> None:
+    calibrations = Calibrations()
+    calibrations.observe("draft", PLAN, TREE, tokens)
+    (report,) = calibrations.reports()
+    assert (report.draft_id, report.num_rounds, report.realised_tokens) == ("draft", 1, realised)
+    assert report.expected_tokens == pytest.approx(Calibration().expected_tokens(TREE))
+    assert calibrations.of("draft").acceptance(TREE) != pytest.approx(Calibration().acceptance(TREE))
+    assert calibrations.of("another").acceptance(TREE) == pytest.approx(Calibration().acceptance(TREE))
+
+
+def test_what_says_nothing_of_the_drafts_probabilities_is_not_counted() -> None:
+    calibrations = Calibrations()
+    calibrations.observe("", PLAN, Tree.root(5), [99])
+    calibrations.observe("draft", TreePlan(Chains(2, 2), Scheme.MULTI_ROUND), TREE, [10, 99])
+    calibrations.observe("draft", TreePlan(PLAN.growth, guess=Guess.DISTRIBUTION), TREE, [10, 99])
+    assert calibrations.reports() == ()
+
+
+def test_drafts_that_are_gone_are_forgotten() -> None:
+    calibrations = Calibrations()
+    for number in range(MAX_DRAFTS + 10):
+        calibrations.observe("stays", PLAN, TREE, [10, 99])
+        calibrations.observe(f"draft {number}", PLAN, TREE, [10, 99])
+    names = [report.draft_id for report in calibrations.reports()]
+    assert len(names) == MAX_DRAFTS
+    assert {"stays", f"draft {MAX_DRAFTS + 9}"} <= set(names)
+    assert "draft 0" not in names
+
+
+async def test_a_running_system_tells(tiny_cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """What expectations are worth on a random model of four layers is another matter: they are there, and move."""
+    options = GenerateOptions(max_tokens=40, temperature=0.0, ignore_eos=True, speculation=Speculation(lookup=0))
+    async with Client(tiny_cluster.address) as client:
+        before = {one.draft_id: one.num_rounds for one in await client.calibrations()}
+        events = [event async for event in client.generate(TokenPrompt((40, 41, 42)), options)]
+        (report,) = await client.calibrations()
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    # The last round may have had no tree: one token was left.
+    num_rounds = report.num_rounds - before.get(report.draft_id, 0)
+    assert finished.speculation.num_rounds - 1 <= num_rounds <= finished.speculation.num_rounds
+    assert 1.0 <= report.realised_tokens < 40
+    assert 1.0 < report.expected_tokens < 32
+    assert await doctor(argument_parser().parse_args(["doctor", "--address", tiny_cluster.address])) == 0
+    assert "tokens a round, where its probabilities said" in capsys.readouterr().out
