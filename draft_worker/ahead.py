@@ -20,7 +20,7 @@ from bough.model.batch import Segment
 from bough.tree import Tree
 from draft_worker.explored import UNKNOWN, Wanted
 from draft_worker.grow import BestFirstGrower
-from draft_worker.session import MAX_EXPANSIONS, DraftSession
+from draft_worker.session import DraftSession
 from draft_worker.walk import Walk
 
 NUM_OUTCOMES = 32  # that are looked at
@@ -45,7 +45,7 @@ class Ahead:
 
     def advance(self) -> bool:
         """Chooses what to find out next; whether there is anything, and a step for it."""
-        if self._num_steps_left == 0 or len(self.session.explored) + MAX_ROWS > MAX_EXPANSIONS:
+        if self._num_steps_left == 0 or not self.session.has_rows(MAX_ROWS):
             return False
         places = self._choose(self._options())
         if not places:

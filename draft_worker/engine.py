@@ -8,21 +8,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from bough.errors import InvalidRequest, NotFound, Unavailable
+from bough.futures import settle
 from bough.growth import BestFirst, Scheme
 from bough.messages import GrowCall, GrowResult, Timings
 from bough.model.batch import Batch
 from draft_worker.ahead import Ahead
 from draft_worker.job import Job, Stepping, num_levels
-from draft_worker.session import MAX_EXPANSIONS, DraftSession
+from draft_worker.pool import SessionPool
+from draft_worker.session import MAX_EXPANSIONS
 from draft_worker.top import largest
 
 logger = logging.getLogger(__name__)
@@ -30,9 +32,6 @@ logger = logging.getLogger(__name__)
 NUM_CONSIDERED = 256  # of a row's logits, the largest
 
 Largest = tuple[NDArray[np.float32], NDArray[np.int32]]  # of a part's rows, as from `largest`
-
-
-Result = TypeVar("Result")
 
 
 class DraftModel(Protocol):
@@ -82,14 +81,12 @@ class Engine:
         model: DraftModel,
         vocab_size: int,
         branch: int,
-        max_sessions: int,
+        pool: SessionPool,
         ahead_steps: int,
-        new_session: Callable[[], DraftSession],
     ) -> None:
         """`ahead_steps`: at most so many draft steps between two calls of a session, 0 for none."""
         self._model, self._vocab_size, self._branch = model, vocab_size, branch
-        self._max_sessions, self._ahead_steps, self._new_session = max_sessions, ahead_steps, new_session
-        self._sessions: OrderedDict[str, DraftSession] = OrderedDict()
+        self.pool, self._ahead_steps = pool, ahead_steps
         self._running: dict[str, _Running] = {}
         self._waiting: deque[Request] = deque()  # while every session that there is room for has a tree growing
         self._ahead: OrderedDict[str, Ahead] = OrderedDict()
@@ -97,8 +94,9 @@ class Engine:
         self.num_warm_trees = 0  # for which something had been found out ahead
 
     @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
+    def kv_used_bytes(self) -> int:
+        """Of sessions whose trees are growing."""
+        return self.pool.used_bytes(self._running)
 
     @property
     def is_growing(self) -> bool:
@@ -115,28 +113,28 @@ class Engine:
         session_id = request.call.context.session_id
         self._end(session_id, Unavailable(f"session_id: {session_id!r} was called again before its tree was grown"))
         self._ahead.pop(session_id, None)
-        session = self._session(session_id)
-        if session is None:
-            self._waiting.append(request)
-            return
         began_ns = time.perf_counter_ns()
         try:
             _require_size(request.call)
+            session = self.pool.take(request.call, busy=self._running)
+            if session is None:
+                self._waiting.append(request)
+                return
             running = _Running(request, Job(session, request.call, self._branch, self._vocab_size), began_ns)
         except Exception as exc:
             settle(request.future, exc)
             return
+        self.pool.borrow(session)
         self._running[session_id] = running
         self._go_on(running)
 
     def release(self, session_id: str) -> None:
         """Forgets a session, and a tree that is growing in it. Raises NotFound."""
-        is_held = session_id in self._sessions
+        is_held = session_id in self.pool
         ended = self._end(session_id, NotFound(f"session_id: {session_id!r} was released while its tree grew"))
-        self._sessions.pop(session_id, None)
         self._ahead.pop(session_id, None)
-        if not is_held and not ended:
-            raise NotFound(f"session_id: {session_id!r} is not held here")
+        if is_held or not ended:
+            self.pool.release(session_id)
 
     def close(self) -> None:
         """Ends all calls."""
@@ -192,6 +190,8 @@ class Engine:
             if running.job.advance():
                 return
             result = running.result()
+            self.pool.note(running.job.session)
+            self.pool.check_integrity()
         except Exception as exc:
             self._end(running.session_id, exc)
             return
@@ -211,6 +211,8 @@ class Engine:
     def _go_ahead(self) -> None:
         """One draft step for the session whose turn it is."""
         session_id, ahead = self._ahead.popitem(last=False)
+        if not self.pool.holds(session_id, ahead.session):
+            return
         try:
             if ahead.advance():
                 (answer,) = self._ask([ahead])
@@ -229,31 +231,8 @@ class Engine:
             settle(request.future, exc)
         return bool(waiting)
 
-    def _session(self, session_id: str) -> DraftSession | None:
-        """Its own, or a new one where there is room or another can give way."""
-        if session_id not in self._sessions:
-            if len(self._sessions) == self._max_sessions:
-                idle = next((name for name in self._sessions if name not in self._running), None)
-                if idle is None:
-                    return None
-                del self._sessions[idle]
-                self._ahead.pop(idle, None)
-            self._sessions[session_id] = self._new_session()
-        self._sessions.move_to_end(session_id)
-        return self._sessions[session_id]
-
 
 def _require_size(call: GrowCall) -> None:
     growth = call.plan.growth
     if growth.max_expansions > MAX_EXPANSIONS:
         raise InvalidRequest(f"growth: {growth} may expand {growth.max_expansions} nodes; {MAX_EXPANSIONS} would do")
-
-
-def settle(future: Future[Result], outcome: Result | Exception) -> None:
-    """Tells whoever waits, if anybody still does."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

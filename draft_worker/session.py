@@ -30,6 +30,15 @@ class Window(NamedTuple):
         """Whether a tree of so many levels can stand on so many tokens before its root."""
         return num_tokens < self.max_context and num_tokens + num_levels < self.max_positions
 
+    @property
+    def max_rows(self) -> int:
+        """Of a slot: for the longest window, and all that may be explored below it."""
+        return self.max_context + MAX_EXPANSIONS
+
+    def num_rows(self, num_tokens: int, num_expansions: int) -> int:
+        """Of a slot for so many tokens before the root, and so many nodes to be expanded."""
+        return min(num_tokens, self.max_context) + min(num_expansions, MAX_EXPANSIONS)
+
     def kept(self, num_levels: int) -> int:
         """Tokens to keep of a session that has become too long: few enough that this is seldom needed."""
         return max(0, min(self.max_context // 2, self.max_positions - num_levels - 1))
@@ -69,14 +78,18 @@ class DraftSession:
         if not self.has_room(num_levels):
             self.start = len(tokens) - min(len(tokens), self._window.kept(num_levels))
             self.slot.roll_back(0)
-        has_room = len(self.explored) + call.plan.growth.max_expansions <= MAX_EXPANSIONS
-        if self.num_pending or guessing != self._guessing or not has_room:
+        if self.num_pending or guessing != self._guessing or not self.has_rows(call.plan.growth.max_expansions):
             self.explored = Explored(len(tokens) - self.start)
         self._guessing = guessing
 
     def has_room(self, num_levels: int) -> bool:
         """Whether a tree of so many levels can stand on what is committed without a new window."""
         return self._window.holds(len(self.tokens) - self.start, num_levels)
+
+    def has_rows(self, num_expansions: int) -> bool:
+        """Whether so many more nodes can be expanded."""
+        num_explored = len(self.explored) + num_expansions
+        return num_explored <= MAX_EXPANSIONS and self.explored.base + num_explored <= self.slot.num_rows
 
     @property
     def num_pending(self) -> int:

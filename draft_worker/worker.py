@@ -12,16 +12,18 @@ import torch
 
 from bough import __version__
 from bough.config import DraftConfig
-from bough.errors import ConfigError, NotFound
+from bough.errors import ConfigError, Exhausted, NotFound, Unavailable
+from bough.futures import Unanswered, settle
 from bough.messages import GrowCall, GrowResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
-from bough.model.kv import KVSlot
+from bough.model.kv_arena import KVArena
 from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad
-from draft_worker.engine import Engine, Request, settle
-from draft_worker.session import MAX_EXPANSIONS, DraftSession, Window
+from draft_worker.engine import Engine, Request
+from draft_worker.pool import SessionPool
+from draft_worker.session import Window
 from draft_worker.sources import load_draft, open_adapter
 
 
@@ -44,15 +46,10 @@ class DraftWorker:
         skeleton = self._model.skeleton
         self.vocab_size = skeleton.vocab_size
         self._max_context = min(config.max_context, skeleton.max_positions)
-        self._num_rows = self._max_context + MAX_EXPANSIONS
-        self._shape = skeleton.kv_shape()
-        self._session_bytes = self._num_rows * self._shape.row_bytes
-        self._max_sessions = config.kv_memory // self._session_bytes
-        if self._max_sessions < 1:
-            raise ConfigError(f"--kv-memory: {config.kv_memory} bytes hold no session; one takes {self._session_bytes}")
-        self._engine = Engine(
-            self._model, self.vocab_size, config.branch, self._max_sessions, config.ahead_steps, self._new_session
-        )
+        pool = self._make_pool()
+        self._engine = Engine(self._model, self.vocab_size, config.branch, pool, config.ahead_steps)
+        self._unanswered = Unanswered(config.max_waiting)
+        self._is_draining = False
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="draft", daemon=True)  # a process that fails must end
         self._thread.start()
@@ -60,7 +57,12 @@ class DraftWorker:
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         """Queues a call; the future raises InvalidRequest or PrefixMissing. Cancelled, it ends with the next step."""
         request = Request(call, Future(), time.perf_counter_ns())
-        self._inbox.put(lambda: self._engine.start(request))
+        try:
+            self._unanswered.add(request.future)
+        except Exhausted as exc:
+            settle(request.future, exc)
+            return request.future
+        self._inbox.put(lambda: self._start(request))
         return request.future
 
     def release(self, session_id: str) -> Future[None]:
@@ -78,6 +80,11 @@ class DraftWorker:
         self._inbox.put(release)
         return future
 
+    def drain(self) -> Future[None]:
+        """Refuses new sessions from now on; done when no call is without a tree."""
+        self._is_draining = True
+        return self._unanswered.none_left()
+
     def close(self) -> None:
         """Ends the thread after the draft step that is being run; calls that have no tree yet fail."""
         self._inbox.put(None)
@@ -85,8 +92,8 @@ class DraftWorker:
 
     def load(self) -> WorkerLoad:
         """How busy it is, for the index."""
-        num_sessions = self._engine.num_sessions
-        return WorkerLoad(num_sessions, self._max_sessions * self._session_bytes, num_sessions * self._session_bytes)
+        pool = self._engine.pool
+        return WorkerLoad(len(pool), pool.num_bytes, self._engine.kv_used_bytes)
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
@@ -111,8 +118,11 @@ class DraftWorker:
             vocab_size=self.vocab_size,
             max_context=self._max_context,
             max_nodes=self._config.max_nodes,
-            max_sessions=self._max_sessions,
-            num_sessions=self._engine.num_sessions,
+            max_sessions=self._engine.pool.num_bytes // self._session_bytes,
+            num_sessions=len(self._engine.pool),
+            kv_bytes=self._engine.pool.num_bytes,
+            kv_used_bytes=self._engine.kv_used_bytes,
+            num_waiting=len(self._unanswered),
             notes=notes,
             bough_version=__version__,
         )
@@ -122,9 +132,22 @@ class DraftWorker:
         """Most nodes of a tree."""
         return self._config.max_nodes
 
-    def _new_session(self) -> DraftSession:
-        slot = KVSlot(self._shape, self._num_rows, self._model.device)
-        return DraftSession(slot, Window(self._max_context, self._model.skeleton.max_positions))
+    def _make_pool(self) -> SessionPool:
+        shape, window = self._model.skeleton.kv_shape(), Window(self._max_context, self._model.skeleton.max_positions)
+        self._session_bytes = window.max_rows * shape.row_bytes
+        num_rows = self._config.kv_memory // shape.row_bytes
+        if num_rows < window.max_rows:
+            raise ConfigError(
+                f"--kv-memory: {self._config.kv_memory} bytes hold no session; the longest takes {self._session_bytes}"
+            )
+        arena = KVArena(shape, num_rows, self._model.device, rows_to_keep=lambda slot: slot.num_rows)
+        return SessionPool(arena, window)
+
+    def _start(self, request: Request) -> None:
+        if self._is_draining and request.call.context.session_id not in self._engine.pool:
+            settle(request.future, Unavailable("this draft worker is draining: it takes no new sessions"))
+        else:
+            self._engine.start(request)
 
     def _work(self) -> None:
         """What the thread does: calls that came meanwhile, then a draft step for all that grow."""

@@ -125,6 +125,8 @@ class Calls:
             )
 
     def _num_rows(self, call: VerifyCall) -> int:
-        """Of a slot for all that the session may come to in its request, and beyond that a tree."""
-        length = max(call.max_length or self._limits.max_context, call.context.base_length + 1)
-        return min(length, self._limits.max_context) + self._limits.max_nodes
+        """Of a slot for all that the session may come to in its request, and beyond that a tree of about this size."""
+        limits = self._limits
+        length = max(call.max_length or limits.max_context, call.context.base_length + 1)
+        tree_rows = -(-len(call.tree) // limits.rows) * limits.rows  # in steps, so that a slot seldom grows for a tree
+        return min(length, limits.max_context) + min(tree_rows, limits.max_nodes)

@@ -55,17 +55,13 @@ def choose_shared(
     """
     alone = choose(jobs, max_tokens)
     followers = _followers(jobs, min_tokens)
-    if not followers:
-        return alone
-    share = {id(part.job): part for part in alone}
-    parts = alone
     while followers:
         waiting = {id(follower.job) for follower in followers}
         parts = choose([job for job in jobs if id(job) not in waiting], max_tokens)
-        staying = _content(followers, share, parts, sweep_seconds, alone)
-        if len(staying) == len(followers):
+        content = _content(followers, parts, alone, sweep_seconds)
+        if len(content) == len(followers):
             return parts
-        followers = staying
+        followers = content
     return alone
 
 
@@ -86,23 +82,21 @@ def _followers(jobs: Sequence[Sharing], min_tokens: int) -> list[_Follower]:
 
 def _content(
     followers: Sequence[_Follower],
-    share: dict[int, Part[AnySharing]],
     parts: Sequence[Part[AnySharing]],
-    sweep_seconds: Callable[[int], float],
     alone: Sequence[Part[AnySharing]],
+    sweep_seconds: Callable[[int], float],
 ) -> list[_Follower]:
-    """Those whom waiting costs nothing."""
-    computed = {id(part.job): part for part in parts}
-    late, staying = [], []
+    """Those whom waiting costs nothing: `parts` is the sweep that they would wait for, `alone` that without waiting."""
+    computed, own = ({id(part.job): part for part in some} for some in (parts, alone))
+    late, content = [], []
     for follower in followers:
-        own = share.get(id(follower.job))
-        gain = follower.gain(computed)
-        if own is not None and own.has_tree:
+        part, gain = own.get(id(follower.job)), follower.gain(computed)
+        if part is not None and part.has_tree:
             late += [follower] if gain else []
-        elif gain >= (own.num_context if own is not None else 1):
-            staying.append(follower)
+        elif gain >= (part.num_context if part is not None else 1):
+            content.append(follower)
     left = sum(f.job.num_left + f.job.num_nodes - f.gain(computed) for f in late)
     num_computed, num_alone = (sum(part.num_tokens for part in some) for some in (parts, alone))
-    if late and sweep_seconds(num_computed) + sweep_seconds(left) <= sweep_seconds(num_alone):
-        staying += late
-    return staying
+    if sweep_seconds(num_computed) + sweep_seconds(left) <= sweep_seconds(num_alone):
+        content += late
+    return content

@@ -12,10 +12,12 @@ import torch
 from bough.growth import BestFirst, TreePlan
 from bough.messages import Context, GrowCall, GrowResult
 from bough.model.batch import Batch
-from bough.model.kv import KVShape, KVSlot
+from bough.model.kv import KVShape
+from bough.model.kv_arena import KVArena
 from bough.sampling import SamplingParams
 from draft_worker.engine import Engine, Request
-from draft_worker.session import MAX_EXPANSIONS, DraftSession, Window
+from draft_worker.pool import SessionPool
+from draft_worker.session import Window
 
 VOCAB = 6
 PLAN = TreePlan(BestFirst(12, 3, 4))
@@ -57,15 +59,12 @@ class FakeModel:
         return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
 
 
-def new_engine(model: FakeModel, max_sessions: int = 100, window: Window | None = None, ahead_steps: int = 0) -> Engine:
-    """With room for windows of 100 tokens."""
+def new_engine(model: FakeModel, num_rows: int = 0, window: Window | None = None, ahead_steps: int = 0) -> Engine:
+    """With windows of 100 tokens, and room for a hundred of the longest by default."""
     window = window or Window(100, 200)
-
-    def new_session() -> DraftSession:
-        rows = window.max_context + MAX_EXPANSIONS
-        return DraftSession(KVSlot(KVShape(1, 1, 1, torch.float32), rows, model.device), window)
-
-    return Engine(model, VOCAB, branch=4, max_sessions=max_sessions, ahead_steps=ahead_steps, new_session=new_session)
+    shape, num_rows = KVShape(1, 1, 1, torch.float32), num_rows or 100 * window.max_rows
+    arena = KVArena(shape, num_rows, model.device, rows_to_keep=lambda slot: slot.num_rows)
+    return Engine(model, VOCAB, branch=4, pool=SessionPool(arena, window), ahead_steps=ahead_steps)
 
 
 def grow_call(

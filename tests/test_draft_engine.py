@@ -184,7 +184,7 @@ def test_a_session_that_is_released_while_it_grows() -> None:
     engine.release("s")
     with pytest.raises(NotFound, match="'s' was released while its tree grew"):
         future.result(0)
-    assert (engine.is_growing, engine.num_sessions) == (False, 0)
+    assert (engine.is_growing, len(engine.pool)) == (False, 0)
     with pytest.raises(NotFound, match="'s' is not held here"):
         engine.release("s")
 
@@ -204,11 +204,11 @@ def test_a_caller_that_is_gone_costs_no_more_steps_and_nothing_that_was_found_ou
 
 
 def test_sessions_beyond_the_room_wait_for_one_that_is_done_and_idle_ones_give_way() -> None:
-    engine = new_engine(FakeModel(), max_sessions=2)
+    engine = new_engine(FakeModel(), num_rows=1200)
     futures = [started(engine, grow_call([3, 1, n], session_id=str(n))) for n in range(5)]
     while engine.is_growing:
         engine.step()
-        assert engine.num_sessions <= 2
+        assert len(engine.pool) <= 2
     for n, future in enumerate(futures):
         assert future.result(0).tree == grown_alone(grow_call([3, 1, n])).tree
     with pytest.raises(PrefixMissing):

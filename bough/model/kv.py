@@ -61,6 +61,11 @@ class KVSlot:
         return self.keys.shape[1]
 
     @property
+    def layer_rows(self) -> int:
+        """From a row of one layer to the same row of the next, in rows: more than `num_rows` in shared memory."""
+        return self.keys.stride(0) // self.keys.stride(1)
+
+    @property
     def length(self) -> int:
         """Number of committed tokens held."""
         return len(self.tokens)

@@ -27,7 +27,9 @@ SPAN_ROWS = 8  # rows that share the keys which are laid out for them
 class Spans(NamedTuple):
     """Where the rows of a batch have their keys, as arrays that compiled code can read."""
 
-    slots: NDArray[np.int64]  # (num_pieces, 3) address of the keys, address of the values, rows of the slot
+    slots: NDArray[
+        np.int64
+    ]  # (num_pieces, 3) address of the keys, address of the values, rows from one layer to the next
     ranges: NDArray[np.int64]  # (num_pieces, 5) first row, end, base, where the tails begin, width of the tail
     parts: NDArray[np.int64]  # (num_parts, 3) a piece, first row, end: rows that attend together
     rows: NDArray[np.int64]  # (num_rows,) slot rows that take the keys and values
@@ -40,7 +42,7 @@ class Spans(NamedTuple):
         slots, ranges, parts, begin_tail = [], [], [], 0
         for number, piece in enumerate(pieces):
             begin, end, slot = piece.span.start, piece.span.stop, piece.slot
-            slots.append((slot.keys.data_ptr(), slot.values.data_ptr(), slot.num_rows))
+            slots.append((slot.keys.data_ptr(), slot.values.data_ptr(), slot.layer_rows))
             ranges.append((begin, end, piece.base, begin_tail, piece.tail.shape[1]))
             parts += [(number, row, min(row + SPAN_ROWS, end)) for row in range(begin, end, SPAN_ROWS)]
             begin_tail += piece.tail.size
