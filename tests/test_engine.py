@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from fake_target import CPU, SHAPE, Clock, FakeModel, new_pool, running, verify_call
+from fake_target import CPU, LIMITS, SHAPE, Clock, FakeModel, new_pool, running, verify_call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,7 +142,7 @@ def test_leases_end_with_release_or_with_time(engine: Engine, clock: Clock) -> N
     for session in ("a", "b"):
         engine.verify(verify_call(session, [1])).result(5)
     with pytest.raises(
-        Exhausted, match="KV memory: 512 bytes are wanted for 64 tokens, but 0 of 1024 are free: 2 sessions"
+        Exhausted, match="KV memory: 448 bytes are wanted for 56 tokens, but 128 of 1024 are free: 2 sessions"
     ):
         engine.verify(verify_call("c", [1])).result(5)
     engine.release("a").result(5)
@@ -154,6 +154,17 @@ def test_leases_end_with_release_or_with_time(engine: Engine, clock: Clock) -> N
     engine.verify(verify_call("d", [1])).result(5)
     assert engine.pool.get("b") is None, "the one that was idle longest gives way"
     assert engine.pool.get("c") is not None
+
+
+def test_a_slot_has_room_for_trees_of_the_size_that_come(engine: Engine) -> None:
+    engine.verify(verify_call("a", [1])).result(5)
+    session = engine.pool.get("a")
+    assert session is not None
+    assert session.slot.num_rows == LIMITS.max_context + LIMITS.rows
+    chain = Tree.of(range(2, 14), range(-1, 11), [0.0] * 12)
+    engine.verify(verify_call("a", [1, 2], held=1, round_=1, tree=chain)).result(5)
+    assert session.slot.num_rows == LIMITS.max_context + 2 * LIMITS.rows
+    engine.pool.check_integrity()
 
 
 def test_a_caller_that_leaves_does_not_disturb_the_sweep_of_others(engine: Engine, model: FakeModel) -> None:
