@@ -314,13 +314,14 @@ async def test_a_long_prefix_is_found_wherever_it_ends(registry: Registry) -> No
 
 
 async def test_a_sweep_removes_what_has_run_out_and_nothing_else(registry: Registry) -> None:
-    dead, alive = WorkerRecord("target", "dead", "h:1"), WorkerRecord("target", "alive", "h:1")
+    dead, alive = WorkerRecord("target", "dead", "h:1"), WorkerRecord("target", "alive", "h:1", WorkerLoad(1))
     hashes = block_hashes(range(64))
     for worker in (dead, alive):
         await registry.register(worker)
         await registry.note_prefixes("m", hashes, worker.worker_id)
     await registry._redis.zadd("bough:workers:leases", {"dead": 1})  # it ran out long ago
     assert await registry.workers() == [alive]
+    assert await registry.find_prefix("m", hashes) == ("alive", 2), "the dead is less busy, and not there"
     assert await registry.sweep_expired() == 1
     assert await registry.sweep_expired() == 0
     assert await registry._redis.hkeys("bough:workers:records") == [b"alive"]
