@@ -30,7 +30,7 @@ HASHES = block_hashes(range(64))
 SECONDS = 10.0  # "within seconds"
 
 OPERATIONS: dict[str, Callable[[Registry], Awaitable[Any]]] = {
-    "register": lambda registry: registry.register(WORKER),
+    "register": lambda registry: registry.register(WORKER, lease_seconds=60),
     "workers": lambda registry: registry.workers(),
     "sweep": lambda registry: registry.sweep_expired(),
     "claim": lambda registry: registry.claim_session("s", "me"),
@@ -178,7 +178,7 @@ async def _foreign_values(
         await registry.drop_session("s")
         await registry.record_session(SESSION, 0)
         assert await registry.load_session("s") == SESSION
-        await registry.register(WORKER)
+        await registry.register(WORKER, lease_seconds=60)
         assert WORKER in await registry.workers()
         await registry.note_prefixes("m", HASHES, "t1")
         assert await registry.find_prefix("m", HASHES) == ("t1", 2)

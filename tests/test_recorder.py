@@ -170,7 +170,7 @@ async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
 async def test_two_orchestrators_and_a_real_index(registry: Registry) -> None:
     """The one that claimed last is recorded, whatever the other goes on writing; and a flush loses nothing of it."""
     first, second = Recorder(registry), Recorder(registry)
-    await registry.register(WorkerRecord("target", "t1", "h:1"))
+    await registry.register(WorkerRecord("target", "t1", "h:1"), lease_seconds=60)
 
     async def recorded() -> tuple[int, int, int]:
         session, request = await registry.load_session("s"), await registry.load_request("r")
@@ -193,7 +193,7 @@ async def test_two_orchestrators_and_a_real_index(registry: Registry) -> None:
     await write(first, 90, old)
     assert await recorded() == (new, 75, 2)
     await registry._redis.flushall()
-    await registry.register(WorkerRecord("target", "t1", "h:1"))
+    await registry.register(WorkerRecord("target", "t1", "h:1"), lease_seconds=60)
     await write(first, 95, old)
     await write(second, 100, new)
     assert await recorded() == (new, 100, 3)
