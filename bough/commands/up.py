@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
@@ -86,12 +88,25 @@ def _given(flag: str, value: str | None) -> list[str]:
 def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
     """Writes the demonstration model unless it is there, in a process of its own that gives its memory back.
 
+    Whoever else wants it meanwhile waits.
+
     Raises:
         ConfigError: it could not be written.
     """
     folder = demonstration_folder(copies)
     if is_written(folder, copies):
         return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_written(folder, copies):
+                _write_demonstration(folder, copies)
+    except OSError as exc:
+        raise ConfigError(f"{folder}: {exc}") from exc
+
+
+def _write_demonstration(folder: Path, copies: int) -> None:
     print(f"writing the demonstration model to {folder}", file=sys.stderr)
     command = [sys.executable, "-m", "bough.model.demonstration", str(folder), str(copies)]
     if subprocess.run(tethered(command), check=False).returncode != 0:
