@@ -54,7 +54,7 @@ def test_sweeps_are_counted_and_served() -> None:
 
 
 def test_the_last_sweeps_are_told_in_three_numbers() -> None:
-    metrics = Metrics("tiny", lambda: 0.0)
+    metrics = Metrics("tiny")
     assert metrics.recent_seconds() == ()
     for seconds in [9] * 10 + [4] * 20 + [3, 5] * 6:
         metrics.observe(1, SweepFigures(seconds * 1_000_000_000, 0, 0, 0, 0))
