@@ -121,10 +121,10 @@ class Engine:
                 self._waiting.append(request)
                 return
             running = _Running(request, Job(session, request.call, self._branch, self._vocab_size), began_ns)
+            self.pool.borrow(session)
         except Exception as exc:
             settle(request.future, exc)
             return
-        self.pool.borrow(session)
         self._running[session_id] = running
         self._go_on(running)
 

@@ -52,9 +52,12 @@ class SessionPool:
         session = self._sessions.get(session_id)
         needed = self._window.num_rows(call.context.base_length, call.plan.growth.max_expansions)
         if session is None or session.slot.num_rows < needed:
+            own = session.slot.num_rows if session else 0
             wanted = min(needed + SPARE_ROWS, self._window.max_rows)
-            if not self._make_room(wanted - (session.slot.num_rows if session else 0), session, busy):
-                return None
+            if not self._make_room(wanted - own, session, busy):
+                wanted = needed  # sooner than waiting for others
+                if not self._make_room(wanted - own, session, busy):
+                    return None
             if session is None:
                 session = self._sessions[session_id] = DraftSession(self._arena.take(wanted), self._window)
             else:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import Any
 
 import torch
 
 from bough import __version__
 from bough.config import DraftConfig
-from bough.errors import ConfigError, Exhausted, NotFound, Unavailable
+from bough.errors import ConfigError, Exhausted, Unavailable
 from bough.futures import Unanswered, settle
 from bough.messages import GrowCall, GrowResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
@@ -51,6 +53,7 @@ class DraftWorker:
         self._unanswered = Unanswered(config.max_waiting)
         self._is_draining = False
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_over = False
         self._thread = Thread(target=self._work, name="draft", daemon=True)  # a process that fails must end
         self._thread.start()
 
@@ -62,7 +65,7 @@ class DraftWorker:
         except Exhausted as exc:
             settle(request.future, exc)
             return request.future
-        self._inbox.put(lambda: self._start(request))
+        self._post(request.future, lambda: self._start(request))
         return request.future
 
     def release(self, session_id: str) -> Future[None]:
@@ -70,14 +73,10 @@ class DraftWorker:
         future: Future[None] = Future()
 
         def release() -> None:
-            try:
-                self._engine.release(session_id)
-            except NotFound as exc:
-                settle(future, exc)
-            else:
-                settle(future, None)
+            self._engine.release(session_id)
+            settle(future, None)
 
-        self._inbox.put(release)
+        self._post(future, release)
         return future
 
     def drain(self) -> Future[None]:
@@ -86,7 +85,7 @@ class DraftWorker:
         return self._unanswered.none_left()
 
     def close(self) -> None:
-        """Ends the thread after the draft step that is being run; calls that have no tree yet fail."""
+        """Ends the thread after the draft step that is being run; calls that have no tree yet, or come later, fail."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -143,6 +142,28 @@ class DraftWorker:
         arena = KVArena(shape, num_rows, self._model.device, rows_to_keep=lambda slot: slot.num_rows)
         return SessionPool(arena, window)
 
+    def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
+        """Has the thread do something; what goes wrong is told to whoever waits on the future."""
+
+        def run() -> None:
+            try:
+                if self._is_over:
+                    raise Unavailable("the draft worker is being shut down")
+                act()
+            except Exception as exc:
+                settle(future, exc)
+
+        self._inbox.put(run)
+        if self._is_over:
+            self._refuse_commands()
+
+    def _refuse_commands(self) -> None:
+        """What comes when the thread has ended, from whichever thread: each is taken once."""
+        with suppress(Empty):
+            while True:
+                if (command := self._inbox.get_nowait()) is not None:
+                    command()
+
     def _start(self, request: Request) -> None:
         if self._is_draining and request.call.context.session_id not in self._engine.pool:
             settle(request.future, Unavailable("this draft worker is draining: it takes no new sessions"))
@@ -154,10 +175,13 @@ class DraftWorker:
         compute_with(self._config.threads)
         while True:
             for command in self._commands():
-                if command is None:
-                    self._engine.close()
-                    return
-                command()
+                if command is not None:
+                    command()
+                    continue
+                self._engine.close()
+                self._is_over = True
+            if self._is_over:
+                return self._refuse_commands()
             self._engine.step()
 
     def _commands(self) -> list[Callable[[], None] | None]:

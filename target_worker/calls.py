@@ -37,7 +37,7 @@ class Calls:
         Raises:
             InvalidRequest: it does not fit a session.
             PrefixMissing: the session holds less than the caller believes, or something else.
-            StaleEpoch: the session has been placed anew, or another round of it is in flight.
+            StaleEpoch: the session has been placed anew, is further, or another round of it is in flight.
             Exhausted: there is no room.
             Unavailable: the worker is draining, and the session is new.
         """
@@ -54,6 +54,7 @@ class Calls:
             if session.last_result is not None and (call.epoch, call.round) == (session.epoch, session.last_round):
                 settle(future, session.last_result)
                 return
+            session.require_round(call.epoch, call.round)
             session.slot.require(context.context_start, context.prefix_hash)
         held = session.slot.tokens[: context.context_start] if session is not None else []
         text = Text([*held, *context.tokens])
@@ -88,10 +89,10 @@ class Calls:
         self.pool.rest(session)
         job.settle(result)
 
-    def close(self) -> None:
-        """Ends all calls."""
+    def drop_all(self, error: Exception) -> None:
+        """Ends all calls with an error."""
         for session_id in [*self._jobs]:
-            self.drop(session_id, Unavailable("the target worker is being shut down"))
+            self.drop(session_id, error)
 
     def _joined(self, running: Job, call: VerifyCall, future: Future[VerifyResult]) -> bool:
         """Whether a call waits for the answer of the one in flight; a newer epoch puts an end to that one instead."""

@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
-from bough.errors import BoughError, StaleEpoch
+from bough.errors import BoughError, StaleEpoch, Unavailable
 from bough.futures import Unanswered, settle
 from bough.messages import VerifyCall, VerifyResult
 from bough.model.batch import Batch
@@ -33,6 +34,7 @@ from target_worker.sweep import SweepFigures
 logger = logging.getLogger(__name__)
 
 NANO = 1e-9
+SHUT_DOWN = "the target worker is being shut down"
 
 
 class SweepModel(Protocol):
@@ -72,6 +74,7 @@ class Engine:
         self._pace = Pace(model.rows)
         self._gathering = Gathering(patience)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_over = False
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
 
     def start(self, prepare: Callable[[], None] = lambda: None) -> None:
@@ -80,7 +83,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the sweep that is under way; calls that still wait are Unavailable."""
+        """Ends the thread after the sweep that is under way; calls that still wait, or come later, are Unavailable."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -133,21 +136,32 @@ class Engine:
 
         def run() -> None:
             try:
+                if self._is_over:
+                    raise Unavailable(SHUT_DOWN)
                 act()
             except Exception as exc:
                 settle(future, exc)
 
         self._inbox.put(run)
+        if self._is_over:
+            self._refuse_mail()
+
+    def _refuse_mail(self) -> None:
+        """What comes when the thread has ended, from whichever thread: each piece is taken once."""
+        with suppress(queue.Empty):
+            while True:
+                if (mail := self._inbox.get_nowait()) is not None:
+                    mail()
 
     # Below here everything runs on the sweep thread.
 
     def _run(self) -> None:
         while self._take_mail():
-            self._calls.drop_unwanted()
-            self._calls.borrow()
-            if parts := self._choose():
+            if parts := self._prepare():
                 self._sweep(parts)
-        self._calls.close()
+        self._calls.drop_all(Unavailable(SHUT_DOWN))
+        self._is_over = True
+        self._refuse_mail()
 
     def _take_mail(self) -> bool:
         """Acts on all mail, waiting for some while there is nothing to sweep; False once told to stop."""
@@ -167,6 +181,17 @@ class Engine:
             return
         self._gathering.arrived(call.context.session_id, arrived_ns * NANO)
         self._calls.admit(call, future, arrived_ns)
+
+    def _prepare(self) -> list[Part[Job]]:
+        """What goes into the next sweep."""
+        try:
+            self._calls.drop_unwanted()
+            self._calls.borrow()
+            return self._choose()
+        except Exception as exc:  # the thread outlives this as well
+            logger.exception("a sweep could not be prepared")
+            self._calls.drop_all(exc)
+            return []
 
     def _choose(self) -> list[Part[Job]]:
         jobs = [*self._calls]
@@ -205,7 +230,9 @@ class Engine:
                 first_row += job.num_nodes
                 try:
                     self._answer(job, own)
-                except BoughError as exc:
+                except Exception as exc:  # of one call: no reason for the others to go without an answer
+                    if not isinstance(exc, BoughError):
+                        logger.exception("a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
         self.pool.check_integrity()
 

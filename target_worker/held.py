@@ -72,3 +72,10 @@ class HeldSession:
         """Raises StaleEpoch where the session has been placed anew since this epoch."""
         if epoch < self.epoch:
             raise StaleEpoch(f"epoch: {epoch} of session {self.session_id} is over; {self.epoch} has begun")
+
+    def require_round(self, epoch: int, number: int) -> None:
+        """Raises StaleEpoch where the session is further: the call was held up, and would undo what came after it."""
+        if epoch == self.epoch and number < self.last_round:
+            raise StaleEpoch(
+                f"round: {number} of epoch {epoch} of session {self.session_id} is over; {self.last_round} was answered"
+            )

@@ -204,7 +204,7 @@ def test_a_caller_that_is_gone_costs_no_more_steps_and_nothing_that_was_found_ou
 
 
 def test_sessions_beyond_the_room_wait_for_one_that_is_done_and_idle_ones_give_way() -> None:
-    engine = new_engine(FakeModel(), num_rows=1200)
+    engine = new_engine(FakeModel(), num_rows=30)
     futures = [started(engine, grow_call([3, 1, n], session_id=str(n))) for n in range(5)]
     while engine.is_growing:
         engine.step()

@@ -119,3 +119,21 @@ def test_more_calls_than_may_wait_are_refused(tiny: Path) -> None:
 def test_rows_for_the_largest_tree_are_never_more_than_a_slot_may_have() -> None:
     window = Window(100, 200)
     assert window.num_rows(1000, 10 * MAX_EXPANSIONS) == window.max_rows
+
+
+def test_a_call_that_fits_does_not_wait_for_rows_to_spare() -> None:
+    window = Window(1000, 2000)
+    engine = new_engine(FakeModel(), num_rows=window.max_rows, window=window)
+    for name, num_tokens in (("a", 900), ("b", 900), ("c", 100)):
+        started(engine, grow_call([1] * num_tokens, session_id=name))
+    assert len(engine.pool) == 3
+    engine.pool.check_integrity()
+
+
+def test_who_comes_when_the_draft_has_stopped_is_told_so(tiny: Path) -> None:
+    """Such a call once waited for its tree for ever."""
+    with worker(tiny) as draft:
+        pass
+    for late in (draft.grow(grow_call([3, 1, 4])), draft.release("a")):
+        with pytest.raises(Unavailable, match="shut down"):
+            late.result(5)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, Unavailable
-from bough.model.draw import adjusted, draw, filtered, gumbel_noise, position_logprobs
+from bough.model.draw import _gumbel, adjusted, draw, filtered, gumbel_noise, position_logprobs
 from bough.sampling import SamplingParams, StopConditions
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
@@ -51,6 +54,41 @@ def test_filters_keep_what_their_definitions_say() -> None:
     smallest = next(n for n in range(1, 7) if probs[:n].sum() >= 0.8)
     assert kept["top_p"].tolist() == [True] * smallest + [False] * (6 - smallest)
     assert kept["min_p"].tolist() == (probs >= 0.2 * probs.max()).tolist()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 4.0])
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one(spread: float) -> None:
+    """What is left out of sorting and of noise, to be quick, could not have been drawn: flat laws and ties too."""
+    logits = np.round(np.random.default_rng(0).normal(size=5000) * spread, 1)
+    for position in range(40):
+        for params in (SamplingParams(seed=position), SamplingParams(seed=position, top_p=0.0503 + 0.024 * position)):
+            order = np.argsort(-logits, kind="stable")
+            mass = np.cumsum(softmax(logits)[order])
+            inside = order[: max(1, np.searchsorted(mass, params.top_p) + 1)]
+            if params.top_p < 1:
+                assert np.flatnonzero(np.isfinite(filtered(logits, params))).tolist() == sorted(inside)
+            kept = filtered(logits, params)
+            wanted = int((kept + gumbel_noise(params.seed, position, 5000)).argmax())
+            assert draw(logits, params, position) == wanted
+
+
+def test_a_draw_from_a_large_vocabulary_sorts_little_and_makes_little_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep draws for every accepted token of every session while the others wait for their answers."""
+    sizes: list[int] = []
+
+    def counted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(numbers: np.ndarray, **kwargs: Any) -> Any:
+            sizes.append(len(numbers))
+            return work(numbers, **kwargs)
+
+        return run
+
+    monkeypatch.setattr("bough.model.draw._gumbel", counted(_gumbel))
+    monkeypatch.setattr("bough.model.draw.np.argsort", counted(np.argsort))
+    logits = np.random.default_rng(0).normal(size=50_000) * 4
+    draw(logits, SamplingParams(top_p=0.9), 3)
+    assert sizes
+    assert max(sizes) <= 2000
 
 
 def test_greedy_takes_the_best_and_noise_depends_on_seed_and_position_alone() -> None:

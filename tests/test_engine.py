@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from fake_target import CPU, LIMITS, SHAPE, Clock, FakeModel, new_pool, running, verify_call
+from fake_target import CPU, LIMITS, SHAPE, VOCAB, Clock, FakeModel, new_pool, running, verify_call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.errors import Exhausted, InvalidRequest, NotFound, PrefixMissing, StaleEpoch, StreamError, Unavailable
 from bough.model.batch import Batch
 from bough.model.kv import KVSlot
+from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.engine import Engine
 from target_worker.sweep import SweepFigures
@@ -97,6 +99,18 @@ def test_a_repeated_round_gets_the_first_answer(engine: Engine, model: FakeModel
     assert twins[0].result(5) is twins[1].result(5)
     assert engine.verify(verify_call("a", [1, 2])).result(5) is twins[0].result()
     assert len(model.batches) == 1
+
+
+def test_a_call_that_was_held_up_does_not_undo_what_came_after_it(engine: Engine, model: FakeModel) -> None:
+    """A copy of round 0 that comes after round 1 once rolled the session back, and round 2 was refused meanwhile."""
+    engine.verify(verify_call("a", [1, 2])).result(5)
+    engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)).result(5)
+    model.gate.clear()
+    late, real = engine.verify(verify_call("a", [1, 2])), engine.verify(verify_call("a", [1, 2, 3, 4], 3, round_=2))
+    model.gate.set()
+    with pytest.raises(StaleEpoch, match="round: 0 of epoch 1 of session a is over; 1 was answered"):
+        late.result(5)
+    assert (real.result(5).verdict.bonus_token, len(model.batches)) == (5, 3)
 
 
 def test_a_newer_epoch_ends_an_older_one(engine: Engine, model: FakeModel) -> None:
@@ -310,6 +324,50 @@ def test_an_engine_that_is_stopped_leaves_nobody_waiting(model: FakeModel, clock
         engine.stop()
         with pytest.raises(Unavailable, match="shut down"):
             left.result(0)
+
+
+def test_who_comes_when_the_engine_has_stopped_is_told_so(model: FakeModel, clock: Clock) -> None:
+    """Such a call once waited for an answer for ever."""
+    with running(model, new_pool(clock)) as engine:
+        engine.stop()
+        for late in (engine.verify(verify_call("a", [1, 2])), engine.release("a")):
+            with pytest.raises(Unavailable, match="shut down"):
+                late.result(5)
+        assert engine.num_waiting == 0
+
+
+def test_a_verdict_that_fails_is_one_calls_trouble(engine: Engine, model: FakeModel) -> None:
+    """An error without a name once failed all that were in the sweep."""
+    model.gate.clear()
+    engine.verify(verify_call("z", [1], max_length=4))
+    model.wait_for_sweep()
+    beyond = replace(
+        verify_call("a", [VOCAB + 9, 2], max_length=4), sampling=SamplingParams(temperature=0.0, repetition_penalty=2.0)
+    )
+    calls = [engine.verify(beyond), engine.verify(verify_call("b", [1, 2], max_length=4))]
+    model.gate.set()
+    assert calls[1].result(5).verdict.bonus_token == 3
+    with pytest.raises(IndexError):
+        calls[0].result(5)
+    assert engine.pool.figures().num_sessions == 3
+    assert engine.verify(verify_call("a", [1, 2], round_=1)).result(5).verdict.bonus_token == 3
+
+
+def test_the_thread_outlives_what_goes_wrong_before_a_sweep(
+    engine: Engine, model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once ended, and every later call waited for ever."""
+    model.gate.clear()
+    engine.verify(verify_call("z", [1], max_length=4))
+    model.wait_for_sweep()
+    calls = [engine.verify(verify_call(name, [1, 2], max_length=4)) for name in "ab"]
+    with monkeypatch.context() as patched:
+        patched.setattr("target_worker.engine.choose_shared", lambda *_: 1 / 0)
+        model.gate.set()
+        for call in calls:
+            with pytest.raises(ZeroDivisionError):
+                call.result(5)
+    assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
 
 
 def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:

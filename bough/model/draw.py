@@ -20,10 +20,21 @@ from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
 
 Row = NDArray[np.float64]  # (vocab_size,)
 
+NUM_LIKELY = 1024  # tokens among which top-p nearly always ends
+SLACK = 1e-6  # far more than the rounding of noise
+
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Row:
     """Noise for the token at an absolute position: Philox (Salmon et al., 2011) keyed by seed, counted by position."""
-    raw = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
+    return _gumbel(_raw(seed, position, vocab_size))
+
+
+def _raw(seed: int, position: int, vocab_size: int) -> NDArray[np.uint64]:
+    return np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
+
+
+def _gumbel(raw: NDArray[np.uint64]) -> Row:
+    """Grows with the raw numbers."""
     uniform = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1)
     return -np.log(-np.log(uniform))
 
@@ -53,10 +64,7 @@ def filtered(logits: Row, params: SamplingParams) -> Row:
         threshold = np.partition(logits, -params.top_k)[-params.top_k]
         logits = np.where(logits < threshold, -np.inf, logits)
     if params.top_p < 1.0:
-        order = np.argsort(-logits, kind="stable")
-        probs = _softmax(logits[order])
-        mass_before = np.cumsum(probs) - probs
-        logits[order[mass_before >= params.top_p]] = -np.inf
+        logits = _within_mass(logits, params.top_p)
     if params.min_p > 0.0:
         logits = np.where(logits < logits.max() + np.log(params.min_p), -np.inf, logits)
     return logits
@@ -71,8 +79,7 @@ def draw(logits: Row, params: SamplingParams, position: int) -> int:
     _require_numbers(logits, position)
     if params.is_greedy:
         return int(logits.argmax())
-    kept = filtered(logits, params)
-    return int((kept + gumbel_noise(params.seed, position, len(logits))).argmax())
+    return _noisiest(filtered(logits, params), params.seed, position)
 
 
 def draw_by(law: Callable[[Row], Row], logits: Row, params: SamplingParams, position: int) -> int:
@@ -84,7 +91,7 @@ def draw_by(law: Callable[[Row], Row], logits: Row, params: SamplingParams, posi
     _require_numbers(logits, position)
     with np.errstate(divide="ignore"):
         log_probs = np.log(law(probabilities(logits, params)))
-    return int((log_probs + gumbel_noise(params.seed, position, len(logits))).argmax())
+    return _noisiest(log_probs, params.seed, position)
 
 
 def probabilities(logits: Row, params: SamplingParams) -> Row:
@@ -102,6 +109,30 @@ def position_logprobs(logits: Row, token: int, num_top: int) -> PositionLogprobs
     best = np.argsort(-logits, kind="stable")[:num_top]
     top = tuple(TokenLogprob(int(i), float(logits[i] - normaliser)) for i in best)
     return PositionLogprobs(TokenLogprob(token, float(logits[token] - normaliser)), top)
+
+
+def _within_mass(logits: Row, top_p: float) -> Row:
+    """The logits with -inf for tokens before which likelier ones have a mass of `top_p`; equals come by number."""
+    probs = _softmax(logits)
+    for num_likely in (NUM_LIKELY, len(logits)):  # sorting a whole vocabulary takes longer than all the rest
+        least = np.partition(logits, -num_likely)[-num_likely] if num_likely < len(logits) else -np.inf
+        likely = np.flatnonzero(logits >= least)
+        order = likely[np.argsort(-logits[likely], kind="stable")]
+        mass = np.cumsum(probs[order])
+        if mass[-1] >= top_p:
+            break
+    kept = np.full_like(logits, -np.inf)
+    inside = order[mass - probs[order] < top_p]
+    kept[inside] = logits[inside]
+    return kept
+
+
+def _noisiest(logits: Row, seed: int, position: int) -> int:
+    """Where logits and noise come to most. Noise is made for those alone that could be it: logarithms take long."""
+    raw, best = _raw(seed, position, len(logits)), int(logits.argmax())
+    low, high = _gumbel(np.array([raw[best], raw.max()]))
+    near = np.flatnonzero(logits >= logits[best] + low - high - SLACK)
+    return int(near[(logits[near] + _gumbel(raw[near])).argmax()])
 
 
 def _require_numbers(logits: Row, position: int) -> None:
