@@ -197,9 +197,6 @@ class Directory:
     def _note(self, record: WorkerRecord) -> None:
         """A listed worker is there; a new one is met beside the polling, which it may not hold up."""
         known = self.find(record.worker_id)
-        for other in self._everyone():
-            if other is not known and other.record.address == record.address:
-                other.problem = f"{record.worker_id} is at its address now"
         if known is not None:
             known.last_listed = time.monotonic()
         elif record.worker_id not in self._meetings:
@@ -208,7 +205,7 @@ class Directory:
             meeting.add_done_callback(lambda _: self._meetings.pop(record.worker_id))
 
     async def _meet(self, record: WorkerRecord) -> None:
-        """A new worker is asked what it is."""
+        """A new worker is asked what it is; who had its address before has left it."""
         try:
             if record.kind == "target":
                 self._targets[record.worker_id] = await _introduce(record, TargetClient(record.address))
@@ -222,6 +219,9 @@ class Directory:
         except Exception:  # whatever a stranger's answer does to us, the others are still served
             logger.exception("%s is registered at %s, but could not be met", record.worker_id, record.address)
             return
+        for other in self._everyone():
+            if other.record.address == record.address and other.record.worker_id != record.worker_id:
+                other.problem = f"{record.worker_id} is at its address now"
         logger.info("%s at %s", record.worker_id, record.address)
 
     async def _forget_unlisted(self) -> None:
@@ -253,6 +253,8 @@ async def _introduce(record: WorkerRecord, client: AnyClient) -> Known[AnyClient
     """Asks a worker what it is. Raises Unavailable where it does not answer, or not with sense."""
     try:
         info = await client.info()
+        if info.worker_id != record.worker_id:
+            raise Unavailable(f"{info.worker_id} is at its address")
         async with open_channel(record.address) as channel:
             tokenizer = await fetch_tokenizer(channel, record.kind)
         known = Known(record, client, info, tokenizer, last_listed=time.monotonic())
