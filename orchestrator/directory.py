@@ -93,8 +93,10 @@ class Directory:
             for known in self._everyone():
                 await known.client.close()
 
-    def target(self, preferred_id: str = "") -> Known[TargetClient]:
-        """The target for a new request: the preferred one if it is there, otherwise the least busy.
+    def target(self, preferred_id: str = "", identity: str = "") -> Known[TargetClient]:
+        """The target for a request: the preferred one if it is there, otherwise the least busy.
+
+        With an `identity`, of those whose `WorkerInfo` has it: the request was begun at one of them.
 
         Raises:
             Unavailable: there is none.
@@ -102,18 +104,21 @@ class Directory:
         usable = [known for known in self._targets.values() if known.is_usable]
         if not usable:
             raise Unavailable(self._why_no_target())
+        usable = [known for known in usable if identity in ("", known.info.identity)]
+        if not usable:
+            raise Unavailable("no target that gives the same tokens as the one where the request was begun can be used")
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.num_running))
 
     def successor(self, lost: Known[TargetClient], max_context: int, max_nodes: int) -> Known[TargetClient] | None:
-        """A target that gives the same text as one that has failed, or that one itself if it is usable again.
+        """A target that gives the same tokens as one that has failed, or that one itself if it is usable again.
 
-        It has the same model, to the data type, and takes sessions and trees of these sizes.
+        It takes sessions and trees of these sizes.
         """
         usable = [
             known
             for known in self._targets.values()
             if known.is_usable
-            and _same_model(known.info, lost.info)
+            and known.info.identity == lost.info.identity
             and known.info.max_context >= max_context
             and known.info.max_nodes >= max_nodes
         ]
@@ -241,12 +246,6 @@ class Directory:
 def _fit(draft: Known[DraftClient] | Known[TargetClient], target: Known[TargetClient]) -> bool:
     """Whether a token means the same to both; a draft of which that is not so should have refused to start."""
     return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint
-
-
-def _same_model(one: WorkerInfo, other: WorkerInfo) -> bool:
-    """Whether two targets give the same text; a description names the data type too."""
-    names = ("model_fingerprint", "model_description", "tokenizer_fingerprint")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 async def _introduce(record: WorkerRecord, client: AnyClient) -> Known[AnyClient]:

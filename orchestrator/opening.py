@@ -63,7 +63,8 @@ class Opening:
             StaleEpoch: another request goes on with the same session at this moment.
         """
         past = await self._past(options)
-        target = self.directory.target(past.session.target_id if past.session else "")
+        preferred_id = past.session.target_id if past.session else ""
+        target = self.directory.target(preferred_id, past.request.target_identity if past.request else "")
         if options.resume is not None:
             require_resume(options.resume, target.info.vocab_size)
         require_size(prompt, target.tokens, target.info.max_context)
@@ -128,7 +129,7 @@ class Opening:
         with suppress(Unavailable):
             found = await self.directory.registry.find_prefix(target.info.model_fingerprint, hashes)
             holder = self.directory.target(found[0]) if found else target
-            if holder.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint:
+            if holder.info.identity == target.info.identity:
                 return holder
         return target
 
@@ -189,6 +190,7 @@ def _session(
         speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
         text=TextStream(target.tokens.decode, options.stop),
         max_context=target.info.max_context,
+        target_identity=target.info.identity,
     )
 
 

@@ -37,6 +37,7 @@ class Session:
     speculation: Speculation
     text: TextStream
     max_context: int
+    target_identity: str  # of all targets that it may be at
     epoch: int = 0
     patience: Patience = field(default_factory=Patience)
     round: int = 0
