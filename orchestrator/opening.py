@@ -82,7 +82,7 @@ class Opening:
         return Opened(session, target, unseen)
 
     async def _past(self, options: GenerateOptions) -> _Past:
-        """What is recorded. Without the index all is computed again, but that a session cannot be continued."""
+        """What is recorded, or about to be. Without the index all is computed again; no session is continued."""
         request, session = None, None
         try:
             if options.resume is not None:
@@ -90,9 +90,12 @@ class Opening:
             session_id = _session_id(options, request)
             if session_id:
                 await self.recorder.settled(session_id)
-                session = await self.directory.registry.load_session(session_id)
+                session = self.recorder.unwritten(session_id)
+                recorded = await self.directory.registry.load_session(session_id)
+                if session is None or (recorded is not None and recorded.epoch > session.epoch):
+                    session = recorded
         except Unavailable as exc:
-            if options.continues:
+            if options.continues and session is None:
                 raise Unavailable(f"session_id: {options.session_id!r} cannot be continued now: {exc}") from exc
         if session is not None and time.time() - session.born_us / 1e6 > self.config.session_max_seconds:
             session = None
@@ -146,7 +149,7 @@ class Opening:
             session.target_held = min(record.target_length, common) if is_same else 0
             session.draft_id, session.draft_held = record.draft_id, min(record.draft_length, common)
         if options.continues:
-            if claim.record is not None and record is not None and claim.record.epoch != record.epoch:
+            if claim.record is not None and record is not None and claim.record.epoch > record.epoch:
                 raise StaleEpoch(f"session_id: {session.session_id!r} was continued by another request meanwhile")
             # Before anything of it is in the session: whoever asks again must not have it continued twice.
             with suppress(Unavailable):
