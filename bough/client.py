@@ -40,7 +40,7 @@ class Client:
     """
 
     def __init__(self, *addresses: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """A stream that breaks is gone on with until `patience_seconds` have passed without anything coming."""
+        """A stream that breaks is gone on with until for `patience_seconds` after that nothing more has come."""
         if not addresses or not all(addresses):
             raise ConfigError(f"addresses: {', '.join(addresses)!r}; one or more such as 127.0.0.1:7411 would do")
         self._servers = [_Server(address) for address in addresses]  # the one in use first
@@ -81,8 +81,8 @@ class Client:
                 async with aclosing(server.generate(prompt, stream.next_options())) as events:
                     async for event in events:
                         is_known = True
-                        patience.renew()
-                        if (fresh := stream.take(event)) is not None:
+                        if (fresh := stream.take(event)) is not None:  # that it was begun again is no progress
+                            patience.renew()
                             yield fresh
                 return
             except (Unavailable, Exhausted) as exc:

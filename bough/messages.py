@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -152,3 +153,10 @@ class WorkerInfo:
     notes: tuple[str, ...] = ()
     protocol_version: int = PROTOCOL_VERSION
     bough_version: str = ""
+    arithmetic: str = ""  # of a target: what else its results depend on to the bit
+
+    @property
+    def identity(self) -> str:
+        """Equal for targets that give equal tokens, to the bit; short enough to be recorded."""
+        parts = (self.model_fingerprint, self.model_description, self.tokenizer_fingerprint, self.arithmetic)
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -118,11 +118,12 @@ class RequestRecord:
     stops: StopConditions
     finish_reason: str = ""  # empty while it runs
     stop_reason: str = ""
+    target_identity: str = ""  # of the targets that give the same tokens; empty where it is not known
 
     def to_json(self) -> str:
         """All but the name and the tokens, of which there is the length and the hash."""
         fields = {name: getattr(self, name) for name in ("session_id", "epoch", "prompt_length")}
-        ends = {name: getattr(self, name) for name in ("finish_reason", "stop_reason")}
+        ends = {name: getattr(self, name) for name in ("finish_reason", "stop_reason", "target_identity")}
         sampling = asdict(self.sampling) | {"stop_token_ids": sorted(self.sampling.stop_token_ids)}
         return json.dumps(fields | ends | {"sampling": sampling, "stops": asdict(self.stops)} | _seal(self.tokens))
 
@@ -144,6 +145,7 @@ class RequestRecord:
                 ),
                 _text(fields["finish_reason"]),
                 _text(fields["stop_reason"]),
+                _text(fields["target_identity"]),
             )
 
         return _read(data, read)

@@ -58,25 +58,27 @@ class ResumableStream:
 
 
 class Patience:
-    """Pauses that grow from one failure to the next, and end when nothing has come for too long."""
+    """Pauses that grow from one failure to the next, and end when too long after the first nothing has come."""
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
         """Something has come."""
-        self._since = time.monotonic()
+        self._failed_at: float | None = None  # first, since something came; seconds on the monotonic clock
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
     async def wait(self, exc: Unavailable | Exhausted, most_seconds: float) -> None:
         """Before the next try; for as long as the error itself says.
 
-        Raises the error where that would be more than `most_seconds` after something came.
+        Raises the error where that would be more than `most_seconds` after the first failure since something came: how
+        long a sweep takes before anything comes is no matter.
         """
+        self._failed_at = self._failed_at or time.monotonic()
         asked = getattr(exc, "retry_seconds", None)
         # Not all that were cut off at the same moment should come back at the same moment.
         seconds = asked if asked is not None else self._pause_seconds * random.uniform(0.5, 1.0)
-        if time.monotonic() + seconds > self._since + most_seconds:
+        if time.monotonic() + seconds > self._failed_at + most_seconds:
             raise exc
         await asyncio.sleep(seconds)
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def to_error(exc: grpc.aio.AioRpcError, address: str) -> BoughError:
     details = exc.details() or exc.code().name
     kind = ERROR_NAMES.get(str(metadata.get(ERROR_KEY)))
     if kind is PrefixMissing:
-        return PrefixMissing(details, int(metadata.get(LENGTH_KEY, 0)), int(metadata.get(HASH_KEY, 0)))
+        return PrefixMissing(details, _natural(metadata.get(LENGTH_KEY)), _natural(metadata.get(HASH_KEY)))
     if kind is Exhausted:
         return Exhausted(details, _retry_seconds(metadata.get(DETAILS_KEY)))
     if kind is not None:
@@ -86,6 +87,11 @@ def to_error(exc: grpc.aio.AioRpcError, address: str) -> BoughError:
     if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own words
         return InvalidRequest(f"message: {details}; at most {MAX_MESSAGE_BYTES} bytes would do")
     return BoughError(f"{address}: {exc.code().name}: {details}")
+
+
+def _natural(value: object) -> int:
+    """A number in metadata; 0 for what is none."""
+    return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,20}", value) else 0
 
 
 def _retry_seconds(details: object) -> float | None:

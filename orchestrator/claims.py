@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from bough.errors import Unavailable
 from bough.records import Claim
@@ -13,11 +14,13 @@ from orchestrator.session import Session
 class Claims:
     """Sessions that this orchestrator takes over, each time with an epoch greater than any before it.
 
-    A worker and the index refuse whoever comes with an older one. Without an index the clock must do.
+    A worker and the index refuse whoever comes with an older one. Without an index the clock must do, as far as it is
+    not behind the index's.
     """
 
     def __init__(self, directory: Directory, holder_id: str) -> None:
         self._directory, self._holder_id = directory, holder_id
+        self._newest = 0  # epoch
 
     async def begin(self, session_id: str) -> Claim:
         """For a new request: whoever had the session has lost it."""
@@ -33,9 +36,9 @@ class Claims:
         session.epoch = max(claim.epoch, session.epoch + 1)
 
     async def _claim(self, session_id: str, epoch: int | None) -> Claim:
-        try:
-            if not self._directory.index_problem:
-                return await self._directory.registry.claim_session(session_id, self._holder_id, epoch)
-        except Unavailable:
-            pass  # the directory tells of it
-        return Claim(time.time_ns() // 1000, None)
+        claim = Claim(max(time.time_ns() // 1000, self._newest + 1), None)
+        if not self._directory.index_problem:
+            with suppress(Unavailable):  # the directory tells of it
+                claim = await self._directory.registry.claim_session(session_id, self._holder_id, epoch)
+        self._newest = max(self._newest, claim.epoch)
+        return claim

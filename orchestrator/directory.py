@@ -93,8 +93,10 @@ class Directory:
             for known in self._everyone():
                 await known.client.close()
 
-    def target(self, preferred_id: str = "") -> Known[TargetClient]:
-        """The target for a new request: the preferred one if it is there, otherwise the least busy.
+    def target(self, preferred_id: str = "", identity: str = "") -> Known[TargetClient]:
+        """The target for a request: the preferred one if it is there, otherwise the least busy.
+
+        With an `identity`, of those whose `WorkerInfo` has it: the request was begun at one of them.
 
         Raises:
             Unavailable: there is none.
@@ -102,18 +104,21 @@ class Directory:
         usable = [known for known in self._targets.values() if known.is_usable]
         if not usable:
             raise Unavailable(self._why_no_target())
+        usable = [known for known in usable if identity in ("", known.info.identity)]
+        if not usable:
+            raise Unavailable("no target that gives the same tokens as the one where the request was begun can be used")
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.num_running))
 
     def successor(self, lost: Known[TargetClient], max_context: int, max_nodes: int) -> Known[TargetClient] | None:
-        """A target that gives the same text as one that has failed, or that one itself if it is usable again.
+        """A target that gives the same tokens as one that has failed, or that one itself if it is usable again.
 
-        It has the same model, to the data type, and takes sessions and trees of these sizes.
+        It takes sessions and trees of these sizes.
         """
         usable = [
             known
             for known in self._targets.values()
             if known.is_usable
-            and _same_model(known.info, lost.info)
+            and known.info.identity == lost.info.identity
             and known.info.max_context >= max_context
             and known.info.max_nodes >= max_nodes
         ]
@@ -197,9 +202,6 @@ class Directory:
     def _note(self, record: WorkerRecord) -> None:
         """A listed worker is there; a new one is met beside the polling, which it may not hold up."""
         known = self.find(record.worker_id)
-        for other in self._everyone():
-            if other is not known and other.record.address == record.address:
-                other.problem = f"{record.worker_id} is at its address now"
         if known is not None:
             known.last_listed = time.monotonic()
         elif record.worker_id not in self._meetings:
@@ -208,7 +210,7 @@ class Directory:
             meeting.add_done_callback(lambda _: self._meetings.pop(record.worker_id))
 
     async def _meet(self, record: WorkerRecord) -> None:
-        """A new worker is asked what it is."""
+        """A new worker is asked what it is; who had its address before has left it."""
         try:
             if record.kind == "target":
                 self._targets[record.worker_id] = await _introduce(record, TargetClient(record.address))
@@ -222,6 +224,9 @@ class Directory:
         except Exception:  # whatever a stranger's answer does to us, the others are still served
             logger.exception("%s is registered at %s, but could not be met", record.worker_id, record.address)
             return
+        for other in self._everyone():
+            if other.record.address == record.address and other.record.worker_id != record.worker_id:
+                other.problem = f"{record.worker_id} is at its address now"
         logger.info("%s at %s", record.worker_id, record.address)
 
     async def _forget_unlisted(self) -> None:
@@ -243,16 +248,12 @@ def _fit(draft: Known[DraftClient] | Known[TargetClient], target: Known[TargetCl
     return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint
 
 
-def _same_model(one: WorkerInfo, other: WorkerInfo) -> bool:
-    """Whether two targets give the same text; a description names the data type too."""
-    names = ("model_fingerprint", "model_description", "tokenizer_fingerprint")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
-
-
 async def _introduce(record: WorkerRecord, client: AnyClient) -> Known[AnyClient]:
     """Asks a worker what it is. Raises Unavailable where it does not answer, or not with sense."""
     try:
         info = await client.info()
+        if info.worker_id != record.worker_id:
+            raise Unavailable(f"{info.worker_id} is at its address")
         async with open_channel(record.address) as channel:
             tokenizer = await fetch_tokenizer(channel, record.kind)
         known = Known(record, client, info, tokenizer, last_listed=time.monotonic())

@@ -63,7 +63,8 @@ class Opening:
             StaleEpoch: another request goes on with the same session at this moment.
         """
         past = await self._past(options)
-        target = self.directory.target(past.session.target_id if past.session else "")
+        preferred_id = past.session.target_id if past.session else ""
+        target = self.directory.target(preferred_id, past.request.target_identity if past.request else "")
         if options.resume is not None:
             require_resume(options.resume, target.info.vocab_size)
         require_size(prompt, target.tokens, target.info.max_context)
@@ -81,7 +82,7 @@ class Opening:
         return Opened(session, target, unseen)
 
     async def _past(self, options: GenerateOptions) -> _Past:
-        """What is recorded. Without the index all is computed again, but that a session cannot be continued."""
+        """What is recorded, or about to be. Without the index all is computed again; no session is continued."""
         request, session = None, None
         try:
             if options.resume is not None:
@@ -89,9 +90,12 @@ class Opening:
             session_id = _session_id(options, request)
             if session_id:
                 await self.recorder.settled(session_id)
-                session = await self.directory.registry.load_session(session_id)
+                session = self.recorder.unwritten(session_id)
+                recorded = await self.directory.registry.load_session(session_id)
+                if session is None or (recorded is not None and recorded.epoch > session.epoch):
+                    session = recorded
         except Unavailable as exc:
-            if options.continues:
+            if options.continues and session is None:
                 raise Unavailable(f"session_id: {options.session_id!r} cannot be continued now: {exc}") from exc
         if session is not None and time.time() - session.born_us / 1e6 > self.config.session_max_seconds:
             session = None
@@ -128,7 +132,7 @@ class Opening:
         with suppress(Unavailable):
             found = await self.directory.registry.find_prefix(target.info.model_fingerprint, hashes)
             holder = self.directory.target(found[0]) if found else target
-            if holder.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint:
+            if holder.info.identity == target.info.identity:
                 return holder
         return target
 
@@ -145,7 +149,7 @@ class Opening:
             session.target_held = min(record.target_length, common) if is_same else 0
             session.draft_id, session.draft_held = record.draft_id, min(record.draft_length, common)
         if options.continues:
-            if claim.record is not None and record is not None and claim.record.epoch != record.epoch:
+            if claim.record is not None and record is not None and claim.record.epoch > record.epoch:
                 raise StaleEpoch(f"session_id: {session.session_id!r} was continued by another request meanwhile")
             # Before anything of it is in the session: whoever asks again must not have it continued twice.
             with suppress(Unavailable):
@@ -189,6 +193,7 @@ def _session(
         speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
         text=TextStream(target.tokens.decode, options.stop),
         max_context=target.info.max_context,
+        target_identity=target.info.identity,
     )
 
 

@@ -15,6 +15,7 @@ from bough.registry import Registry
 logger = logging.getLogger(__name__)
 
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)  # after failures in a row; then the next record is waited for
+CLOSE_SECONDS = 5.0  # for what is not written yet
 
 
 class _State(NamedTuple):
@@ -40,7 +41,7 @@ class _Drop(NamedTuple):
 class _Log:
     """What of one session waits to be written, and what has been."""
 
-    waiting: _State | _Drop | None = None  # the newest
+    waiting: _State | _Drop | None = None  # the newest, until it has been written
     is_settled: asyncio.Event = field(default_factory=asyncio.Event)  # nothing waits that has not been tried
     has_ended: bool = False  # the request has: nothing more will come
     task: asyncio.Task[None] | None = None
@@ -87,11 +88,18 @@ class Recorder:
         if log is not None:
             await log.is_settled.wait()
 
+    def unwritten(self, session_id: str) -> SessionRecord | None:
+        """A session's newest state where the index lacks it yet."""
+        log = self._logs.get(session_id)
+        if log is None or log.is_stale or not isinstance(log.waiting, _State):
+            return None
+        return log.waiting.session
+
     async def close(self) -> None:
-        """Writes what can be written at once, and ends."""
+        """Writes what can be written within seconds, and ends."""
         tasks = [log.task for log in self._logs.values() if log.task is not None]
-        for session_id in list(self._logs):
-            await self.settled(session_id)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -112,7 +120,6 @@ class Recorder:
         try:
             num_failures = 0
             while (state := log.waiting) is not None and num_failures < len(PAUSES_SECONDS):
-                log.waiting = None
                 try:
                     await self._write(log, state)
                     num_failures = 0
@@ -121,10 +128,12 @@ class Recorder:
                     log.is_stale = log.epoch == state.epoch
                 except Unavailable as exc:
                     logger.debug("session %s is not recorded: %s", session_id, exc)
-                    log.waiting = log.waiting or state
                     log.is_settled.set()
                     await asyncio.sleep(PAUSES_SECONDS[num_failures])
                     num_failures += 1
+                    continue
+                if log.waiting is state:  # and nothing newer
+                    log.waiting = None
         finally:
             log.waiting, log.task = None, None
             log.is_settled.set()

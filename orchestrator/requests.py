@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
 from bough import __version__
@@ -14,7 +14,7 @@ from bough.acceptance import SchemeAcceptance
 from bough.calibration import DraftCalibration
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch
-from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started, Tokens
+from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
 from bough.growth import BestFirst
 from bough.messages import PROTOCOL_VERSION
 from orchestrator.acceptance import AcceptanceCounter
@@ -30,7 +30,7 @@ from orchestrator.recorder import Recorder
 from orchestrator.round import Rounds
 from orchestrator.running import Running, Stream
 from orchestrator.seat import Seat
-from orchestrator.session import Session
+from orchestrator.session import Session, never_begun
 from orchestrator.workers import DraftClient, TargetClient
 
 logger = logging.getLogger(__name__)
@@ -80,11 +80,13 @@ class Requests:
     async def _placed(
         self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Patience
     ) -> AsyncGenerator[Event]:
-        """The request, once it has its place."""
-        async with self.admission.place(patience):
-            opened = await self._opening.open(prompt, options)
-            opened.session.patience = patience
-            await self._ended(opened.session.session_id)
+        """The request, once it has its place. What ends it while it waits for that ends it at once."""
+        async with AsyncExitStack() as place:
+            opened = await stream.before_end(self._open(place, prompt, options, patience))
+            if opened is None:
+                for event in never_begun(options):
+                    yield event
+                return
             try:
                 async with aclosing(self._stream(stream, opened)) as events:
                     async for event in events:
@@ -93,6 +95,16 @@ class Requests:
                 raise self.admission.exhausted(str(exc)) from exc
             finally:
                 self._num_total += 1
+
+    async def _open(
+        self, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Patience
+    ) -> Opened:
+        """A session that may run, once there is a place for it, which is free again when `place` is closed."""
+        await place.enter_async_context(self.admission.place(patience))
+        opened = await self._opening.open(prompt, options)
+        opened.session.patience = patience
+        await self._ended(opened.session.session_id)
+        return opened
 
     async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
         session = opened.session
@@ -104,10 +116,11 @@ class Requests:
                 yield Started(session.request_id, session.prompt_length, session.sampling.seed, model_name, num_seen)
                 if opened.unseen is not None:
                     yield opened.unseen
-                while (tokens := await _next_or_end(rounds, session, stream)) is not None:
+                while (tokens := await stream.before_end(anext(rounds, None))) is not None:
                     self._num_tokens += len(tokens.token_ids)
                     yield tokens
-                if session.finish_reason == "abort" and session.epoch:
+                if not session.is_finished:
+                    session.finish_reason = "abort"
                     self._rounds.record(session, seat.target)
                 if self.directory.index_problem:
                     session.warn(f"{self.directory.index_problem}; the session is not recorded")
@@ -120,8 +133,10 @@ class Requests:
             finally:
                 await rounds.aclose()
                 self._planner.forget(session.session_id)
-                if not stream.is_superseded and session.epoch:
-                    self._end(session, seat.target)
+                if session.keep or stream.is_superseded:
+                    self._recorder.end(session.session_id)
+                elif session.epoch:
+                    self._begin_forgetting(session, seat.target)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -207,11 +222,8 @@ class Requests:
         """What each draft worker's trees were expected to come to, and what they came to."""
         return self._rounds.calibrations.reports()
 
-    def _end(self, session: Session, target: Known[TargetClient]) -> None:
+    def _begin_forgetting(self, session: Session, target: Known[TargetClient]) -> None:
         """A stream that ends, however it ends, does not wait for the cleaning up."""
-        if session.keep:
-            self._recorder.end(session.session_id)
-            return
         task = asyncio.create_task(self._forget(session, target))
         self._endings[session.session_id] = task
         task.add_done_callback(lambda _: self._forget_ending(session.session_id, task))
@@ -237,23 +249,3 @@ class Requests:
         if worker is not None:
             with suppress(BoughError):  # gone, never held, or somebody else's by now: nothing to free
                 await worker.client.release(session_id, epoch)
-
-
-async def _next_or_end(rounds: AsyncIterator[Tokens], session: Session, stream: Stream) -> Tokens | None:
-    """The next round's tokens; None at the end, which an abort brings about at once. Raises what ends the stream."""
-    round_task = asyncio.ensure_future(anext(rounds, None))
-    end_task = asyncio.ensure_future(stream.ended.wait())
-    try:
-        await asyncio.wait((round_task, end_task), return_when=asyncio.FIRST_COMPLETED)
-        if stream.error is not None:
-            raise stream.error
-        if round_task.done():
-            return round_task.result()
-        session.finish_reason = "abort"
-        return None
-    finally:
-        end_task.cancel()
-        if not round_task.done():
-            round_task.cancel()
-        with suppress(asyncio.CancelledError, BoughError):
-            await round_task

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from bough.errors import BoughError, InvalidRequest, NotFound, StaleEpoch
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +31,21 @@ class Stream:
     def is_superseded(self) -> bool:
         """Whether its session is somebody else's now."""
         return self.error is not None
+
+    async def before_end(self, work: Awaitable[Result]) -> Result | None:
+        """What it comes to; None where the stream is aborted first, which ends the work. Raises what else ends it."""
+        task, end = asyncio.ensure_future(work), asyncio.ensure_future(self.ended.wait())
+        try:
+            await asyncio.wait((task, end), return_when=asyncio.FIRST_COMPLETED)
+            if self.error is not None:
+                raise self.error
+            return task.result() if task.done() else None
+        finally:
+            end.cancel()
+            if not task.done():
+                task.cancel()
+            with suppress(asyncio.CancelledError, BoughError):
+                await task
 
 
 class Running:

@@ -6,7 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bough.generation import Finished, Speculation, SpeculationMetrics, Tokens, Usage
+from bough.generation import (
+    Event,
+    Finished,
+    GenerateOptions,
+    Speculation,
+    SpeculationMetrics,
+    Started,
+    Tokens,
+    Usage,
+)
 from bough.messages import RoundTimings, VerifyResult
 from bough.sampling import SamplingParams, StopConditions
 from bough.tree import Tree
@@ -28,6 +37,7 @@ class Session:
     speculation: Speculation
     text: TextStream
     max_context: int
+    target_identity: str  # of all targets that it may be at
     epoch: int = 0
     patience: Patience = field(default_factory=Patience)
     round: int = 0
@@ -164,3 +174,12 @@ class Session:
             tuple(self.warnings),
             self.num_failovers,
         )
+
+
+def never_begun(options: GenerateOptions) -> tuple[Event, ...]:
+    """The events of a request that was aborted before anything was known of it."""
+    num_seen = options.resume.num_tokens if options.resume else 0
+    return (
+        Started(options.request_id, 0, options.seed or 0, "", num_seen),
+        Finished("abort", "", "", Usage(0, num_seen, 0), SpeculationMetrics(0, 0, 0, 0.0, (), 0), RoundTimings(), ()),
+    )

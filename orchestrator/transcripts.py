@@ -32,4 +32,5 @@ def request_record(session: Session) -> RequestRecord:
         session.stops,
         session.finish_reason,
         session.stop_reason,
+        session.target_identity,
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 
 from bough import wire
-from bough.errors import PrefixMissing, Unavailable
+from bough.errors import BoughError, PrefixMissing, Unavailable
 from bough.growth import Scheme, TreePlan
 from bough.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult, WorkerInfo
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
@@ -57,7 +57,7 @@ class WorkerClient:
 
     async def _errors(self, call: Awaitable[Reply]) -> Reply:
         try:
-            return await call
+            reply = await call
         except grpc.aio.AioRpcError as exc:
             raise to_error(exc, self.address) from exc
         except asyncio.CancelledError as exc:
@@ -65,6 +65,9 @@ class WorkerClient:
             if task is not None and task.cancelling():
                 raise
             raise Unavailable(f"{self.address}: the connection was closed") from exc  # not we were cancelled: the call
+        if reply is None:  # what gRPC makes of bytes that it cannot decode
+            raise BoughError(f"{self.address}: its answer is no such message")
+        return reply
 
 
 class DraftClient(WorkerClient):

@@ -13,7 +13,7 @@ from bough import __version__
 from bough.config import TargetConfig
 from bough.messages import Context, VerifyCall, VerifyResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
-from bough.model.device import choose_device
+from bough.model.device import choose_device, device_name
 from bough.model.kv_arena import KVArena
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import Limits, activation_bytes, num_kv_rows, resident_bytes, unpacking_bytes
@@ -121,6 +121,7 @@ class TargetWorker:
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
             bough_version=__version__,
+            arithmetic=f"{self._config.rows} rows, {device_name(self._device)}, torch {torch.__version__}",
         )
 
     def _load(self) -> Load:
@@ -129,7 +130,7 @@ class TargetWorker:
     def _notes(self) -> tuple[str, ...]:
         notes = [f"memory: {self._placement}; {self._placement.fixed}"]
         if self._device.type != "cpu":
-            notes.append(f"computes on {self._device}, {torch.cuda.get_device_name(self._device)}")
+            notes.append(f"computes on {self._device}, {device_name(self._device)}")
         if not self._tiers.is_pinned:
             notes.append("host memory could not be pinned: copies to the GPU are slower than they might be")
         if not self._tiers.is_direct:

@@ -65,6 +65,7 @@ class FakeWorker:
 
     def __init__(self, worker_id: str, tokenizer: TokenizerFiles, fingerprint: str = "fake") -> None:
         self.worker_id, self.tokenizer, self.fingerprint = worker_id, tokenizer, fingerprint
+        self.arithmetic = ""
         self.law = Law(Tokenizer(tokenizer))
         self.held: dict[str, list[int]] = {}
         self.released: list[str] = []
@@ -72,7 +73,7 @@ class FakeWorker:
     async def GetServerInfo(self, request: Any, context: Any) -> common_pb2.WorkerInfo:
         info = WorkerInfo(
             self.kind, self.worker_id, "fake", "a fake", self.fingerprint, self.tokenizer.fingerprint, VOCAB,
-            MAX_CONTEXT, MAX_NODES, 8, bough_version=__version__,
+            MAX_CONTEXT, MAX_NODES, 8, bough_version=__version__, arithmetic=self.arithmetic,
         )  # fmt: skip
         return wire.info_to_wire(info)
 

@@ -11,8 +11,9 @@ from streams import OPTIONS, PROMPT, once, read, read_rounds, until
 
 from bough.client import Client
 from bough.commands.talk import next_turn
-from bough.errors import InvalidRequest, NotFound, StaleEpoch
+from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.generation import ChatPrompt, GenerateOptions, Message, Prompt, Resume, TextPrompt, TokenPrompt
+from bough.records import SessionRecord
 from bough.tokenizer import Tokenizer
 
 TURN = GenerateOptions(session_id="s", seed=3, max_tokens=20, ignore_eos=True)
@@ -138,6 +139,25 @@ async def test_a_continued_request_that_is_asked_for_again_is_not_continued_twic
         assert again.started.prompt_tokens == begun.started.prompt_tokens + 20 + len(PROMPT.text)
         more = await read(other, NEXT, TextPrompt("x"))
     assert more.started.prompt_tokens == again.started.prompt_tokens + 20 + 1
+
+
+async def test_a_turn_that_the_index_lacks_yet_is_not_lost(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one once went on from the turn before it, without a word."""
+    await fakes.target("t1")
+    _, server = await fakes.orchestrator()
+
+    async def fail(record: SessionRecord, first_new: int) -> None:
+        raise Unavailable("for a while")
+
+    async with Client(server.address) as client:
+        await read(client, TURN)
+        with monkeypatch.context() as patch:
+            patch.setattr(fakes.registry, "record_session", fail)
+            second = await read(client, NEXT, TextPrompt("x"))
+            third = await read(client, NEXT, TextPrompt("y"))
+        assert third.started.prompt_tokens == second.started.prompt_tokens + 20 + 1
+        fourth = await read(client, NEXT, TextPrompt("z"))
+    assert fourth.started.prompt_tokens == third.started.prompt_tokens + 20 + 1
 
 
 async def test_a_name_that_is_used_twice_does_not_bring_back_the_first_answer(fakes: Fleet) -> None:

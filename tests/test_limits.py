@@ -17,8 +17,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from bough import wire_generation as wire
-from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest, Unavailable
-from bough.generation import ChatPrompt, Finished, GenerateOptions, Message, Prompt, TextPrompt, TokenPrompt
+from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest, StaleEpoch, Unavailable
+from bough.generation import (
+    ChatPrompt,
+    Finished,
+    GenerateOptions,
+    Message,
+    Prompt,
+    Resume,
+    TextPrompt,
+    TokenPrompt,
+    Usage,
+)
 from bough.pb import generation_pb2, generation_pb2_grpc
 from bough.rpc import DETAILS_KEY, ERROR_KEY, MAX_MESSAGE_BYTES, open_channel, to_error
 
@@ -99,6 +109,38 @@ async def test_a_caller_that_leaves_the_queue_is_forgotten(stage: Stage) -> None
         stage.target.may_answer.set()
         await first
         assert len(set(stage.target.asked)) == 1  # the target never heard of the second
+
+
+async def test_who_waits_for_a_place_is_aborted_at_once(stage: Stage) -> None:
+    stage.target.may_answer.clear()
+    async with orchestrating(stage, "--max-running", "1") as orchestrator:
+        first = asyncio.create_task(finish(orchestrator))
+        await eventually(orchestrator, running=1, waiting=0)
+        second = asyncio.create_task(finish(orchestrator, options=replace(SHORT, request_id="second")))
+        await eventually(orchestrator, running=1, waiting=1)
+        await orchestrator.client.abort("second")
+        ended = await asyncio.wait_for(second, 5)
+        assert (ended.finish_reason, ended.usage) == ("abort", Usage(0, 0, 0))
+        await eventually(orchestrator, running=1, waiting=0)
+        stage.target.may_answer.set()
+        assert (await first).finish_reason == "length"
+        assert (await finish(orchestrator)).finish_reason == "length"  # the place is not lost
+
+
+async def test_a_waiting_request_that_is_resumed_leaves_the_queue(stage: Stage) -> None:
+    """In its turn the old call once took the session from the new one."""
+    stage.target.may_answer.clear()
+    async with orchestrating(stage, "--max-running", "1") as orchestrator:
+        first = asyncio.create_task(finish(orchestrator))
+        await eventually(orchestrator, running=1, waiting=0)
+        options = replace(SHORT, request_id="r", session_id="s")
+        old = asyncio.create_task(finish(orchestrator, options=options))
+        await eventually(orchestrator, running=1, waiting=1)
+        new = asyncio.create_task(finish(orchestrator, options=replace(options, resume=Resume(0))))
+        with pytest.raises(StaleEpoch, match="has been resumed by another call"):
+            await asyncio.wait_for(old, 5)
+        stage.target.may_answer.set()
+        assert (await first).finish_reason == (await new).finish_reason == "length"
 
 
 async def test_waiting_is_limited_by_a_time_of_its_own(stage: Stage) -> None:

@@ -128,6 +128,16 @@ async def test_the_last_record_is_tried_again_and_nobody_waits_for_that(recorder
     assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
 
 
+async def test_whoever_leaves_writes_what_is_to_be_tried_again(recorder: Recorder, fake: FakeRegistry) -> None:
+    fake.go.set()
+    fake.failures = [Unavailable("gone")] * 2
+    record(recorder, 3)
+    await recorder.settled("s")
+    assert fake.calls == []
+    await recorder.close()
+    assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
+
+
 async def test_an_index_that_stays_away_is_left_alone_until_the_next_round(
     recorder: Recorder, fake: FakeRegistry
 ) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import grpc
 import pytest
 from fake_fleet import Fleet
 from streams import OPTIONS, expected, once, read, read_rounds, renamed, until
 
+from bough import wire_generation as wire
 from bough.client import Client
 from bough.errors import ConfigError, InvalidRequest, StaleEpoch, Unavailable
-from bough.generation import GenerateOptions, Resume, TextPrompt
+from bough.generation import GenerateOptions, Resume, Started, TextPrompt
+from bough.pb import generation_pb2, generation_pb2_grpc
+from bough.rpc import serving
 
 
 @pytest.mark.parametrize("stop", [(), ("tr",), ("y 木",), ("🌳b", "bb"), ("never",)])
@@ -196,3 +201,41 @@ async def test_requests_without_names_get_one(fakes: Fleet) -> None:
 def test_a_client_needs_an_address() -> None:
     with pytest.raises(ConfigError, match="addresses: ''; one or more"):
         Client("")
+
+
+async def test_a_stream_that_breaks_after_a_long_sweep_is_gone_on_with(fakes: Fleet) -> None:
+    """Patience is with what follows the break, not with the sweep before it."""
+    target, _ = await fakes.target("t1")
+    (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+
+    async def sweep_long_and_die() -> None:
+        await asyncio.sleep(2.0)
+        asyncio.get_running_loop().create_task(first.kill())
+        await asyncio.sleep(60)
+
+    target.before = once(sweep_long_and_die, 5)
+    async with Client(first.address, second.address, patience_seconds=1.5) as client:
+        seen = await asyncio.wait_for(read(client), 30)
+    assert seen.token_ids == expected(fakes)
+
+
+class AlwaysBreaking(generation_pb2_grpc.GenerationServicer):
+    """An orchestrator whose streams begin, and no more."""
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: object) -> AsyncIterator[object]:
+        yield wire.event_to_wire(Started(request.request_id, 1, 5, "fake"))
+        raise Unavailable("as always")
+
+
+async def test_a_request_that_always_breaks_is_given_up() -> None:
+    """That its stream begins again is no sign of anything to come."""
+
+    def add(server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServicer_to_server(AlwaysBreaking(), server)
+
+    async with (
+        serving("127.0.0.1", 0, "bough.v1.Generation", add, grace_seconds=0.0) as served,
+        Client(f"127.0.0.1:{served.port}", patience_seconds=1.0) as client,
+    ):
+        with pytest.raises(Unavailable, match="as always"):
+            await asyncio.wait_for(read(client), 10)

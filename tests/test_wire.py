@@ -160,7 +160,9 @@ def test_acceptance_survives_the_wire(
 
 
 def test_descriptions_survive_the_wire() -> None:
-    info = m.WorkerInfo("draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 40, 30, 2, 4, ("a", "b"), 3, "0.1")
+    info = m.WorkerInfo(
+        "draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 40, 30, 2, 4, ("a", "b"), 3, "0.1", "64 rows"
+    )
     assert wire.info_from_wire(wire.info_to_wire(info)) == info
     server = g.ServerInfo((g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True)
     assert wg.server_info_from_wire(wg.server_info_to_wire(server)) == server

@@ -29,6 +29,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def device_name(device: torch.device) -> str:
+    """What it is; of a CPU the instructions that torch's kernels are chosen by."""
+    if device.type == "cpu":
+        return f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+    return str(torch.cuda.get_device_name(device))
+
+
 def working_on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a device the one that kernels of this thread are launched on."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)

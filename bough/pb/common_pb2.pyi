@@ -160,7 +160,7 @@ class Timings(_message.Message):
     def __init__(self, total_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., link_bytes: _Optional[int] = ..., num_passes: _Optional[int] = ..., link_ideal_ns: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("protocol_version", "bough_version", "kind", "worker_id", "model_name", "model_description", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "max_context", "max_nodes", "max_sessions", "num_sessions", "link_bytes_per_pass", "notes", "kv_bytes", "kv_used_bytes", "num_waiting")
+    __slots__ = ("protocol_version", "bough_version", "kind", "worker_id", "model_name", "model_description", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "max_context", "max_nodes", "max_sessions", "num_sessions", "link_bytes_per_pass", "notes", "kv_bytes", "kv_used_bytes", "num_waiting", "arithmetic")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     BOUGH_VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,7 @@ class WorkerInfo(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     bough_version: str
     kind: str
@@ -197,7 +198,8 @@ class WorkerInfo(_message.Message):
     kv_bytes: int
     kv_used_bytes: int
     num_waiting: int
-    def __init__(self, protocol_version: _Optional[int] = ..., bough_version: _Optional[str] = ..., kind: _Optional[str] = ..., worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., model_description: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., max_nodes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., num_sessions: _Optional[int] = ..., link_bytes_per_pass: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., kv_bytes: _Optional[int] = ..., kv_used_bytes: _Optional[int] = ..., num_waiting: _Optional[int] = ...) -> None: ...
+    arithmetic: str
+    def __init__(self, protocol_version: _Optional[int] = ..., bough_version: _Optional[str] = ..., kind: _Optional[str] = ..., worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., model_description: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., max_nodes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., num_sessions: _Optional[int] = ..., link_bytes_per_pass: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., kv_bytes: _Optional[int] = ..., kv_used_bytes: _Optional[int] = ..., num_waiting: _Optional[int] = ..., arithmetic: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
