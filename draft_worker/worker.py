@@ -181,7 +181,8 @@ class DraftWorker:
                 self._engine.close()
                 self._is_over = True
             if self._is_over:
-                return self._refuse_commands()
+                self._refuse_commands()
+                return
             self._engine.step()
 
     def _commands(self) -> list[Callable[[], None] | None]:
