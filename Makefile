@@ -14,7 +14,7 @@ demo: $(READY)  ## the whole pipeline on a real model: build, start, generate wi
 	@$(BIN)/bough demo
 
 test: $(READY)  ## the whole suite
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: $(READY)  ## formatting, lint, types, import rules
 	@$(BIN)/ruff format --check .

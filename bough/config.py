@@ -102,7 +102,7 @@ class TargetConfig(WorkerConfig):
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     max_sweep_tokens: int = setting(1024, parse_count, "most tokens of one sweep, all sessions together")
     gather: float = setting(
-        0.0, number(float, 0), "wait for sessions that draft, at most so many times a sweep's duration; 0 never waits"
+        1.0, number(float, 0), "wait for sessions that draft, at most so many times a sweep's duration; 0 never waits"
     )
     lease_seconds: float = setting(60.0, parse_seconds, "idle time after which a session may lose its slot to another")
 
