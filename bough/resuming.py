@@ -66,19 +66,21 @@ class Patience:
     def renew(self) -> None:
         """Something has come."""
         self._failed_at: float | None = None  # first, since something came; seconds on the monotonic clock
+        self._cause: Unavailable | Exhausted | None = None  # that failure: later ones are often its consequences
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
     async def wait(self, exc: Unavailable | Exhausted, most_seconds: float) -> None:
         """Before the next try; for as long as the error itself says.
 
-        Raises the error where that would be more than `most_seconds` after the first failure since something came: how
-        long a sweep takes before anything comes is no matter.
+        Raises the first failure since something came where that would be more than `most_seconds` after it: how long a
+        sweep takes before anything comes is no matter.
         """
         self._failed_at = self._failed_at or time.monotonic()
+        self._cause = self._cause or exc
         asked = getattr(exc, "retry_seconds", None)
         # Not all that were cut off at the same moment should come back at the same moment.
         seconds = asked if asked is not None else self._pause_seconds * random.uniform(0.5, 1.0)
         if time.monotonic() + seconds > self._failed_at + most_seconds:
-            raise exc
+            raise self._cause
         await asyncio.sleep(seconds)
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)

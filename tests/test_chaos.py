@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ SHORT = Plan(num_faults=12, num_streams=4, num_scripts=6, max_length=150, second
 
 async def test_no_fault_costs_a_token(tiny: Path) -> None:
     figures = await run_chaos(SHORT, tiny)
-    assert not has_failed(figures), figures
+    assert not has_failed(figures), json.dumps(figures)
     assert figures["faults"] == 12
     assert {"flush", "pause", *(f"kill {kind}" for kind in KILLS)} <= figures["faults_by_kind"].keys()
     assert figures["streams_finished"] > 10
