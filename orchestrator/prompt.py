@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bough.errors import InvalidRequest
 from bough.generation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -12,28 +12,12 @@ from bough.wire import require_tokens
 
 def whole_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """Tokens of a prompt that is all there is. Raises InvalidRequest."""
-    match prompt:
-        case TextPrompt(text):
-            tokens = tokenizer.encode(text)
-        case ChatPrompt():
-            tokens = tokenizer.encode_chat(_messages(prompt))
-        case TokenPrompt(token_ids):
-            require_tokens("token_ids.ids", token_ids, vocab_size)
-            tokens = list(token_ids)
-    return _required(tokens)
+    return _tokens(prompt, tokenizer.encode, tokenizer.encode_chat, vocab_size)
 
 
 def next_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """Tokens of a prompt that comes after something. Raises InvalidRequest."""
-    match prompt:
-        case TextPrompt(text):
-            tokens = tokenizer.encode_more(text)
-        case ChatPrompt():
-            tokens = tokenizer.encode_turn(_messages(prompt))
-        case TokenPrompt(token_ids):
-            require_tokens("token_ids.ids", token_ids, vocab_size)
-            tokens = list(token_ids)
-    return _required(tokens)
+    return _tokens(prompt, tokenizer.encode_more, tokenizer.encode_turn, vocab_size)
 
 
 def continued_prompt(history: Sequence[int], prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
@@ -47,13 +31,22 @@ def continued_prompt(history: Sequence[int], prompt: Prompt, tokenizer: Tokenize
     return [*history, *next_prompt(prompt, tokenizer, vocab_size)]
 
 
-def _messages(prompt: ChatPrompt) -> list[tuple[str, str]]:
-    if not prompt.messages:
-        raise InvalidRequest("chat.messages: empty; at least one message would do")
-    return [(message.role, message.content) for message in prompt.messages]
-
-
-def _required(tokens: list[int]) -> list[int]:
+def _tokens(
+    prompt: Prompt,
+    encode: Callable[[str], list[int]],
+    encode_messages: Callable[[list[tuple[str, str]]], list[int]],
+    vocab_size: int,
+) -> list[int]:
+    match prompt:
+        case TextPrompt(text):
+            tokens = encode(text)
+        case ChatPrompt(messages):
+            if not messages:
+                raise InvalidRequest("chat.messages: empty; at least one message would do")
+            tokens = encode_messages([(message.role, message.content) for message in messages])
+        case TokenPrompt(token_ids):
+            require_tokens("token_ids.ids", token_ids, vocab_size)
+            tokens = list(token_ids)
     if not tokens:
         raise InvalidRequest("prompt: empty; at least one token would do")
     return tokens

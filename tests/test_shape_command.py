@@ -13,7 +13,6 @@ from bough.acceptance import DepthCounts, SchemeAcceptance, acceptance_from
 from bough.cli import argument_parser, main
 from bough.client import Client
 from bough.commands.shape import shape
-from bough.errors import ConfigError
 from bough.generation import Finished, GenerateOptions, Speculation, TextPrompt
 from bough.growth import Scheme, StaticShape
 from bough.launch import Cluster
@@ -162,9 +161,6 @@ async def test_from_what_a_running_system_has_measured(
         acceptance = acceptance_from("printed", report["acceptance"])
         assert 1 <= len(acceptance) <= most_rows
         assert expected_tokens(StaticShape(tuple(report["parents"])), acceptance) == report["expected_tokens"]
-    missing = argument_parser().parse_args([*live, "--scheme", "multi-round"])
-    with pytest.raises(ConfigError, match=r"no tree by the scheme multi-round yet \(measured: .*target"):
-        await shape(missing)
 
 
 def test_live_counts_become_a_shape(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

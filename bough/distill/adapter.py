@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from bough.errors import CheckpointError, ConfigError
+from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
 from bough.model.files import replace
 from bough.model.layers import working_layers
@@ -28,7 +28,6 @@ from bough.model.loading import build_skeleton
 MANIFEST_NAME = "bough_adapter.json"
 WEIGHTS_NAME = "adapter.safetensors"
 FORMAT = 1
-SAMPLE_BYTES = 4096  # of each tensor, that its fingerprint looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +149,7 @@ def base_fingerprint(checkpoint: Checkpoint) -> str:
         for slot in slots:
             for place in slot.source.places:
                 digest.update(f"{slot.key} {place.dtype} {place.shape}\n".encode())
-                try:
-                    with place.file.open("rb") as stream:
-                        stream.seek(place.offset)
-                        digest.update(stream.read(min(SAMPLE_BYTES, place.num_bytes)))
-                except OSError as exc:
-                    raise CheckpointError(f"{place.file}: tensor {place.name} cannot be read: {exc}") from exc
+                digest.update(place.first_bytes())
     return digest.hexdigest()
 
 

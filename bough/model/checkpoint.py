@@ -18,7 +18,7 @@ from bough.model.origin import Origin
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
-SAMPLE_BYTES = 4096  # of each tensor, that the fingerprint of contents looks at
+SAMPLE_BYTES = 4096  # of each tensor, that fingerprints of contents look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,15 @@ class TensorPlace:
     num_bytes: int
     dtype: str  # as safetensors spells it: "BF16", "F32", ...
     shape: tuple[int, ...]
+
+    def first_bytes(self) -> bytes:
+        """At most SAMPLE_BYTES of it, to know it by. Raises CheckpointError."""
+        try:
+            with self.file.open("rb") as stream:
+                stream.seek(self.offset)
+                return stream.read(min(SAMPLE_BYTES, self.num_bytes))
+        except OSError as exc:
+            raise CheckpointError(f"{self.file}: tensor {self.name} cannot be read: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +84,7 @@ class Checkpoint:
         """
         digest = hashlib.blake2b(self.fingerprint().encode(), digest_size=12)
         for place in sorted(self.tensors.values(), key=lambda place: (place.file, place.offset)):
-            try:
-                with place.file.open("rb") as stream:
-                    stream.seek(place.offset)
-                    digest.update(stream.read(min(SAMPLE_BYTES, place.num_bytes)))
-            except OSError as exc:
-                raise CheckpointError(f"{place.file}: tensor {place.name} cannot be read: {exc}") from exc
+            digest.update(place.first_bytes())
         return digest.hexdigest()
 
 
