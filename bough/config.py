@@ -88,7 +88,7 @@ class TargetConfig(WorkerConfig):
     """Settings of a target worker."""
 
     rows: int = setting(
-        64, parse_count, "rows of every matrix product: equal sizes make equal bits (DESIGN.md, rule 2)"
+        64, parse_count, "rows that go through a layer together; where products are a library's, all have so many"
     )
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
     host_memory: int = setting(0, parse_bytes, "beside a GPU: pinned memory for layers; 0 takes most of what is free")
@@ -98,7 +98,7 @@ class TargetConfig(WorkerConfig):
         "of it, at most so much for layers that were read ahead; 0 is 512MB, or three layers where those are more",
     )
     resident_layers: int = setting(-1, number(int, -1), "most layers that stay in memory; -1 is as many as fit")
-    link_threads: int = setting(4, parse_count, "threads that read weights")
+    link_threads: int = setting(8, parse_count, "threads that read weights")
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     max_sweep_tokens: int = setting(1024, parse_count, "most tokens of one sweep, all sessions together")
     gather: float = setting(

@@ -1,8 +1,8 @@
 """What a sweep will cost, before there is one, and what more memory would buy. Sizes and speeds in, seconds out.
 
 A sweep takes as long as the slower of two things that happen at once: the streamed layers cross the link, and every
-chunk of rows is multiplied with every layer. The first does not depend on the tree; the second grows by whole chunks.
-Where the second passes the first is the knee: up to there, nodes are free.
+chunk of rows is multiplied with every layer. The first does not depend on the tree; the second grows with it, by as
+many rows at a time as are padded to. Where the second passes the first is the knee: up to there, nodes are free.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bough.placement import Budgets, Fixed, Placement, Tier, place
+from bough.row_counts import RowCounts
 
 GIGABYTE = 1000**3
 MORE_GIGABYTES = (1, 4)  # that the price list offers
@@ -49,14 +50,21 @@ class Work:
 class SweepModel:
     """Predicted seconds of a sweep, by its number of tokens."""
 
-    rows: int  # of a chunk: every matrix product has so many, padding included
+    rows: RowCounts  # of a chunk
     link_seconds: float
-    chunk_seconds: float
+    row_seconds: float  # of arithmetic
+    read_seconds: float  # of all weights from memory, which every chunk takes at least
     unpack_seconds: float  # once a sweep, beside the link and before the products
 
+    def chunk_seconds(self, num_rows: int) -> float:
+        """Of the products of a chunk, padding included."""
+        return max(self.read_seconds, num_rows * self.row_seconds)
+
     def compute_seconds(self, num_tokens: int) -> float:
-        """Whole chunks, however few rows of the last one are wanted."""
-        return self.unpack_seconds + math.ceil(num_tokens / self.rows) * self.chunk_seconds
+        """One chunk after another."""
+        whole, rest = divmod(self.rows.padded(num_tokens), self.rows.most)
+        seconds = self.unpack_seconds + whole * self.chunk_seconds(self.rows.most)
+        return seconds + self.chunk_seconds(rest) if rest else seconds
 
     def seconds(self, num_tokens: int) -> float:
         """Link and compute go on at the same time."""
@@ -64,8 +72,12 @@ class SweepModel:
 
     @property
     def knee(self) -> int:
-        """The most tokens that cost no more than the link does; 0 where even one chunk of them costs more."""
-        return self.rows * max(0, math.floor((self.link_seconds - self.unpack_seconds) / self.chunk_seconds))
+        """The most tokens that cost no more than the link does; 0 where even the fewest cost more."""
+        left = self.link_seconds - self.unpack_seconds
+        whole = max(0, math.floor(left / self.chunk_seconds(self.rows.most)))
+        left -= whole * self.chunk_seconds(self.rows.most)
+        steps = math.floor(left / self.row_seconds / self.rows.step) if left >= self.read_seconds else 0
+        return whole * self.rows.most + min(steps * self.rows.step, self.rows.most - self.rows.step)
 
 
 def step_seconds(work: Work, rows: int, speeds: Speeds) -> float:
@@ -85,10 +97,15 @@ def link_seconds(placement: Placement, speeds: Speeds) -> float:
     return seconds
 
 
-def sweep_model(placement: Placement, work: Work, rows: int, speeds: Speeds) -> SweepModel:
+def sweep_model(placement: Placement, work: Work, rows: RowCounts, speeds: Speeds) -> SweepModel:
     """Of a model placed so, on a machine of these speeds."""
-    unpack = work.unpacked_bytes / speeds.unpack.per_second if speeds.unpack else 0.0
-    return SweepModel(rows, link_seconds(placement, speeds), step_seconds(work, rows, speeds), unpack)
+    return SweepModel(
+        rows,
+        link_seconds(placement, speeds),
+        step_seconds(work, 1, replace(speeds, memory=None)),
+        step_seconds(work, 0, speeds),
+        work.unpacked_bytes / speeds.unpack.per_second if speeds.unpack else 0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

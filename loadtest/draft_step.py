@@ -27,7 +27,7 @@ from bough.demonstration import demonstration_folder
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
-from bough.model.lean import large_pages
+from bough.model.pages import large_pages
 from bough.model.runner import ResidentModel
 from bough.model.threads import compute_with
 from bough.tree import Tree
@@ -69,7 +69,7 @@ def measure(model: ResidentModel, context: int, nodes: Sequence[int], turns: int
         return lambda: model.logits(Batch([Segment.tree(slot, context, tree)], None, CPU))
 
     num_bytes = weight_bytes(model)
-    large = torch.from_numpy(large_pages(num_bytes // 4 * 4)).view(torch.float32).fill_(1)
+    large = torch.frombuffer(large_pages(num_bytes // 4 * 4), dtype=torch.float32).fill_(1)
     small = torch.ones(num_bytes // 4)
     parts: dict[str, Callable[[], object]] = {"read": large.sum, "read in small pages": small.sum}
     parts |= {str(num_nodes): step(num_nodes) for num_nodes in nodes}

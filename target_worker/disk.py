@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 
 from bough.errors import StreamError
+from bough.model.pages import large_pages
 from target_worker.weights import ALIGNMENT, Extent, LayerWeights
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 2 * 1024 * 1024  # one read
+PIECE_BYTES = 8 * 1024 * 1024  # one read: each costs a turn of the interpreter, which sweeps need as well
 
 Allocate = Callable[[int], memoryview]  # of page-aligned memory, by the number of its bytes
 
@@ -44,7 +45,7 @@ class Slab(NamedTuple):
 
 def pageable_memory(num_bytes: int) -> memoryview:
     """Page-aligned memory, taken from the system when it is first written to."""
-    return memoryview(mmap.mmap(-1, num_bytes))
+    return memoryview(large_pages(num_bytes))
 
 
 class _File(NamedTuple):

@@ -21,6 +21,7 @@ from bough.futures import Unanswered, settle
 from bough.messages import VerifyCall, VerifyResult
 from bough.model.batch import Batch
 from bough.model.memory import Limits
+from bough.row_counts import RowCounts
 from target_worker.batching import Part
 from target_worker.calls import Calls
 from target_worker.gathering import Gathering
@@ -40,7 +41,7 @@ SHUT_DOWN = "the target worker is being shut down"
 class SweepModel(Protocol):
     """The seam below the engine: a streamed model, or a fake."""
 
-    rows: int
+    rows: RowCounts
     device: torch.device
 
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
@@ -195,7 +196,7 @@ class Engine:
 
     def _choose(self) -> list[Part[Job]]:
         jobs = [*self._calls]
-        parts = choose_shared(jobs, self._max_sweep_tokens, self._model.rows, self._pace.seconds)
+        parts = choose_shared(jobs, self._max_sweep_tokens, self._model.rows.most, self._pace.seconds)
         for job in jobs:
             job.num_passed_over += 1
         return parts

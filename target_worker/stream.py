@@ -50,7 +50,9 @@ class Ring:
         memory = allocate(slab_bytes * num_slabs)
         self._slabs = [Slab.over(memory[i * slab_bytes : (i + 1) * slab_bytes]) for i in range(num_slabs)]
         self._pieces = [cut(layer.extents) for layer in layers]
-        self._state = threading.Condition()
+        self._state = threading.Lock()
+        self._progress = threading.Condition(self._state)  # for the one who takes layers
+        self._room = threading.Condition(self._state)  # for those who read; each that finds work wakes another
         self._closed = False
         self._reset()
         self._reads_in_flight = 0
@@ -68,7 +70,7 @@ class Ring:
     ) -> None:
         with self._state:
             self._closed = True
-            self._state.notify_all()
+            self._room.notify_all()
         for thread in self._threads:
             thread.join()
 
@@ -91,7 +93,7 @@ class Ring:
         assert sequence % len(self.layers) == index, "layers are taken in order"
         began = time.perf_counter_ns()
         with self._state:
-            self._state.wait_for(lambda: self._error is not None or self._has_arrived(sequence))
+            self._progress.wait_for(lambda: self._error is not None or self._has_arrived(sequence))
             if self._error is not None:
                 raise self._error
             self._wait_ns += time.perf_counter_ns() - began
@@ -99,14 +101,14 @@ class Ring:
         with self._state:
             self._consumed += 1
             self._missing.pop(sequence, None)
-            self._state.notify_all()
+            self._room.notify()
 
     def restart(self) -> None:
         """Begins again with layer 0, after an error or a sweep that was given up."""
         with self._state:
-            self._state.wait_for(lambda: self._reads_in_flight == 0)  # nobody may still write into a slab
+            self._progress.wait_for(lambda: self._reads_in_flight == 0)  # nobody may still write into a slab
             self._reset()
-            self._state.notify_all()
+            self._room.notify()
 
     def figures(self) -> LinkFigures:
         """Counters since the start."""
@@ -125,7 +127,7 @@ class Ring:
     def _take(self) -> tuple[int, Piece] | None:
         """The next piece to read, once its slab is free; None when the ring is closed."""
         with self._state:
-            self._state.wait_for(self._may_read)
+            self._room.wait_for(self._may_read)
             if self._closed:
                 return None
             sequence, number = self._issued
@@ -136,6 +138,8 @@ class Ring:
             if self._reads_in_flight == 0:
                 self._busy_since_ns = time.perf_counter_ns()
             self._reads_in_flight += 1
+            if self._may_read():
+                self._room.notify()
             return sequence, pieces[number]
 
     def _may_read(self) -> bool:
@@ -150,7 +154,7 @@ class Ring:
             self._missing[sequence] -= 1
             self._error = self._error or error
             if error is not None or self._reads_in_flight == 0 or self._has_arrived(sequence):
-                self._state.notify_all()
+                self._progress.notify_all()
 
     def _fill(self, sequence: int, piece: Piece) -> StreamError | None:
         """Reads one piece; an error is returned, to be raised where the layer is wanted."""

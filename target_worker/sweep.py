@@ -10,7 +10,8 @@ import torch
 
 from bough.model.batch import Batch, Chunk
 from bough.model.device import working_on
-from bough.model.loading import Skeleton, bind_resident, fixed_rows, move_buffers
+from bough.model.loading import Skeleton, bind_resident, move_buffers
+from bough.model.reproducible import make_reproducible
 from bough.model.source import ReusedMemory
 from target_worker.tiers import Tiers
 
@@ -29,13 +30,13 @@ class StreamedModel:
     """A target whose decoder layers get their parameters from where they live, one layer after another.
 
     transformers' own forward runs; only what each layer's `forward` does is replaced: wait for the slab, bind the
-    parameters, run the layer on fixed-size chunks of rows. So what is particular to an architecture stays its own.
+    parameters, run the layer on one chunk of rows after another. What is particular to an architecture stays its own.
     """
 
     def __init__(self, skeleton: Skeleton, tiers: Tiers, rows: int, device: torch.device) -> None:
         self.skeleton = skeleton
         self.tiers = tiers
-        self.rows = rows
+        self.rows = make_reproducible(skeleton, rows, device)
         self.device = device
         self._figures = tiers.figures()
         self._best_speed = 0.0  # of the link over a sweep, in bytes per nanosecond
@@ -46,9 +47,6 @@ class StreamedModel:
         move_buffers(skeleton.model, device)
         for index, layer in enumerate(skeleton.layers):
             layer.forward = self._streamed(index, layer.forward)
-        decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
-        for module in (decoder.norm, head):
-            module.forward = fixed_rows(module.forward, rows)
 
     @torch.inference_mode()
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:

@@ -18,7 +18,8 @@ from bough.model.kv_arena import KVArena
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import Limits, activation_bytes, num_kv_rows, resident_bytes, unpacking_bytes
 from bough.model.pack_folder import read_checksums
-from bough.model.threads import compute_with
+from bough.model.reproducible import describe
+from bough.model.threads import compute_reproducibly_with, hand_over_soon
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Fixed, Placement, Tier
 from bough.records import WorkerLoad
@@ -39,7 +40,8 @@ class TargetWorker:
     """Owns everything that the target needs; closed once."""
 
     def __init__(self, config: TargetConfig, worker_id: str) -> None:
-        compute_with(config.threads)
+        compute_reproducibly_with(config.threads)
+        hand_over_soon()
         self._config = config
         self._worker_id = worker_id
         checkpoint = Checkpoint.open(config.model)
@@ -60,11 +62,11 @@ class TargetWorker:
         tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes)
         self._resources.enter_context(tiers)
         self._tiers = tiers
-        model = StreamedModel(self._skeleton, tiers, config.rows, self._device)
+        self._model = StreamedModel(self._skeleton, tiers, config.rows, self._device)
         self._metrics = Metrics(self._name)
-        self._engine = Engine(model, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
+        self._engine = Engine(self._model, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
         self._metrics.watch(self._load)
-        self._engine.start(lambda: compute_with(config.threads))
+        self._engine.start(lambda: compute_reproducibly_with(config.threads))
         self._resources.callback(self._engine.stop)
         self._resources.callback(self._metrics.close)
         try:
@@ -121,7 +123,7 @@ class TargetWorker:
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
             bough_version=__version__,
-            arithmetic=f"{self._config.rows} rows, {device_name(self._device)}, torch {torch.__version__}",
+            arithmetic=f"{describe(self._model.rows)}, {device_name(self._device)}, torch {torch.__version__}",
         )
 
     def _load(self) -> Load:
@@ -135,7 +137,7 @@ class TargetWorker:
             notes.append("host memory could not be pinned: copies to the GPU are slower than they might be")
         if not self._tiers.is_direct:
             notes.append("reads go through the page cache: the file system refuses O_DIRECT")
-        notes.append(f"every matrix product has {self._config.rows} rows")
+        notes.append(f"{describe(self._model.rows)}: a row's bits do not depend on what else is in a sweep")
         if self._metrics.port >= 0:
             notes.append(f"metrics at http://{self._config.host}:{self._metrics.port}/metrics")
         if unused := self._skeleton.unused:

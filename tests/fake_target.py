@@ -13,6 +13,7 @@ from bough.model.batch import Batch
 from bough.model.kv import KVShape
 from bough.model.kv_arena import KVArena
 from bough.model.memory import Limits
+from bough.row_counts import RowCounts
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.engine import Engine
@@ -24,6 +25,7 @@ CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 SHAPE = KVShape(1, 1, 1, torch.float32)
 LIMITS = Limits(rows=8, max_sweep_tokens=16, max_nodes=16, max_context=48)
+ROWS = RowCounts(LIMITS.rows, LIMITS.rows)
 FIGURES = SweepFigures(100, 40, 80, 1000, 60)
 
 
@@ -35,7 +37,7 @@ class FakeModel:
 
     device = CPU
 
-    def __init__(self, rows: int = LIMITS.rows, figures: SweepFigures = FIGURES) -> None:
+    def __init__(self, rows: RowCounts = ROWS, figures: SweepFigures = FIGURES) -> None:
         self.rows = rows
         self.figures = figures
         self.batches: list[Batch] = []

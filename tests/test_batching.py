@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.prefix import common_length
+from bough.row_counts import RowCounts
 from target_worker.batching import Part, choose
 from target_worker.held import Text
 from target_worker.pace import Pace
@@ -221,7 +222,7 @@ def test_waiting_for_anothers_work_makes_nobody_later(num_calls: int, common: in
 
 
 def test_the_pace_is_the_links_or_the_products() -> None:
-    pace = Pace(rows=8)
+    pace = Pace(RowCounts(8, 8))
     assert pace.seconds(100) == 0.0
     for _ in range(20):
         pace.observe(16, SweepFigures(1_000_000_000, 600_000_000, 900_000_000, 1, 1))

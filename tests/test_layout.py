@@ -14,7 +14,14 @@ PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generatio
 PURE |= {"records", "placement", "planning", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
 PURE |= {"chat_template", "calibration", "values", "index_url", "index_answers"}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
-PURE_MAY_IMPORT |= {"bough.placement", "bough.growth", "bough.draft_probs", "bough.acceptance", "bough.chat_template"}
+PURE_MAY_IMPORT |= {
+    "bough.placement",
+    "bough.growth",
+    "bough.row_counts",
+    "bough.draft_probs",
+    "bough.acceptance",
+    "bough.chat_template",
+}
 PURE_MAY_IMPORT |= {"bough.records", "bough.values"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 

@@ -28,6 +28,7 @@ from bough.model.shapes import Packing, find_config, model_shapes
 from bough.placement import Budgets, Fixed, Placement, Tier, place
 from bough.planning import Speed, Speeds, SweepModel, Work, purchases, rate, sweep_model
 from bough.plotting import text_plot
+from bough.row_counts import RowCounts
 from target_worker.weights import plan_layer
 
 LLAMA_70B = {
@@ -144,9 +145,9 @@ def test_community_packings_are_read_from_the_config(method: str, tmp_path: Path
     assert Packing.of(load_config(folder), folder, 16) is None
 
 
-MODELS = st.builds(
-    SweepModel, st.sampled_from([16, 64]), st.floats(0, 100), st.floats(1e-3, 10), st.floats(0, 1)
-)  # fmt: skip
+FIXED = RowCounts(64, 64)
+COUNTS = st.sampled_from([RowCounts(16, 16), FIXED, RowCounts(64, 4)])
+MODELS = st.builds(SweepModel, COUNTS, st.floats(0, 100), st.floats(1e-4, 0.2), st.floats(0, 3), st.floats(0, 1))
 
 
 @given(model=MODELS)
@@ -161,7 +162,7 @@ def test_up_to_the_knee_nodes_are_free_and_beyond_they_are_not(model: SweepModel
 @given(model=MODELS, tokens=st.integers(1, 5000))
 def test_more_tokens_are_never_faster(model: SweepModel, tokens: int) -> None:
     assert model.seconds(tokens) <= model.seconds(tokens + 1)
-    assert model.seconds(tokens) >= max(model.link_seconds, model.chunk_seconds)
+    assert model.seconds(tokens) >= max(model.link_seconds, model.chunk_seconds(1))
 
 
 @given(
@@ -179,7 +180,7 @@ def test_more_memory_never_predicts_slower(
     def seconds(device: int, host: int) -> float:
         budgets = Budgets(device * unit + 2 * 10**9, host * unit, 4 * 10**9, num_layers)
         placement = place(sizes, Fixed(0, 0, 0, 0), budgets)
-        return sweep_model(placement, Work(1e9, 10**9), 64, SPEEDS).seconds(64)
+        return sweep_model(placement, Work(1e9, 10**9), FIXED, SPEEDS).seconds(64)
 
     assert seconds(device + more_device, host + more_host) <= seconds(device, host)
 
@@ -189,7 +190,7 @@ def test_the_price_list_says_what_is_saved() -> None:
     budgets = Budgets(device=10 * 10**9, host=20 * 10**9, ring=2 * 10**9, max_resident=40)
 
     def seconds(placement: Placement) -> float:
-        return sweep_model(placement, Work(0, 0), 64, SPEEDS).link_seconds
+        return sweep_model(placement, Work(0, 0), FIXED, SPEEDS).link_seconds
 
     bought = purchases(sizes, fixed, budgets, ("device", "host"), seconds)
     before = place(sizes, fixed, budgets)
@@ -205,7 +206,7 @@ def test_the_price_list_says_what_is_saved() -> None:
 
 
 def test_rates_count_the_draft_but_not_for_plain_decoding() -> None:
-    model = SweepModel(rows=64, link_seconds=1.0, chunk_seconds=0.1, unpack_seconds=0.0)
+    model = SweepModel(FIXED, link_seconds=1.0, row_seconds=0.001, read_seconds=0.0, unpack_seconds=0.0)
     assert rate(model, 1, 64, draft_seconds=0.5).tokens_per_second == 1.0
     assert rate(model, 6, 64, draft_seconds=0.5).tokens_per_second == pytest.approx(4.0)
 
@@ -279,7 +280,7 @@ def test_tables_and_a_plot(llama_70b: str, tiny: Path, capsys: pytest.CaptureFix
 
 
 def test_a_plot_is_as_high_as_its_slowest_sweep() -> None:
-    plot = text_plot(SweepModel(64, 1.0, 0.25, 0.0), 1024)
+    plot = text_plot(SweepModel(FIXED, 1.0, 0.25 / 64, 0.0, 0.0), 1024)
     assert plot.splitlines()[0].strip().startswith("4 |")
     assert plot.count("K") == 1
 

@@ -18,6 +18,7 @@ from bough.messages import VerifyCall, VerifyResult
 from bough.model.batch import Batch
 from bough.model.kv_arena import KVArena
 from bough.model.memory import Limits
+from bough.row_counts import RowCounts
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.engine import Engine, SweepModel
@@ -50,7 +51,7 @@ def started(engine: Engine) -> Iterator[Engine]:
 
 @pytest.fixture
 def model() -> FakeModel:
-    return FakeModel(rows=64, figures=LINK_BOUND)
+    return FakeModel(RowCounts(64, 64), figures=LINK_BOUND)
 
 
 @pytest.fixture

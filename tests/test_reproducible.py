@@ -114,7 +114,9 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3 moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3 moe", "gemma2, soft-capping, alternating windows", "starcoder2, biases"]
+)
 def test_logits_are_bitwise_those_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Random trees at positions that cross the attention's blocks, beside another session's tree and context."""
     rng = np.random.default_rng(1)

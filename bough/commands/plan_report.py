@@ -94,7 +94,7 @@ def _sweeps(plan: Plan) -> Iterator[str]:
         )
     yield "compute is matrix products alone: attention, norms and drawing come on top, which in small layers is most"
     if sweep.knee == 0:
-        yield f"no knee: {sweep.rows} rows already compute for longer than the link takes"
+        yield f"no knee: {sweep.rows.step} rows already compute for longer than the link takes"
 
 
 def _rates(plan: Plan) -> Iterator[str]:

@@ -19,6 +19,7 @@ from bough.model.probe import (
     set_threads,
     unpack_speed,
 )
+from bough.model.reproducible import product_of
 from bough.model.shapes import ModelShapes, find_config, model_shapes
 from bough.placement import Budgets, Placement, Tier, place
 from bough.planning import Purchase, Rate, Speed, Speeds, SweepModel, purchases, rate, step_seconds, sweep_model
@@ -63,10 +64,11 @@ class Plan:
 def make_plan(settings: PlanConfig) -> Plan:
     """Sizes, then places, then those speeds that matter for them, then what it all comes to."""
     config, folder = find_config(settings.model)
-    shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows)
     is_gpu = settings.device == "gpu" or (
         settings.device == "" and (settings.host_memory > 0 or settings.host_link_speed > 0 or has_gpu())
     )
+    device_type = "cuda" if is_gpu else "cpu"
+    shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
     fixed = shapes.fixed(settings)
     allowed = budgets(settings, shapes.layer_bytes, _device_budget(settings, is_gpu), settings.host_memory)
     placement = place(shapes.layer_bytes, fixed, allowed)
@@ -74,7 +76,7 @@ def make_plan(settings: PlanConfig) -> Plan:
     draft = draft_cost(settings, speeds) if settings.draft else None
 
     def sweep_of(placement: Placement) -> SweepModel:
-        return sweep_model(placement, shapes.work, settings.rows, speeds)
+        return sweep_model(placement, shapes.work, shapes.rows, speeds)
 
     sweep, num_nodes = sweep_of(placement), min(OrchestratorConfig().budget, settings.max_nodes)
     draft_seconds = draft.seconds if draft else 0.0
@@ -117,7 +119,7 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     unpack = _told("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packed_bits else None
     disk = _told("--link-speed", settings.link_speed, GIGA)
     if is_here:
-        compute = compute or matrix_speed(shapes.matrices, rows, dtype, device)
+        compute = compute or matrix_speed(shapes.matrices, rows, dtype, device, product_of(shapes.rows))
         host_link = host_link or (host_link_speed(device) if is_gpu else None)
         memory = memory or memory_speed(device)
         unpack = unpack or (unpack_speed(shapes.packed_bits, dtype, device) if shapes.packed_bits else None)

@@ -31,7 +31,7 @@ _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 
 _compiled = numba.njit(fastmath=_FASTMATH, cache=True, error_model="numpy")
-_parallel = numba.njit(fastmath=_FASTMATH, cache=True, error_model="numpy", parallel=True)
+_parallel = numba.njit(fastmath=_FASTMATH, cache=True, error_model="numpy", parallel=True, nogil=True)
 
 
 def _wide(stored: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from bough.model.kv import KVSlot
+from bough.row_counts import RowCounts
 from bough.tree import Tree
 
 IntArray = NDArray[np.int32]
@@ -86,21 +87,22 @@ class Chunk:
 
 
 class Batch:
-    """Segments one after another, padded to whole chunks of `rows` rows.
+    """Segments one after another, padded, in chunks that go through each layer by turns.
 
-    Matrix products of different row counts round differently, so a batch that is to be reproducible goes through each
-    layer in chunks of one fixed row count (DESIGN.md, rule 2); `rows=None` is one chunk of whatever size comes.
+    A batch that is to be reproducible has chunks of the sizes that `bough.model.reproducible` allows; `rows=None` is
+    one chunk of whatever size comes.
     """
 
-    def __init__(self, segments: Sequence[Segment], rows: int | None, device: torch.device) -> None:
+    def __init__(self, segments: Sequence[Segment], rows: RowCounts | None, device: torch.device) -> None:
         self.segments = tuple(segment for segment in segments if len(segment))
         self.num_tokens = sum(map(len, self.segments))
-        self.rows = rows or self.num_tokens
-        self.num_rows = -(-self.num_tokens // self.rows) * self.rows
+        counts = rows or RowCounts(self.num_tokens, self.num_tokens)
+        self.num_rows = counts.padded(self.num_tokens)
         self.input_ids = self._padded([segment.tokens for segment in self.segments]).to(device)
         self.position_ids = self._padded([segment.positions for segment in self.segments]).to(device)
         self.logit_rows = torch.from_numpy(self._logit_rows()).to(device)
-        self.chunks = tuple(self._chunk(begin, device) for begin in range(0, self.num_rows, self.rows))
+        begins = range(0, self.num_rows, counts.most)
+        self.chunks = tuple(self._chunk(begin, min(begin + counts.most, self.num_rows), device) for begin in begins)
 
     def _padded(self, arrays: Sequence[IntArray]) -> torch.Tensor:
         padded = np.zeros((1, self.num_rows), dtype=np.int64)
@@ -111,8 +113,7 @@ class Batch:
         wanted = np.concatenate([np.full(len(segment), segment.wants_logits) for segment in self.segments])
         return np.flatnonzero(wanted)
 
-    def _chunk(self, begin: int, device: torch.device) -> Chunk:
-        end = begin + self.rows
+    def _chunk(self, begin: int, end: int, device: torch.device) -> Chunk:
         pieces, offset = [], 0
         for segment in self.segments:
             first, last = max(begin, offset), min(end, offset + len(segment))

@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bough.model.checkpoint import TensorPlace
 from bough.model.source import ReusedMemory, Scratch, Source
+from bough.model.threads import all_threads
 
 NAME = "bough"
 EXPERT_ROWS = 16  # rows of an expert's matrix products: one count for all, so that equal rows give equal bits
@@ -103,7 +104,8 @@ def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor) -> 
     """Rows, a multiple of EXPERT_ROWS of them, times one of an expert's matrices."""
     weight = getattr(module, name)[expert]
     weight = weight if module.is_transposed else weight.t()
-    out = torch.cat([part @ weight for part in torch.split(rows, EXPERT_ROWS)])
+    with all_threads():
+        out = torch.cat([part @ weight for part in torch.split(rows, EXPERT_ROWS)])
     return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
 
 

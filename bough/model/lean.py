@@ -5,7 +5,6 @@ What it computes is what transformers computes, in bfloat16, but for rounding: t
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from bough.model.batch import Batch
 from bough.model.lean_attention import Spans
 from bough.model.lean_step import Room, Sizes, Weights, run_step
 from bough.model.loading import Correction, ParameterSlot, Skeleton, bind_resident, uncorrected
+from bough.model.pages import large_pages
 from bough.model.products import LANES, MAX_ROWS, WIDTH, packed
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of one build; any other goes by way of transformers
@@ -147,14 +147,6 @@ def _load(skeleton: Skeleton, correct: Correction) -> Weights:
     )
 
 
-def large_pages(num_bytes: int) -> np.ndarray:
-    """Memory in pages of 2 MB, where the system has them: small ones cost a look-up for every 4 KB that are read."""
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.int32)
-
-
 class _Stack:
     """One matrix after another."""
 
@@ -165,7 +157,7 @@ class _Stack:
     def put(self, matrix: torch.Tensor) -> None:
         """All are of one size."""
         if not len(self.flat):
-            self.flat = large_pages(self._count * matrix.nbytes)
+            self.flat = np.frombuffer(large_pages(self._count * matrix.nbytes), np.int32)
         self.flat[self._used : self._used + matrix.numel()] = matrix.flatten().numpy()
         self._used += matrix.numel()
 

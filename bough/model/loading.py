@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -268,19 +267,3 @@ def read_place(place: TensorPlace) -> torch.Tensor:
     if len(data) < place.num_bytes:
         raise CheckpointError(f"{place.file}: tensor {place.name} ends after {len(data)} of {place.num_bytes} bytes")
     return torch.from_numpy(data)
-
-
-def fixed_rows(function: Callable[..., torch.Tensor], rows: int) -> Callable[..., torch.Tensor]:
-    """A function of (1, n, features) rows, called on `rows` rows at a time whatever n is.
-
-    Matrix products of different row counts round differently; at one row count a row's result does not depend on its
-    place or its neighbours (measured by tests/test_reproducible.py).
-    """
-
-    def run(hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        count = hidden.shape[1]
-        padded = nn.functional.pad(hidden, (0, 0, 0, max(rows, -(-count // rows) * rows) - count))
-        parts = [function(part, **kwargs) for part in torch.split(padded, rows, dim=1)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[:, :count]
-
-    return run

@@ -22,12 +22,13 @@ from bough.errors import ConfigError
 from bough.model.checkpoint import TensorPlace
 from bough.model.packed import Packed
 from bough.model.quantize import GROUP_SIZES, SCALE_BYTES
+from bough.model.reproducible import Product
 from bough.model.source import FreshMemory
 from bough.planning import Speed
 
 PROBE_SECONDS = 0.3  # of each measurement; that of the disk takes DISK_SECONDS
 DISK_SECONDS = 0.7
-PIECE_BYTES = 2 * 1024 * 1024  # one read, as the target worker reads
+PIECE_BYTES = 8 * 1024 * 1024  # one read, as the target worker reads
 STAND_IN_BYTES = 256 * 1024 * 1024  # of a file to read where there are no weights yet
 COPY_BYTES = 128 * 1024 * 1024
 CACHE_BYTES = 64 * 1024 * 1024  # products take turns with more weights than a cache holds, as in a sweep
@@ -84,7 +85,11 @@ def host_link_speed(device: torch.device) -> Speed:
 
 
 def matrix_speed(
-    matrices: Sequence[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype, device: torch.device
+    matrices: Sequence[tuple[int, int]],
+    rows: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    product: Product,
 ) -> Speed:
     """Operations per second in products with a layer's own matrices, (outputs, inputs), of rows[0] rows.
 
@@ -97,18 +102,18 @@ def matrix_speed(
         copies = -(-CACHE_BYTES // (outputs * inputs * dtype.itemsize))
         weights = torch.ones(copies, outputs, inputs, dtype=dtype, device=device)
         for num_rows in rows:
-            seconds[num_rows] += count * _product_seconds(weights, num_rows, PROBE_SECONDS / len(shapes))
+            seconds[num_rows] += count * _product_seconds(product, weights, num_rows, PROBE_SECONDS / len(shapes))
     first, *others = (2.0 * num_rows * layer_elements / seconds[num_rows] for num_rows in rows)
     beside = "".join(f"; of {n} rows {speed / 1e12:.3g} TFLOP/s" for n, speed in zip(rows[1:], others, strict=True))
     name = str(dtype).removeprefix("torch.")
     return Speed(first, f"measured: products of {rows[0]} rows with a layer's matrices, {name}{beside}")
 
 
-def _product_seconds(weights: torch.Tensor, num_rows: int, limit_seconds: float) -> float:
+def _product_seconds(product: Product, weights: torch.Tensor, num_rows: int, limit_seconds: float) -> float:
     """Of one product, timed one by one: a machine that others use as well is free for so long at least."""
     hidden = torch.ones(num_rows, weights.shape[2], dtype=weights.dtype, device=weights.device)
     order = itertools.cycle(weights)
-    return _compute_seconds(lambda: torch.nn.functional.linear(hidden, next(order)), weights.device, limit_seconds)
+    return _compute_seconds(lambda: product(hidden, next(order), None), weights.device, limit_seconds)
 
 
 def unpack_speed(bits: int, dtype: torch.dtype, device: torch.device) -> Speed:

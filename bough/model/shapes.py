@@ -23,9 +23,11 @@ from bough.model.memory import Limits, activation_bytes, num_kv_rows
 from bough.model.naming import Quantization
 from bough.model.pack import is_packable, packed_bytes
 from bough.model.quantize import GROUP_SIZES
+from bough.model.reproducible import row_counts
 from bough.model.source import room_bytes
 from bough.placement import Fixed
 from bough.planning import Work
+from bough.row_counts import RowCounts
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
 COMMUNITY_GROUP = 128  # of GPTQ and AWQ, where config.json does not say
@@ -95,6 +97,7 @@ class ModelShapes:
     scratch_bytes: int  # room for the values of one layer that are no views of its bytes
     packed_bits: int  # 4 or 8; 0 where nothing is packed
     matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of a layer that has most bytes
+    rows: RowCounts  # of a chunk
     work: Work
 
     def fixed(self, settings: TargetConfig) -> Fixed:
@@ -147,8 +150,10 @@ def find_config(model: str) -> tuple[PretrainedConfig, Path]:
     return config, Path(cached).parent if isinstance(cached, str) else Path(HF_HUB_CACHE)
 
 
-def model_shapes(config: PretrainedConfig, folder: Path, dtype_name: str, bits: int, rows: int) -> ModelShapes:
-    """Sizes for computing in a data type, in products of `rows` rows, from the architecture on the meta device.
+def model_shapes(
+    config: PretrainedConfig, folder: Path, dtype_name: str, bits: int, rows: int, device_type: str = "cpu"
+) -> ModelShapes:
+    """Sizes for computing in a data type, in chunks of `rows` rows, from the architecture on the meta device.
 
     `bits` is how the weights will be stored: 16, or 8 or 4 as `bough pack` writes it; 0 is as the configuration says.
 
@@ -185,6 +190,7 @@ def model_shapes(config: PretrainedConfig, folder: Path, dtype_name: str, bits: 
         scratch_bytes=max(sum(p.scratch_bytes for p in layer) for layer in parameters),
         packed_bits=packing.bits if packing else 0,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
+        rows=row_counts(model, None if bits else Quantization.of(config, folder), dtype, rows, device_type),
         work=work,
     )
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numba
 import torch
+
+SWITCH_SECONDS = 0.0002
+WHOLE = 2  # threads among which torch shares rows without cutting one, whatever their number and size
 
 
 def compute_with(num_threads: int) -> None:
@@ -16,3 +23,33 @@ def compute_with(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     numba.set_num_threads(min(num_threads, available))
+
+
+def hand_over_soon() -> None:
+    """For a process in which threads read while one computes.
+
+    A thread whose read is done waits for Python's interpreter until the one that computes has been asked to let go of
+    it: by default for 5 ms, in which nothing is read.
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
+
+
+def compute_reproducibly_with(num_threads: int) -> None:
+    """The same, where a number's bits must not depend on its place among others (bough.model.reproducible).
+
+    torch divides numbers evenly among its threads: three would cut a row, and the numbers at a cut, which do not fill a
+    vector, are rounded otherwise. So it has two at most, but for products (`all_threads`).
+    """
+    compute_with(num_threads)
+    torch.set_num_threads(min(num_threads, WHOLE))
+
+
+@contextmanager
+def all_threads() -> Iterator[None]:
+    """As many for torch as numba has, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(numba.get_num_threads())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,97 @@
+"""A row's result is the same bits at any place in any batch (DESIGN.md, rule 2), and what that takes.
+
+A library's matrix products round differently for different numbers of rows. So either products are our own, in which
+no row knows of any other, or all of them have one number of rows, padding included. What works on one number at a time
+torch cuts into vectors, and rounds what is left over otherwise: where it cuts must not depend on what is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from bough.model.loading import Skeleton
+from bough.model.naming import Quantization
+from bough.model.row_products import can_multiply, multiply
+from bough.model.threads import all_threads
+from bough.row_counts import RowCounts
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+STEP = 4  # rows that are padded to where products are our own: two threads cut that into whole vectors
+
+
+def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> RowCounts:
+    """Replaces a model's products; says how many rows may go through its layers together, at most `most`.
+
+    The model must then be computed with by `compute_reproducibly_with`.
+    """
+    counts = row_counts(skeleton.model, skeleton.quantization, skeleton.dtype, most, device.type)
+    decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
+    product = product_of(counts)
+    for module in (*_linears(decoder.layers), head):
+        if device.type == "cpu":
+            module.forward = partial(_forward, module, product)
+    for module in (decoder.norm, head):
+        module.forward = _in_counts(module.forward, counts)
+    return counts
+
+
+def row_counts(
+    model: PreTrainedModel, quantization: Quantization | None, dtype: torch.dtype, most: int, device_type: str
+) -> RowCounts:
+    """In steps of `most` where some product is a library's: on a GPU, of experts, in float16, of unusual sizes.
+
+    Likewise of weights that come out of their packing transposed. `model` may be on the meta device.
+    """
+    layers = model.get_decoder().layers
+    linears = (*_linears(layers), model.get_output_embeddings())
+    known = {id(module) for module in linears}
+    others = [module for module in layers.modules() if id(module) not in known]
+    is_ours = (
+        device_type == "cpu"
+        and most % STEP == 0
+        and (quantization is None or quantization.method == "bough")
+        and all(can_multiply(module.weight.shape, dtype) for module in linears)
+        and not any(p is not None and p.dim() > 1 for module in others for p in module._parameters.values())
+    )
+    return RowCounts(most, STEP if is_ours else most)
+
+
+def product_of(counts: RowCounts) -> Product:
+    """What computes a linear layer: of rows, its matrix and its bias."""
+    return multiply if counts.step < counts.most else _library_product
+
+
+def describe(counts: RowCounts) -> str:
+    """What two workers must have in common to give the same bits, beside device and library."""
+    return "products of single rows" if counts.step < counts.most else f"products of {counts.most} rows"
+
+
+def _linears(layers: nn.ModuleList) -> list[nn.Linear]:
+    return [module for module in layers.modules() if isinstance(module, nn.Linear)]
+
+
+def _forward(module: nn.Linear, product: Product, rows: torch.Tensor) -> torch.Tensor:
+    return product(rows, module.weight, module.bias)
+
+
+def _library_product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    with all_threads():
+        return nn.functional.linear(rows, matrix, bias)
+
+
+def _in_counts(function: Callable[..., torch.Tensor], counts: RowCounts) -> Callable[..., torch.Tensor]:
+    """A function of (1, n, features) rows, called on allowed numbers of rows whatever n is."""
+
+    def run(hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        count = hidden.shape[1]
+        padded = nn.functional.pad(hidden, (0, 0, 0, counts.padded(count) - count))
+        parts = [function(part, **kwargs) for part in torch.split(padded, counts.most, dim=1)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[:, :count]
+
+    return run
