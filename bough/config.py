@@ -88,7 +88,7 @@ class TargetConfig(WorkerConfig):
     """Settings of a target worker."""
 
     rows: int = setting(
-        64, parse_count, "rows that go through a layer together; where products are a library's, all have so many"
+        64, parse_count, "rows of every matrix product, where those are a library's and equal sizes make equal bits"
     )
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
     host_memory: int = setting(0, parse_bytes, "beside a GPU: pinned memory for layers; 0 takes most of what is free")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+OWN_MOST = 256  # rows of a chunk whose products are bough's own: fewer calls for each row, and they still fit a cache
+
 
 class RowCounts(NamedTuple):
     """Numbers of rows that are allowed: multiples of `step`, itself a divisor of `most`."""

@@ -86,13 +86,10 @@ class Bench:
                     self.groups.append(done)
                 rate = done.num_tokens / done.seconds
                 print(f"{len(numbers):3} sessions: {rate:.2f} tokens per second", file=sys.stderr, flush=True)
-            for question in self._texts[:SECOND_TURNS]:
-                for kind in self._kinds():
-                    self.turns[kind].append(await second_turn(client, question, sends_new=kind == "new"))
+            questions = iter(self._texts[::-1])  # each once: what one conversation has computed, another would find
+            for kind in ("history", "new") * SECOND_TURNS:
+                self.turns[kind].append(await second_turn(client, next(questions), sends_new=kind == "new"))
             self.shared.append(await shared_prompt(client, self._shared_tokens, self._rests))
-
-    def _kinds(self) -> Sequence[str]:
-        return ("history", "new")
 
     def figures(self) -> dict[str, Any]:
         """For the JSON line."""

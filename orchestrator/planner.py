@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bough.generation import Speculation
 from bough.growth import NO_TREE, BestFirst, TreePlan
@@ -23,14 +23,18 @@ class RoundOutcome:
     timings: RoundTimings
 
 
+class Rest(NamedTuple):
+    """What a sweep computes beside a tree."""
+
+    num_sessions: int = 1  # that run at the target, this one included
+    num_context: int = 0  # tokens before the tree that the target does not hold
+
+
 class Planner(Protocol):
     """Decides the size of every round's tree."""
 
-    def plan(self, session_id: str, num_left: int, speculation: Speculation, num_sharing: int) -> TreePlan:
-        """For a session that wants `num_left` more tokens at most; NO_TREE is plain decoding.
-
-        `num_sharing` sessions run at its target, this one included.
-        """
+    def plan(self, session_id: str, num_left: int, speculation: Speculation, rest: Rest) -> TreePlan:
+        """For a session that wants `num_left` more tokens at most; NO_TREE is plain decoding."""
         ...
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> None:
@@ -43,21 +47,22 @@ class Planner(Protocol):
 
 
 class FixedPlanner:
-    """Always the same size, but for what the request itself asks, and for other sessions in the same sweep.
+    """Always the same size, but for what the request itself asks, and for what else is in the same sweep.
 
     Up to `sweep_nodes` a sweep costs the same; beyond, it costs as much more as it is larger. The first few nodes of a
-    tree bring far more than its last ones, so these are the first to go where there are others to share with.
+    tree bring far more than its last ones, so these are the first to go where there are other sessions to share with,
+    or a prompt to be read.
     """
 
     def __init__(self, size: BestFirst, sweep_nodes: int) -> None:
         self._size = size
         self._sweep_nodes = sweep_nodes
 
-    def plan(self, session_id: str, num_left: int, speculation: Speculation, num_sharing: int) -> TreePlan:
+    def plan(self, session_id: str, num_left: int, speculation: Speculation, rest: Rest) -> TreePlan:
         """The configured size, overridden field by field by the request; no deeper than tokens are left to guess."""
         if speculation.disabled or num_left <= 1:
             return NO_TREE
-        share = max(MIN_SHARE, self._sweep_nodes // max(1, num_sharing))
+        share = max(MIN_SHARE, self._sweep_nodes // max(1, rest.num_sessions) - rest.num_context)
         growth = speculation.growth or BestFirst(
             speculation.budget or min(self._size.budget, share),
             speculation.width or self._size.width,

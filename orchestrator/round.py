@@ -20,7 +20,7 @@ from orchestrator.calibration import Calibrations
 from orchestrator.directory import Directory, Known
 from orchestrator.failover import Failover
 from orchestrator.lookup import Acceptance, Lookup, assumed_probability
-from orchestrator.planner import Planner, RoundOutcome
+from orchestrator.planner import Planner, Rest, RoundOutcome
 from orchestrator.recorder import Recorder
 from orchestrator.seat import Seat
 from orchestrator.session import Session
@@ -74,7 +74,8 @@ class Rounds:
             yield tokens
 
     def _plan(self, session: Session, target: Known[TargetClient]) -> TreePlan:
-        plan = self.planner.plan(session.session_id, session.num_left, session.speculation, target.num_running)
+        rest = Rest(target.num_running, len(session.tokens) - 1 - session.target_held)
+        plan = self.planner.plan(session.session_id, session.num_left, session.speculation, rest)
         return plan.within(target.info.max_nodes)
 
     def record(self, session: Session, target: Known[TargetClient]) -> None:

@@ -6,19 +6,25 @@ import pytest
 
 from bough.generation import Speculation
 from bough.growth import NO_TREE, BestFirst, StaticShape
-from orchestrator.planner import MIN_SHARE, FixedPlanner
+from orchestrator.planner import MIN_SHARE, FixedPlanner, Rest
 
 PLANNER = FixedPlanner(BestFirst(64, 16, 7), sweep_nodes=64)
 DEFAULT = Speculation()
 
 
-def budget(num_sharing: int, speculation: Speculation = DEFAULT) -> int:
-    return PLANNER.plan("s", 100, speculation, num_sharing).growth.budget
+def budget(num_sharing: int, speculation: Speculation = DEFAULT, num_context: int = 0) -> int:
+    return PLANNER.plan("s", 100, speculation, Rest(num_sharing, num_context)).growth.budget
 
 
 @pytest.mark.parametrize(("num_sharing", "expected"), [(1, 64), (2, 32), (8, 8), (16, MIN_SHARE), (100, MIN_SHARE)])
 def test_sessions_share_the_nodes_of_a_sweep(num_sharing: int, expected: int) -> None:
     assert budget(num_sharing) == expected
+
+
+@pytest.mark.parametrize(("num_context", "expected"), [(0, 64), (20, 44), (59, 5), (61, MIN_SHARE), (9000, MIN_SHARE)])
+def test_a_prompt_takes_its_rows_from_the_tree(num_context: int, expected: int) -> None:
+    assert budget(1, num_context=num_context) == expected
+    assert budget(1, Speculation(budget=64), num_context) == 64
 
 
 def test_a_size_that_a_request_asks_for_is_not_shared() -> None:
@@ -27,6 +33,6 @@ def test_a_size_that_a_request_asks_for_is_not_shared() -> None:
 
 
 def test_the_end_is_near_or_speculation_is_off() -> None:
-    assert PLANNER.plan("s", 1, DEFAULT, 1) == NO_TREE
-    assert PLANNER.plan("s", 9, Speculation(disabled=True), 1) == NO_TREE
-    assert PLANNER.plan("s", 3, DEFAULT, 1).growth == BestFirst(64, 16, 2)
+    assert PLANNER.plan("s", 1, DEFAULT, Rest()) == NO_TREE
+    assert PLANNER.plan("s", 9, Speculation(disabled=True), Rest()) == NO_TREE
+    assert PLANNER.plan("s", 3, DEFAULT, Rest()).growth == BestFirst(64, 16, 2)

@@ -15,6 +15,7 @@ from bough.model.kv import KVShape
 from bough.model.loading import Skeleton, max_positions
 from bough.model.packed import BLOCK_BYTES, BLOCK_ELEMENTS
 from bough.placement import Budgets
+from bough.row_counts import OWN_MOST
 
 SHARE = 0.8  # of what is free: others live here too
 RING_BYTES = 512 * 1000**2  # or RING_LAYERS, where those are more: what a ring takes unless it is told
@@ -90,7 +91,7 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
 def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -> int:
     """What a sweep takes at most beside weights and slots; an estimate from above, checked by tests/test_memory.py."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
-    rows = limits.rows
+    rows = max(limits.rows, OWN_MOST)
     tokens = -(-limits.max_sweep_tokens // rows) * rows
     hidden = tokens * int(config.hidden_size) * size * HIDDEN_COPIES
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4

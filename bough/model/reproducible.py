@@ -19,14 +19,14 @@ from bough.model.loading import Skeleton
 from bough.model.naming import Quantization
 from bough.model.row_products import can_multiply, multiply
 from bough.model.threads import all_threads
-from bough.row_counts import RowCounts
+from bough.row_counts import OWN_MOST, RowCounts
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 STEP = 4  # rows that are padded to where products are our own: two threads cut that into whole vectors
 
 
 def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> RowCounts:
-    """Replaces a model's products; says how many rows may go through its layers together, at most `most`.
+    """Replaces a model's products; says how many rows go through its layers together: `most` where all must be so many.
 
     The model must then be computed with by `compute_reproducibly_with`.
     """
@@ -44,7 +44,7 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
 def row_counts(
     model: PreTrainedModel, quantization: Quantization | None, dtype: torch.dtype, most: int, device_type: str
 ) -> RowCounts:
-    """In steps of `most` where some product is a library's: on a GPU, of experts, in float16, of unusual sizes.
+    """Always `most` where some product is a library's: on a GPU, of experts, in float16, of unusual sizes.
 
     Likewise of weights that come out of their packing transposed. `model` may be on the meta device.
     """
@@ -54,12 +54,11 @@ def row_counts(
     others = [module for module in layers.modules() if id(module) not in known]
     is_ours = (
         device_type == "cpu"
-        and most % STEP == 0
         and (quantization is None or quantization.method == "bough")
         and all(can_multiply(module.weight.shape, dtype) for module in linears)
         and not any(p is not None and p.dim() > 1 for module in others for p in module._parameters.values())
     )
-    return RowCounts(most, STEP if is_ours else most)
+    return RowCounts(max(most, OWN_MOST) // STEP * STEP, STEP) if is_ours else RowCounts(most, most)
 
 
 def product_of(counts: RowCounts) -> Product:
