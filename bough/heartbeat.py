@@ -47,3 +47,5 @@ async def _beat(registry: Registry, present: Callable[[], WorkerRecord]) -> None
             if not is_lost:
                 logger.warning("%s; trying on", exc)
             is_lost = True
+        except Exception:  # a worker that cannot say how busy it is must not vanish from the index for it
+            logger.exception("a heartbeat failed; trying on")

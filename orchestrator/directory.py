@@ -58,6 +58,12 @@ class Known(Generic[AnyClient]):
     def is_usable(self) -> bool:
         return not self.problem and time.monotonic() >= self.paused_until
 
+    @property
+    def busyness(self) -> tuple[int, float]:
+        """To choose the least of: what this orchestrator runs there, then what all do, as the worker last said."""
+        load = self.record.load
+        return self.num_running, load.kv_used_bytes / max(1, load.kv_bytes)
+
     def report(self, is_fault: bool) -> None:
         """A call went wrong, or went well. One that goes wrong while it is left alone had begun before: all the calls
         that a worker's end has cut off are one fault, not many in a row."""
@@ -107,7 +113,7 @@ class Directory:
         usable = [known for known in usable if identity in ("", known.info.identity)]
         if not usable:
             raise Unavailable("no target that gives the same tokens as the one where the request was begun can be used")
-        return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.num_running))
+        return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness))
 
     def successor(self, lost: Known[TargetClient], max_context: int, max_nodes: int) -> Known[TargetClient] | None:
         """A target that gives the same tokens as one that has failed, or that one itself if it is usable again.
@@ -122,7 +128,7 @@ class Directory:
             and known.info.max_context >= max_context
             and known.info.max_nodes >= max_nodes
         ]
-        return min(usable, key=lambda known: (known is lost, known.num_running), default=None)
+        return min(usable, key=lambda known: (known is lost, known.busyness), default=None)
 
     def draft(self, target: Known[TargetClient], preferred_id: str = "") -> Known[DraftClient] | None:
         """A draft worker that speaks of the target's tokens, or None: then there are no trees.
@@ -130,7 +136,7 @@ class Directory:
         The preferred one, which has the session's KV, if it is there, otherwise the least busy.
         """
         usable = [known for known in self._drafts.values() if known.is_usable and _fit(known, target)]
-        return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.num_running), default=None)
+        return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness), default=None)
 
     def find(self, worker_id: str) -> Known[TargetClient] | Known[DraftClient] | None:
         """A worker by its name, None for one that is not there."""
@@ -204,6 +210,8 @@ class Directory:
         known = self.find(record.worker_id)
         if known is not None:
             known.last_listed = time.monotonic()
+            if known.record.address == record.address:
+                known.record = record
         elif record.worker_id not in self._meetings:
             meeting = asyncio.create_task(self._meet(record))
             self._meetings[record.worker_id] = meeting

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
 import pytest
+from fake_fleet import Fleet
 
 from bough.messages import WorkerInfo
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.records import WorkerRecord
+from bough.records import WorkerLoad, WorkerRecord
 from orchestrator.directory import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Known
 
 
@@ -47,3 +49,19 @@ def test_each_fault_after_a_pause_doubles_the_next(known: Known[None], now: list
     known.report(is_fault=False)
     known.report(is_fault=True)
     assert known.paused_until == now[0] + FIRST_PAUSE_SECONDS
+
+
+async def test_between_equals_the_one_that_all_together_keep_less_busy(fleet: Fleet) -> None:
+    """What other orchestrators run is known from what workers say of themselves, at every heartbeat anew."""
+    (_, first), (_, second) = await fleet.target("a"), await fleet.target("b")
+    requests, _ = await fleet.orchestrator(num_targets=2)
+    directory = requests.directory
+    for busy, idle, address in (("a", "b", first.address), ("b", "a", second.address)):
+        async with asyncio.timeout(10):
+            while directory.target().record.worker_id != idle:
+                for worker_id, used in ((busy, 80), (idle, 20)):
+                    there = first.address if worker_id == "a" else second.address
+                    load = WorkerLoad(kv_bytes=100, kv_used_bytes=used)
+                    await fleet.registry.register(WorkerRecord("target", worker_id, there, load))
+                await asyncio.sleep(0.05)
+        assert directory.target(preferred_id=busy).record.address == address

@@ -70,6 +70,24 @@ async def test_a_registered_worker_stays_until_it_leaves_and_tells_its_present_l
     assert await registry.workers() == []
 
 
+async def test_a_worker_that_once_cannot_tell_its_load_stays(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bough.heartbeat.HEARTBEAT_SECONDS", 0.02)
+    answers = [WORKER]
+
+    def present() -> WorkerRecord:
+        return answers.pop()  # an IndexError where there is none
+
+    async with registered(registry, present):
+        async with asyncio.timeout(10):
+            while "a heartbeat failed" not in caplog.text:
+                await asyncio.sleep(0.01)
+        answers += [WORKER] * 1000
+        await flush(registry)
+        await until_there(registry, WORKER)
+
+
 async def test_workers_come_back_after_the_index_lost_everything(registry: Registry) -> None:
     async with registered(registry, lambda: WORKER):
         await flush(registry)

@@ -19,12 +19,16 @@ from numba.extending import overload
 from transformers import AttentionInterface
 
 from bough.model.batch import Chunk, Piece
+from bough.model.spans import Place, Spans, layer_rows
 
 logger = logging.getLogger(__name__)
 
 NAME = "bough"
 BLOCK = 64  # keys that share one step of the running softmax
-TASK_ROWS = 8  # rows that share the keys which are laid out for them
+KINDS: dict[torch.dtype, np.uint16 | np.float32] = {
+    torch.bfloat16: np.uint16(0),
+    torch.float32: np.float32(0),
+}  # of numbers that the kernel reads
 
 # Sums may be vectorised; whatever order the compiler chose is the order for every row and every call.
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
@@ -125,38 +129,56 @@ def _fold(scores, value_block, row, head, highest, total, out):  # type: ignore[
             out[row, head, d] += near + (w2 * value_block[j + 2, d] + w3 * value_block[j + 3, d])
 
 
+@_compiled
+def _store(spans, kind, layer, keys, values):  # type: ignore[no-untyped-def]
+    """Puts new keys and values, (rows, num_kv_heads, head_dim) each, into the slot rows that take them."""
+    _, num_kv_heads, head_dim = keys.shape
+    for piece in range(len(spans.slots)):
+        slot = spans.slots[piece]
+        held_keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
+        held_values = layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
+        for row in range(spans.ranges[piece, 0], spans.ranges[piece, 1]):
+            stored = spans.rows[row]
+            for head in range(num_kv_heads):
+                for d in range(head_dim):
+                    held_keys[stored, head, d] = keys[row, head, d]
+                    held_values[stored, head, d] = values[row, head, d]
+
+
 @_parallel
-def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, highest, total, out):  # type: ignore[no-untyped-def]
+def _attend(queries, spans, kind, layer, num_kv_heads, scale, window, softcap, highest, total, out):  # type: ignore[no-untyped-def]
     """Running softmax over blocks of keys (arXiv 2205.14135), a few rows and one KV head at a time.
 
-    queries, out (num_rows, num_heads, head_dim) float32; keys, values (num_keys, num_kv_heads, head_dim), float32 or
-    the bits of bfloat16; tail (num_rows, width), lengths (num_rows,) int32; window 0 and softcap 0 are off; highest and
-    total (num_rows, num_heads) begin with the attention's sinks. Keys that are unseen weigh exactly 0.
+    queries, out (num_rows, num_heads, head_dim) float32; kind a float32, or a uint16 where bfloat16 is stored; window 0
+    and softcap 0 are off; highest and total (num_rows, num_heads) begin with the attention's sinks. Keys that are
+    unseen weigh exactly 0; rows of no piece stay as they are.
     """
-    num_rows, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[1]
-    group = num_heads // num_kv_heads
-    num_tasks = (num_rows + TASK_ROWS - 1) // TASK_ROWS
-    for task in numba.prange(num_tasks * num_kv_heads):
-        kv_head = task // num_tasks
-        begin_row = task % num_tasks * TASK_ROWS
-        end_row = min(begin_row + TASK_ROWS, num_rows)
+    _, num_heads, head_dim = queries.shape
+    group, num_parts = num_heads // num_kv_heads, len(spans.parts)
+    for task in numba.prange(num_parts * num_kv_heads):
+        kv_head = task // num_parts
+        piece, begin_row, end_row = spans.parts[task % num_parts]
+        first_row, _, base, begin_tail, width, num_keys = spans.ranges[piece]
+        slot = spans.slots[piece]
+        keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
+        values = layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
         scores = np.empty(BLOCK, np.float32)
         key_block, value_block = np.empty((head_dim, BLOCK), np.float32), np.empty((BLOCK, head_dim), np.float32)
-        for begin in range(0, lengths[begin_row:end_row].max(), BLOCK):
+        for begin in range(0, spans.lengths[begin_row:end_row].max(), BLOCK):
             # Keys that all rows share are laid out once, then each row's own on top; what is unseen must be finite.
-            num_shared = max(0, min(begin + BLOCK, base, len(keys)) - begin)
+            num_shared = max(0, min(begin + BLOCK, base, num_keys) - begin)
             for j in range(num_shared):
                 _lay_out(keys, values, begin + j, kv_head, j, key_block, value_block)
             key_block[:, num_shared:] = 0
             value_block[num_shared:] = 0
             for row in range(begin_row, end_row):
-                length = lengths[row]
+                length = spans.lengths[row]
                 first = max(0, length - window) if window > 0 else 0
                 if begin >= length or begin + BLOCK <= first:
                     continue
+                tail = begin_tail + (row - first_row) * width + begin - base
                 for j in range(num_shared, min(BLOCK, length - begin)):
-                    _lay_out(keys, values, tail[row, begin + j - base], kv_head, j, key_block, value_block)
+                    _lay_out(keys, values, spans.tails[tail + j], kv_head, j, key_block, value_block)
                 for head in range(kv_head * group, (kv_head + 1) * group):
                     _score(queries, row, head, key_block, begin, first, length, scale, softcap, scores)
                     _fold(scores, value_block, row, head, highest, total, out)
@@ -164,6 +186,30 @@ def _attend(queries, keys, values, base, tail, lengths, scale, window, softcap, 
             for head in range(kv_head * group, (kv_head + 1) * group):
                 for d in range(head_dim):
                     out[row, head, d] /= total[row, head]
+
+
+def _attend_over(
+    spans: Spans,
+    kind: np.uint16 | np.float32,
+    layer: int,
+    num_kv_heads: int,
+    queries: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """queries (num_rows, num_heads, head_dim) of any type, out in float32, 0 in rows of no piece; `kind` as above."""
+    queries = queries.float().contiguous()
+    num_rows, num_heads, _ = queries.shape
+    highest = np.full((num_rows, num_heads), -np.inf, np.float32)
+    total = np.zeros((num_rows, num_heads), np.float32)
+    if sinks is not None:
+        highest[:], total[:] = sinks.numpy(), 1.0
+    out = torch.zeros_like(queries)
+    numbers = np.float32(scale), window, np.float32(softcap)
+    _attend(queries.numpy(), spans, kind, layer, num_kv_heads, *numbers, highest, total, out.numpy())
+    return out
 
 
 def attend_on_cpu(
@@ -176,36 +222,29 @@ def attend_on_cpu(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of a piece's rows on the CPU, float32 out; shapes as in `_attend`, any floating types in."""
-    queries = queries.float().contiguous()
-    num_rows, num_heads, _ = queries.shape
-    highest = np.full((num_rows, num_heads), -np.inf, np.float32)
-    total = np.zeros((num_rows, num_heads), np.float32)
-    if sinks is not None:
-        highest[:], total[:] = sinks.numpy(), 1.0
-    out = torch.zeros_like(queries)
-    _attend(
-        queries.numpy(),
-        _stored(keys),
-        _stored(values),
-        piece.base,
-        piece.tail,
-        piece.lengths,
-        np.float32(scale),
-        window,
-        np.float32(softcap),
-        highest,
-        total,
-        out.numpy(),
-    )
-    return out
+    """Attention of one piece's rows, float32 out.
+
+    queries (num_rows, num_heads, head_dim), keys and values (num_keys, num_kv_heads, head_dim), of any floating types.
+    """
+    stored_keys, stored_values = (t.contiguous() if t.dtype in KINDS else t.float() for t in (keys, values))
+    place = Place(stored_keys.data_ptr(), stored_values.data_ptr(), len(keys))
+    spans = Spans.at([place], [piece])
+    return _attend_over(spans, KINDS[stored_keys.dtype], 0, keys.shape[1], queries, scale, window, softcap, sinks)
 
 
-def _stored(numbers: torch.Tensor) -> np.ndarray:
-    """As the kernel reads them: without a copy, but for float16."""
-    if numbers.dtype == torch.bfloat16:
-        return numbers.view(torch.uint16).numpy()
-    return numbers.float().numpy()
+def _attend_in_slots(
+    chunk: Chunk,
+    layer: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *rules: Any,
+) -> torch.Tensor:
+    """All pieces of a chunk at once on the CPU, where slots hold what the kernel reads; shapes as in `_store`."""
+    kind = KINDS[keys.dtype]
+    bits = [numbers.view(torch.uint16) if kind.nbytes == 2 else numbers for numbers in (keys, values)]
+    _store(chunk.spans, kind, layer, *(numbers.numpy() for numbers in bits))
+    return _attend_over(chunk.spans, kind, layer, keys.shape[1], queries, *rules)
 
 
 def attend_by_mask(
@@ -261,18 +300,18 @@ def tree_attention(
     keyword arguments; the mask is ours to derive, so none is given.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    queries, keys, values = (numbers[0].transpose(0, 1) for numbers in (query, key, value))
+    rules = scaling, sliding_window or 0, softcap or 0.0, None if s_aux is None else s_aux.float()
+    if query.device.type == "cpu" and key.dtype in KINDS:
+        return _attend_in_slots(chunk, layer, queries, keys, values, *rules).to(query.dtype)[None], None
     attend = attend_on_cpu if query.device.type == "cpu" else _gpu_attention()
-    queries = query[0].transpose(0, 1).contiguous()
-    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    sinks = None if s_aux is None else s_aux.float()
+    queries = queries.contiguous()
     out = torch.zeros_like(queries)  # padding rows have no path and stay 0
     for piece in chunk.pieces:
         piece.slot.write(layer, piece.rows, keys[piece.span], values[piece.span])
         held_keys = piece.slot.keys[layer, : piece.num_keys]
         held_values = piece.slot.values[layer, : piece.num_keys]
-        out[piece.span] = attend(
-            queries[piece.span], held_keys, held_values, piece, scaling, sliding_window or 0, softcap or 0.0, sinks
-        )
+        out[piece.span] = attend(queries[piece.span], held_keys, held_values, piece, *rules)
     return out[None], None
 
 

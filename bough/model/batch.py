@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from bough.model.kv import KVSlot
+from bough.model.spans import Spans
 from bough.row_counts import RowCounts
 from bough.tree import Tree
 
@@ -77,13 +79,18 @@ class Piece:
         self.lengths_on_device = torch.from_numpy(self.lengths).to(device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chunk:
     """Rows that go through a layer together."""
 
     begin: int  # first row of the batch
     end: int
     pieces: tuple[Piece, ...]
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The pieces for compiled code, while their slots stay where they are."""
+        return Spans.of(self.pieces)
 
 
 class Batch:

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from bough.model.batch import Batch
-from bough.model.lean_attention import Spans
 from bough.model.lean_step import Room, Sizes, Weights, run_step
 from bough.model.loading import Correction, ParameterSlot, Skeleton, bind_resident, uncorrected
 from bough.model.pages import large_pages
 from bough.model.products import LANES, MAX_ROWS, WIDTH, packed
+from bough.model.spans import Spans
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of one build; any other goes by way of transformers
 POSITIONS_STEP = 1024  # rotary tables grow by so many rows

@@ -5,84 +5,16 @@ Leaner than `bough.model.attention`, and not the same bit for bit whatever else 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
 import numba
 import numpy as np
-from numba import carray  # type: ignore[attr-defined]
-from numba.core import types
-from numba.extending import intrinsic
-from numpy.typing import NDArray
 
 from bough.model.attention import exp_below_zero
-from bough.model.batch import Piece
 from bough.model.packed import rounded
 from bough.model.products import LANES, MAX_ROWS, WIDTH, compiled, multiply_groups, parallel
+from bough.model.spans import layer_rows
 
 LEAST = np.float32(-80)  # e to it counts for nothing; e to less is a number that processors are slow with
-SPAN_ROWS = 8  # rows that share the keys which are laid out for them
-
-
-class Spans(NamedTuple):
-    """Where the rows of a batch have their keys, as arrays that compiled code can read."""
-
-    slots: NDArray[
-        np.int64
-    ]  # (num_pieces, 3) address of the keys, address of the values, rows from one layer to the next
-    ranges: NDArray[np.int64]  # (num_pieces, 5) first row, end, base, where the tails begin, width of the tail
-    parts: NDArray[np.int64]  # (num_parts, 3) a piece, first row, end: rows that attend together
-    rows: NDArray[np.int64]  # (num_rows,) slot rows that take the keys and values
-    lengths: NDArray[np.int32]  # (num_rows,) keys on each row's path
-    tails: NDArray[np.int32]  # every piece's tail, flat
-
-    @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> Spans:
-        """Of a batch's only chunk; the pieces must outlive it."""
-        slots, ranges, parts, begin_tail = [], [], [], 0
-        for number, piece in enumerate(pieces):
-            begin, end, slot = piece.span.start, piece.span.stop, piece.slot
-            slots.append((slot.keys.data_ptr(), slot.values.data_ptr(), slot.layer_rows))
-            ranges.append((begin, end, piece.base, begin_tail, piece.tail.shape[1]))
-            parts += [(number, row, min(row + SPAN_ROWS, end)) for row in range(begin, end, SPAN_ROWS)]
-            begin_tail += piece.tail.size
-        return cls(
-            np.array(slots, np.int64),
-            np.array(ranges, np.int64),
-            np.array(parts, np.int64),
-            np.concatenate([piece.rows.numpy() for piece in pieces]),
-            np.concatenate([piece.lengths for piece in pieces]),
-            np.concatenate([piece.tail.ravel() for piece in pieces]),
-        )
-
-
-_SINGLE, _PAIR = np.uint16(0), np.uint32(0)  # of the kind that a pointer is to point to
-
-
-def _typed_pointer(_context, address, kind):  # type: ignore[no-untyped-def]
-    signature = types.CPointer(kind)(address, kind)
-
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return signature, codegen
-
-
-_pointer: Any = intrinsic(_typed_pointer)
-
-
-@compiled
-def layer_rows(address, layer, num_rows, num_kv_heads, head_dim):  # type: ignore[no-untyped-def]
-    """A slot's keys or values of one layer, (num_rows, num_kv_heads, head_dim), as the bits of bfloat16."""
-    place = _pointer(address + layer * num_rows * num_kv_heads * head_dim * 2, _SINGLE)
-    return carray(place, (num_rows, num_kv_heads, head_dim))
-
-
-@compiled
-def _layer_pairs(address, layer, num_rows, num_kv_heads, head_dim):  # type: ignore[no-untyped-def]
-    """The same in pairs, (num_rows, num_kv_heads, head_dim / 2)."""
-    place = _pointer(address + layer * num_rows * num_kv_heads * head_dim * 2, _PAIR)
-    return carray(place, (num_rows, num_kv_heads, head_dim // 2))
+_SINGLE, _PAIR = np.uint16(0), np.uint32(0)  # how the bits of bfloat16 are read
 
 
 @compiled
@@ -245,7 +177,7 @@ def attend(queries, spans, layer, num_heads, num_kv_heads, scale, window, out): 
     for task in numba.prange(len(spans.parts) * num_kv_heads):
         part, kv_head = task // num_kv_heads, task % num_kv_heads
         slot = spans.slots[spans.parts[part, 0]]
-        keys = _layer_pairs(slot[0], layer, slot[2], num_kv_heads, head_dim)
-        values = layer_rows(slot[1], layer, slot[2], num_kv_heads, head_dim)
+        keys = layer_rows(slot[0], _PAIR, layer, slot[2], num_kv_heads, head_dim // 2)
+        values = layer_rows(slot[1], _SINGLE, layer, slot[2], num_kv_heads, head_dim)
         group = num_heads // num_kv_heads
         _attend_part(queries, keys, values, spans, part, kv_head, group, scale, window, out)

@@ -7,12 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.lean_attention import attend, layer_rows
+from bough.model.lean_attention import attend
 from bough.model.packed import rounded
 from bough.model.products import LANES, compiled, project, project_gated, project_onto
+from bough.model.spans import layer_rows
 
 Floats = NDArray[np.float32]
 Pairs = NDArray[np.int32]
+_BITS = np.uint16(0)  # of bfloat16
 
 
 class Weights(NamedTuple):
@@ -108,8 +110,8 @@ def _place(layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-unt
     epsilon = np.float32(sizes.epsilon)
     for piece in range(len(spans.slots)):
         slot = spans.slots[piece]
-        keys = layer_rows(slot[0], layer, slot[2], num_kv_heads, head_dim)
-        values = layer_rows(slot[1], layer, slot[2], num_kv_heads, head_dim)
+        keys = layer_rows(slot[0], _BITS, layer, slot[2], num_kv_heads, head_dim)
+        values = layer_rows(slot[1], _BITS, layer, slot[2], num_kv_heads, head_dim)
         for row in range(spans.ranges[piece, 0], spans.ranges[piece, 1]):
             qkv, stored = room.qkv[row], spans.rows[row]
             for head in range(num_heads):
