@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
-from bough.model.attention import attend_by_mask, attend_on_cpu
+from bough.model.attention import attend_by_mask
+from bough.model.attention_cpu import attend_on_cpu
 from bough.model.batch import Batch, Piece, Segment
 from bough.model.device import working_on
 from bough.model.kv import KVSlot

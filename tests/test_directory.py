@@ -51,10 +51,10 @@ def test_each_fault_after_a_pause_doubles_the_next(known: Known[None], now: list
     assert known.paused_until == now[0] + FIRST_PAUSE_SECONDS
 
 
-async def test_between_equals_the_one_that_all_together_keep_less_busy(fleet: Fleet) -> None:
+async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fleet) -> None:
     """What other orchestrators run is known from what workers say of themselves, at every heartbeat anew."""
-    (_, first), (_, second) = await fleet.target("a"), await fleet.target("b")
-    requests, _ = await fleet.orchestrator(num_targets=2)
+    (_, first), (_, second) = await fakes.target("a"), await fakes.target("b")
+    requests, _ = await fakes.orchestrator(num_targets=2)
     directory = requests.directory
     for busy, idle, address in (("a", "b", first.address), ("b", "a", second.address)):
         async with asyncio.timeout(10):
@@ -62,6 +62,6 @@ async def test_between_equals_the_one_that_all_together_keep_less_busy(fleet: Fl
                 for worker_id, used in ((busy, 80), (idle, 20)):
                     there = first.address if worker_id == "a" else second.address
                     load = WorkerLoad(kv_bytes=100, kv_used_bytes=used)
-                    await fleet.registry.register(WorkerRecord("target", worker_id, there, load))
+                    await fakes.registry.register(WorkerRecord("target", worker_id, there, load))
                 await asyncio.sleep(0.05)
         assert directory.target(preferred_id=busy).record.address == address

@@ -29,7 +29,8 @@ from transformers import (
     Starcoder2Config,
 )
 
-from bough.model.attention import attend_by_mask, attend_on_cpu
+from bough.model.attention import attend_by_mask
+from bough.model.attention_cpu import attend_on_cpu
 from bough.model.batch import Batch, Piece, Segment
 from bough.model.kv import KVSlot
 from bough.tree import Tree

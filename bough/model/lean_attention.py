@@ -1,6 +1,6 @@
 """Attention of a draft's rows over their sessions' slots: products of 16-bit numbers throughout.
 
-Leaner than `bough.model.attention`, and not the same bit for bit whatever else is in the batch: a draft need not be.
+Leaner than `bough.model.attention_cpu`, and not the same bits whatever else is in the batch: a draft need not be.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from bough.model.attention import exp_below_zero
+from bough.model.attention_cpu import exp_below_zero
 from bough.model.packed import rounded
 from bough.model.products import LANES, MAX_ROWS, WIDTH, compiled, multiply_groups, parallel
 from bough.model.spans import layer_rows

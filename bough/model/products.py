@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bough.model.attention import exp_below_zero
+from bough.model.attention_cpu import exp_below_zero
 from bough.model.packed import rounded
 
 LANES = 16  # outputs that one vector register holds, in float32
