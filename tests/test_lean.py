@@ -18,8 +18,9 @@ from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
 from bough.model.lean import is_lean
 from bough.model.loading import build_skeleton
-from bough.model.products import BLOCKS, LANES, MAX_ROWS, WIDTH, packed, project
+from bough.model.products import BLOCKS, MAX_ROWS, WIDTH, packed, project
 from bough.model.runner import ResidentModel
+from bough.model.vectors import LANES
 from bough.tree import Tree
 
 CPU = torch.device("cpu")
@@ -110,7 +111,7 @@ def test_products_of_any_number_of_rows(num_rows: int) -> None:
 
 
 def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_has_bf16_products", lambda: False)
+    monkeypatch.setattr(vectors, "has_feature", lambda _name: False)
     elsewhere = products._multiplier(4, BLOCKS)
 
     @numba.njit

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.model.reproducible import STEP
-from bough.model.row_products import GROUP, LANES, can_multiply, multiply
+from bough.model.row_products import GROUP, can_multiply, multiply
 from bough.model.threads import WHOLE, all_threads, compute_reproducibly_with
+from bough.model.vectors import LANES
 
 DTYPES = [torch.bfloat16, torch.float32]
 HERE = [dtype for dtype in DTYPES if can_multiply((64, 64), dtype)]

@@ -17,8 +17,9 @@ from bough.model.batch import Batch
 from bough.model.lean_step import Room, Sizes, Weights, run_step
 from bough.model.loading import Correction, ParameterSlot, Skeleton, bind_resident, uncorrected
 from bough.model.pages import large_pages
-from bough.model.products import LANES, MAX_ROWS, WIDTH, packed
+from bough.model.products import MAX_ROWS, WIDTH, packed
 from bough.model.spans import Spans
+from bough.model.vectors import LANES
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of one build; any other goes by way of transformers
 POSITIONS_STEP = 1024  # rotary tables grow by so many rows

@@ -10,8 +10,9 @@ import numpy as np
 
 from bough.model.attention_cpu import exp_below_zero
 from bough.model.packed import rounded
-from bough.model.products import LANES, MAX_ROWS, WIDTH, compiled, multiply_groups, parallel
+from bough.model.products import MAX_ROWS, WIDTH, compiled, multiply_groups, parallel
 from bough.model.spans import layer_rows
+from bough.model.vectors import LANES
 
 LEAST = np.float32(-80)  # e to it counts for nothing; e to less is a number that processors are slow with
 _SINGLE, _PAIR = np.uint16(0), np.uint32(0)  # how the bits of bfloat16 are read

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from bough.model.lean_attention import attend
 from bough.model.packed import rounded
-from bough.model.products import LANES, compiled, project, project_gated, project_onto
+from bough.model.products import compiled, project, project_gated, project_onto
 from bough.model.spans import layer_rows
+from bough.model.vectors import LANES
 
 Floats = NDArray[np.float32]
 Pairs = NDArray[np.int32]

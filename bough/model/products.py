@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import llvmlite.binding
 import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bough.model.attention_cpu import exp_below_zero
 from bough.model.packed import rounded
+from bough.model.vectors import FIRST_LEVEL, FLOATS, I32, I64, LANES, WORDS, at, dot_pairs, prefetch, splat
 
-LANES = 16  # outputs that one vector register holds, in float32
 BLOCKS = 2  # registers of outputs that are computed together
 WIDTH = LANES * BLOCKS  # outputs are padded to a multiple
 MAX_ROWS = 16  # rows that share one reading of a matrix: so many registers hold their sums
@@ -30,25 +28,6 @@ _READ_AHEAD_BYTES = 4096
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 compiled = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy")
 parallel = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy", parallel=True)
-
-_I32, _I64, _POINTER = ir.IntType(32), ir.IntType(64), ir.PointerType()
-_FLOATS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_I32, LANES)
-
-
-class _BFloat(ir.types.Type):  # type: ignore[misc]
-    """LLVM's type, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
@@ -62,72 +41,34 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return pairs.transpose(1, 2).contiguous()
 
 
-def _has_bf16_products() -> bool:
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
-
-
-def _widened(builder: ir.IRBuilder, pairs: Any) -> tuple[Any, Any]:
-    """The first and the second of each pair as float32."""
-    sixteen = ir.Constant(_PAIRS, [16] * LANES)
-    upper = ir.Constant(_PAIRS, [0xFFFF0000] * LANES)
-    first = builder.bitcast(builder.shl(pairs, sixteen), _FLOATS)
-    return first, builder.bitcast(builder.and_(pairs, upper), _FLOATS)
-
-
-def _dot(builder: ir.IRBuilder, sums: Any, weights: Any, inputs: Any) -> Any:
-    """sums + the dot product of each pair, by one instruction where the processor has it."""
-    if _has_bf16_products():
-        kind = ir.FunctionType(_FLOATS, [_FLOATS, _BFLOATS, _BFLOATS])
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        product = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(product, [sums, builder.bitcast(weights, _BFLOATS), builder.bitcast(inputs, _BFLOATS)])
-    for weight, number in zip(_widened(builder, weights), _widened(builder, inputs), strict=True):
-        sums = builder.fadd(sums, builder.fmul(weight, number, flags=["contract"]), flags=["contract"])
-    return sums
-
-
-def _splat(builder: ir.IRBuilder, number: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), number, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(_PAIRS, ir.Undefined), ir.Constant(_PAIRS, [0] * LANES))
-
-
-def _read_ahead(builder: ir.IRBuilder, address: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [_POINTER, _I32, _I32, _I32])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    ahead = builder.gep(address, [ir.Constant(_I64, _READ_AHEAD_BYTES)], source_etype=ir.IntType(8))
-    builder.call(
-        prefetch, [builder.bitcast(ahead, _POINTER), ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)]
-    )
-
-
 def _emit(builder: ir.IRBuilder, rows: int, blocks: int, inputs: Any, matrix: Any, num_pairs: Any, out: _Out) -> None:
     """The loop over pairs, with all sums in registers."""
 
-    def at(base: Any, offset: Any, kind: ir.Type = _I32) -> Any:
-        return builder.gep(base, [offset], source_etype=kind)
+    def entry_of(base: Any, index: Any, kind: ir.Type = I32) -> Any:
+        return builder.gep(base, [index], source_etype=kind)
 
-    starts = [at(inputs, builder.mul(num_pairs, ir.Constant(_I64, row))) for row in range(rows)]
-    streams = [at(matrix, builder.mul(num_pairs, ir.Constant(_I64, block)), _PAIRS) for block in range(blocks)]
+    starts = [entry_of(inputs, builder.mul(num_pairs, ir.Constant(I64, row))) for row in range(rows)]
+    streams = [entry_of(matrix, builder.mul(num_pairs, ir.Constant(I64, block)), WORDS) for block in range(blocks)]
     places = [out.place(builder, row, block) for block in range(blocks) for row in range(rows)]
-    begins = [builder.load(place, typ=_FLOATS, align=PAIR_BYTES) for place in places]
+    begins = [builder.load(place, typ=FLOATS, align=PAIR_BYTES) for place in places]
     entry, body, done = builder.block, builder.append_basic_block("body"), builder.append_basic_block("done")
     builder.branch(body)
     builder.position_at_end(body)
-    pair = builder.phi(_I64)
-    pair.add_incoming(ir.Constant(_I64, 0), entry)
-    phis = [builder.phi(_FLOATS) for _ in places]
+    pair = builder.phi(I64)
+    pair.add_incoming(ir.Constant(I64, 0), entry)
+    phis = [builder.phi(FLOATS) for _ in places]
     sums = list(phis)
     weights = []
     for stream in streams:
-        address = at(stream, pair, _PAIRS)
-        _read_ahead(builder, address)
-        weights.append(builder.load(address, typ=_PAIRS, align=PAIR_BYTES))
+        address = entry_of(stream, pair, WORDS)
+        prefetch(builder, at(builder, address, ir.Constant(I64, _READ_AHEAD_BYTES)), FIRST_LEVEL)
+        weights.append(builder.load(address, typ=WORDS, align=PAIR_BYTES))
     for row, start in enumerate(starts):
-        number = _splat(builder, builder.load(at(start, pair), typ=_I32, align=PAIR_BYTES))
+        number = splat(builder, builder.load(entry_of(start, pair), typ=I32, align=PAIR_BYTES))
         for block in range(blocks):
             place = block * rows + row
-            sums[place] = _dot(builder, sums[place], weights[block], number)
-    following = builder.add(pair, ir.Constant(_I64, 1))
+            sums[place] = dot_pairs(builder, sums[place], weights[block], number)
+    following = builder.add(pair, ir.Constant(I64, 1))
     builder.cbranch(builder.icmp_signed("<", following, num_pairs), body, done)
     pair.add_incoming(following, builder.block)
     for phi, begin, total in zip(phis, begins, sums, strict=True):
@@ -147,9 +88,9 @@ class _Out(NamedTuple):
 
     def place(self, builder: ir.IRBuilder, row: int, block: int) -> Any:
         """Address of the sums of one row and block."""
-        steps = (builder.mul(s, ir.Constant(_I64, n)) for s, n in ((self.row_stride, row), (self.block_stride, block)))
+        steps = (builder.mul(s, ir.Constant(I64, n)) for s, n in ((self.row_stride, row), (self.block_stride, block)))
         address = builder.gep(self.base, [builder.add(*steps)], source_etype=ir.FloatType())
-        return builder.bitcast(address, _FLOATS.as_pointer())
+        return builder.bitcast(address, FLOATS.as_pointer())
 
 
 def _multiplier(rows: int, blocks: int) -> Callable[..., Any]:
@@ -162,7 +103,7 @@ def _multiplier(rows: int, blocks: int) -> Callable[..., Any]:
         def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
             def pointer(place: int, shift: int) -> Any:
                 array = context.make_array(signature.args[place])(context, builder, values[place])
-                step = builder.mul(values[shift], ir.Constant(_I64, PAIR_BYTES))  # as many as of a float32
+                step = builder.mul(values[shift], ir.Constant(I64, PAIR_BYTES))  # as many as of a float32
                 return builder.gep(array.data, [step], source_etype=ir.IntType(8))
 
             out = _Out(pointer(5, 6), values[7], values[8])

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
 import torch
@@ -21,37 +20,34 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 16  # rows of a block: float32 that a vector register holds
+from bough.model.vectors import (
+    FLOATS,
+    I16,
+    I32,
+    I64,
+    LANES,
+    SECOND_LEVEL,
+    WORDS,
+    at,
+    dot_pairs,
+    has_feature,
+    multiply_add,
+    prefetch,
+    shuffled,
+    splat,
+)
+
 WORD_BYTES = 4  # a float32, or two neighbouring bfloat16, which one instruction multiplies and adds
 LINE_BYTES = 64  # of memory that arrive together
 GROUP = 8  # outputs that are computed together
 NEEDED = {torch.bfloat16: "avx512bf16", torch.float32: "avx512f"}  # features of a processor
 
-_I16, _I32, _I64, _POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
-_FLOATS, _WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_I32, LANES)
-
-
-class _BFloat(ir.types.Type):  # type: ignore[misc]
-    """LLVM's type, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
-
 
 def can_multiply(shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether this processor has what it takes for matrices (outputs, inputs) of a shape and type."""
     outputs, inputs = shape
-    has_feature = bool(llvmlite.binding.get_host_cpu_features().get(NEEDED.get(dtype, ""), False))
-    return has_feature and outputs >= GROUP and inputs * dtype.itemsize % LINE_BYTES == 0
+    is_whole = outputs >= GROUP and inputs * dtype.itemsize % LINE_BYTES == 0
+    return is_whole and dtype in NEEDED and has_feature(NEEDED[dtype])
 
 
 def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -73,37 +69,16 @@ def _numbers(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def _dot(builder: ir.IRBuilder, is_bf16: bool, sums: Any, inputs: Any, weights: Any) -> Any:
-    """Sums plus inputs times weights, lane by lane; what underflows in bfloat16 is 0."""
-    if is_bf16:
-        kind, name = ir.FunctionType(_FLOATS, [_FLOATS, _BFLOATS, _BFLOATS]), "llvm.x86.avx512bf16.dpbf16ps.512"
-        factors = [builder.bitcast(words, _BFLOATS) for words in (inputs, weights)]
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [sums, *factors])
-    kind, name = ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32"
-    factors = [builder.bitcast(words, _FLOATS) for words in (inputs, weights)]
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [*factors, sums])
-
-
-def _shuffled(builder: ir.IRBuilder, first: Any, second: Any, places: Sequence[int]) -> Any:
-    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_I32, len(places)), list(places)))
-
-
-def _splat(builder: ir.IRBuilder, number: Any) -> Any:
-    """The same number in all lanes."""
-    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
-    return _shuffled(builder, builder.insert_element(undefined, number, ir.Constant(_I32, 0)), undefined, [0] * LANES)
-
-
 def _rounded(builder: ir.IRBuilder, floats: Any) -> Any:
     """To the bits of bfloat16, to nearest and even."""
 
     def constant(number: int) -> ir.Constant:
-        return ir.Constant(_WORDS, [number] * LANES)
+        return ir.Constant(WORDS, [number] * LANES)
 
-    bits = builder.bitcast(floats, _WORDS)
+    bits = builder.bitcast(floats, WORDS)
     is_odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
     upper = builder.lshr(builder.add(bits, builder.add(is_odd, constant(0x7FFF))), constant(16))
-    return builder.trunc(upper, ir.VectorType(_I16, LANES))
+    return builder.trunc(upper, ir.VectorType(I16, LANES))
 
 
 def _by_rows(builder: ir.IRBuilder, outputs: Sequence[Any]) -> Any:
@@ -117,25 +92,13 @@ def _by_rows(builder: ir.IRBuilder, outputs: Sequence[Any]) -> Any:
             for begin in (row, size + row)
             for place in range(begin, begin + width)
         ]
-        vectors = [_shuffled(builder, *two, pairs) for two in zip(vectors[::2], vectors[1::2], strict=True)]
+        vectors = [shuffled(builder, *two, pairs) for two in zip(vectors[::2], vectors[1::2], strict=True)]
         width *= 2
     return vectors[0]
 
 
-def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
-    """Into the second level of caches: the first waits for fewer lines at a time than memory could send."""
-    kind = ir.FunctionType(ir.VoidType(), [_POINTER, _I32, _I32, _I32])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    flags = [ir.Constant(_I32, 0), ir.Constant(_I32, 2), ir.Constant(_I32, 1)]  # for reading, second level, data
-    builder.call(prefetch, [builder.bitcast(address, _POINTER), *flags])
-
-
-def _at(builder: ir.IRBuilder, base: Any, offset: Any) -> Any:
-    return builder.gep(base, [offset], source_etype=ir.IntType(8))
-
-
 def _times(builder: ir.IRBuilder, number: int, size: Any) -> Any:
-    return builder.mul(size, ir.Constant(_I64, number))
+    return builder.mul(size, ir.Constant(I64, number))
 
 
 class _Tile:
@@ -148,30 +111,32 @@ class _Tile:
     def sums(self, rows: Any, block_bytes: Any, matrix: Any, matrix_row_bytes: Any) -> list[Any]:
         """Vectors of sums, block by block and in each output by output, line by line of the matrix."""
         b, num_sums = self._builder, len(self._blocks) * len(self._outputs)
-        blocks = [_at(b, rows, _times(b, block, block_bytes)) for block in self._blocks]
-        weights = [_at(b, matrix, _times(b, output, matrix_row_bytes)) for output in self._outputs]
+        blocks = [at(b, rows, _times(b, block, block_bytes)) for block in self._blocks]
+        weights = [at(b, matrix, _times(b, output, matrix_row_bytes)) for output in self._outputs]
         ahead = _times(b, len(self._outputs), matrix_row_bytes)  # what the next tile will want
         entry, line, word, after, done = b.block, *(b.append_basic_block(n) for n in ("line", "word", "after", "done"))
         b.branch(line)
         b.position_at_end(line)
-        line_offset, line_sums = b.phi(_I64), [b.phi(_FLOATS) for _ in range(num_sums)]
+        line_offset, line_sums = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
         for row in weights:
-            _prefetch(b, _at(b, _at(b, row, line_offset), ahead))
-        line_end = b.add(line_offset, ir.Constant(_I64, LINE_BYTES))
+            # The first level of caches would wait for fewer lines at a time than memory can send.
+            prefetch(b, at(b, at(b, row, line_offset), ahead), SECOND_LEVEL)
+        line_end = b.add(line_offset, ir.Constant(I64, LINE_BYTES))
         b.branch(word)
         b.position_at_end(word)
-        offset, begins = b.phi(_I64), [b.phi(_FLOATS) for _ in range(num_sums)]
-        inputs = [b.load(_at(b, block, _times(b, LANES, offset)), typ=_WORDS, align=WORD_BYTES) for block in blocks]
-        numbers = [_splat(b, b.load(_at(b, row, offset), typ=_I32, align=2)) for row in weights]
+        offset, begins = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
+        inputs = [b.load(at(b, block, _times(b, LANES, offset)), typ=WORDS, align=WORD_BYTES) for block in blocks]
+        numbers = [splat(b, b.load(at(b, row, offset), typ=I32, align=2)) for row in weights]
         pairs = [(some, number) for some in inputs for number in numbers]
-        sums = [_dot(b, self._is_bf16, begin, *pair) for begin, pair in zip(begins, pairs, strict=True)]
-        following = b.add(offset, ir.Constant(_I64, WORD_BYTES))
+        add = dot_pairs if self._is_bf16 else multiply_add
+        sums = [add(b, begin, *pair) for begin, pair in zip(begins, pairs, strict=True)]
+        following = b.add(offset, ir.Constant(I64, WORD_BYTES))
         b.cbranch(b.icmp_signed("<", following, line_end), word, after)
         b.position_at_end(after)
         b.cbranch(b.icmp_signed("<", line_end, matrix_row_bytes), line, done)
         b.position_at_end(done)
-        zeros = [ir.Constant(_FLOATS, [0.0] * LANES)] * num_sums
-        before = [(line_offset, ir.Constant(_I64, 0), line_end), *zip(line_sums, zeros, sums, strict=True)]
+        zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * num_sums
+        before = [(line_offset, ir.Constant(I64, 0), line_end), *zip(line_sums, zeros, sums, strict=True)]
         for phi, begin, end in before:
             phi.add_incoming(begin, entry)
             phi.add_incoming(end, after)
@@ -184,14 +149,14 @@ class _Tile:
     def put(self, sums: Sequence[Any], bias: Any, out: Any, out_row_bytes: Any) -> None:
         """Adds the bias, rounds and stores."""
         b, size = self._builder, len(self._outputs)
-        places = [_at(b, bias, ir.Constant(_I64, 4 * output)) for output in self._outputs]
-        added = [_splat(b, b.load(place, typ=ir.FloatType(), align=4)) for place in places]
+        places = [at(b, bias, ir.Constant(I64, 4 * output)) for output in self._outputs]
+        added = [splat(b, b.load(place, typ=ir.FloatType(), align=4)) for place in places]
         for block in self._blocks:
             totals = [b.fadd(*two) for two in zip(sums[block * size : (block + 1) * size], added, strict=True)]
             together = _by_rows(b, [_rounded(b, total) if self._is_bf16 else total for total in totals])
             for row in range(LANES):
-                part = _shuffled(b, together, together, range(row * size, (row + 1) * size))
-                place = _at(b, out, _times(b, block * LANES + row, out_row_bytes))
+                part = shuffled(b, together, together, range(row * size, (row + 1) * size))
+                place = at(b, out, _times(b, block * LANES + row, out_row_bytes))
                 b.store(part, b.bitcast(place, part.type.as_pointer()), align=2)
 
 
@@ -212,13 +177,13 @@ def _tile_of(num_blocks: int, num_outputs: int) -> Any:
                 return made.data, cgutils.unpack_tuple(builder, made.strides)[0]
 
             def entry(begin: Any, stride: Any, index: Any) -> Any:
-                return _at(builder, begin, builder.mul(stride, index))
+                return at(builder, begin, builder.mul(stride, index))
 
             (rows, block_bytes), (weights, row_bytes), (added, float_bytes) = array(0), array(2), array(4)
             result, out_row_bytes = array(5)
             is_bf16 = signature.args[5].dtype == numba.types.uint16
-            first = builder.mul(output, ir.Constant(_I64, 2 if is_bf16 else 4))
-            result = _at(builder, entry(result, out_row_bytes, _times(builder, LANES, block)), first)
+            first = builder.mul(output, ir.Constant(I64, 2 if is_bf16 else 4))
+            result = at(builder, entry(result, out_row_bytes, _times(builder, LANES, block)), first)
             made = _Tile(builder, num_blocks, num_outputs, is_bf16)
             sums = made.sums(entry(rows, block_bytes, block), block_bytes, entry(weights, row_bytes, output), row_bytes)
             made.put(sums, entry(added, float_bytes, output), result, out_row_bytes)

@@ -1,0 +1,91 @@
+"""Vector instructions in LLVM's terms, for kernels whose inner loops are written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils
+
+LANES = 16  # float32 that a vector register holds
+I16, I32, I64, POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
+FLOATS, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES)
+FIRST_LEVEL, SECOND_LEVEL = 3, 2  # of caches, as LLVM's prefetch counts them
+
+
+class _BFloat(ir.types.Type):  # type: ignore[misc]
+    """LLVM's type, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def has_feature(name: str) -> bool:
+    """Whether this processor has instructions, by LLVM's name of them."""
+    return bool(llvmlite.binding.get_host_cpu_features().get(name, False))
+
+
+def call(builder: ir.IRBuilder, name: str, kind: ir.FunctionType, arguments: Sequence[Any]) -> Any:
+    """Of one of LLVM's intrinsics."""
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def dot_pairs(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> Any:
+    """sums + the dot product of each lane's two bfloat16, by one instruction where the processor has it.
+
+    That instruction takes numbers too small for their exponent as 0.
+    """
+    if has_feature("avx512bf16"):
+        kind = ir.FunctionType(FLOATS, [FLOATS, _BFLOATS, _BFLOATS])
+        factors = [builder.bitcast(words, _BFLOATS) for words in (first, second)]
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", kind, [sums, *factors])
+    for one, other in zip(_widened(builder, first), _widened(builder, second), strict=True):
+        sums = builder.fadd(sums, builder.fmul(one, other, flags=["contract"]), flags=["contract"])
+    return sums
+
+
+def _widened(builder: ir.IRBuilder, words: Any) -> tuple[Any, Any]:
+    """The first and the second of each lane's two as float32."""
+    sixteen, upper = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [0xFFFF0000] * LANES)
+    first = builder.bitcast(builder.shl(words, sixteen), FLOATS)
+    return first, builder.bitcast(builder.and_(words, upper), FLOATS)
+
+
+def multiply_add(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> Any:
+    """sums + first * second in float32, rounded once."""
+    factors = [builder.bitcast(words, FLOATS) for words in (first, second)]
+    return call(builder, "llvm.fma.v16f32", ir.FunctionType(FLOATS, [FLOATS] * 3), [*factors, sums])
+
+
+def shuffled(builder: ir.IRBuilder, first: Any, second: Any, places: Sequence[int]) -> Any:
+    """The numbers that stand in these places of two vectors one after the other."""
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), list(places)))
+
+
+def splat(builder: ir.IRBuilder, number: Any) -> Any:
+    """The same number in all lanes."""
+    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    return shuffled(builder, builder.insert_element(undefined, number, ir.Constant(I32, 0)), undefined, [0] * LANES)
+
+
+def at(builder: ir.IRBuilder, base: Any, offset: Any) -> Any:
+    """An address some bytes further."""
+    return builder.gep(base, [offset], source_etype=ir.IntType(8))
+
+
+def prefetch(builder: ir.IRBuilder, address: Any, level: int) -> None:
+    """Brings a line of memory nearer that will be read and wanted again."""
+    kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
+    flags = [ir.Constant(I32, flag) for flag in (0, level, 1)]  # for reading, where to, data
+    call(builder, "llvm.prefetch.p0", kind, [builder.bitcast(address, POINTER), *flags])
