@@ -12,7 +12,7 @@ from conftest import TINY, save_model
 from safetensors.torch import load_file, save_file
 from transformers import GemmaConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from bough.model import products, runner
+from bough.model import products, runner, vectors
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
