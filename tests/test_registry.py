@@ -86,6 +86,7 @@ async def test_a_worker_that_once_cannot_tell_its_load_stays(
         answers += [WORKER] * 1000
         await flush(registry)
         await until_there(registry, WORKER)
+    assert await registry.workers() == []
 
 
 async def test_workers_come_back_after_the_index_lost_everything(registry: Registry) -> None:

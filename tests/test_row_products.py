@@ -34,7 +34,7 @@ def matrices(seed: int, num_rows: int, outputs: int, inputs: int, dtype: torch.d
     num_rows=st.integers(0, 5 * LANES + 3),
     outputs=st.integers(GROUP, 70),
     lines=st.integers(1, 9),
-    dtype=st.sampled_from(HERE),
+    dtype=st.sampled_from(HERE or DTYPES),
     has_bias=st.booleans(),
 )
 def test_a_product_is_right(
@@ -51,7 +51,7 @@ def test_a_product_is_right(
     seed=st.integers(0, 1000),
     cuts=st.lists(st.integers(0, 90), max_size=6),
     outputs=st.integers(GROUP, 40),
-    dtype=st.sampled_from(HERE),
+    dtype=st.sampled_from(HERE or DTYPES),
 )
 def test_a_row_does_not_know_of_others(seed: int, cuts: list[int], outputs: int, dtype: torch.dtype) -> None:
     """Any cutting of 90 rows into products gives the bits of the whole."""

@@ -212,7 +212,7 @@ def attend_on_cpu(
 
     queries (num_rows, num_heads, head_dim), keys and values (num_keys, num_kv_heads, head_dim), of any floating types.
     """
-    stored_keys, stored_values = (t.contiguous() if t.dtype in KINDS else t.float() for t in (keys, values))
+    stored_keys, stored_values = ((t if t.dtype in KINDS else t.float()).contiguous() for t in (keys, values))
     place = Place(stored_keys.data_ptr(), stored_values.data_ptr(), len(keys))
     spans = Spans.at([place], [piece])
     return _attend_over(spans, KINDS[stored_keys.dtype], 0, keys.shape[1], queries, scale, window, softcap, sinks)
