@@ -15,6 +15,8 @@ from bough.model.reproducible import make_reproducible
 from bough.model.source import ReusedMemory
 from target_worker.tiers import Tiers
 
+MOST_VIEWS = 4096  # layers in slabs, a few kilobytes each; where there are more, they are too large for this to matter
+
 
 class SweepFigures(NamedTuple):
     """Where a sweep's time went."""
@@ -42,7 +44,7 @@ class StreamedModel:
         self._best_speed = 0.0  # of the link over a sweep, in bytes per nanosecond
         scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
-        self._bound: set[int] = set()  # layers whose parameters are views of memory that stays
+        self._views: dict[tuple[int, int], tuple[Any, ...]] = {}  # values by layer and address of the slab
         bind_resident(skeleton.resident_slots, skeleton.dtype, device)
         move_buffers(skeleton.model, device)
         for index, layer in enumerate(skeleton.layers):
@@ -92,12 +94,14 @@ class StreamedModel:
         return run
 
     def _bind(self, index: int, slab: torch.Tensor) -> None:
-        if index in self._bound:
-            return
-        layer = self.tiers.layers[index]
-        layer.bind(slab, self.skeleton.dtype, self._scratch)
-        if self.tiers.is_resident(index) and not layer.scratch_bytes(self.skeleton.dtype):
-            self._bound.add(index)
+        """Values that are views are the same whenever a layer comes to the same slab, and are made once."""
+        layer, place = self.tiers.layers[index], (index, slab.data_ptr())
+        made = self._views.get(place)
+        if made is None:
+            made = layer.made(slab, self.skeleton.dtype, self._scratch)
+            if len(self._views) < MOST_VIEWS and not layer.scratch_bytes(self.skeleton.dtype):
+                self._views[place] = made
+        layer.put(made)
 
 
 def _narrow(kwargs: dict[str, Any], chunk: Chunk, batch: Batch) -> dict[str, Any]:

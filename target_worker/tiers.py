@@ -47,7 +47,6 @@ class Tiers:
             pageable_memory if lanes is None else lanes.host_memory,
         )
         self._resources = ExitStack()
-        self._staying = frozenset(placement.layers(Tier.RESIDENT))
         self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8 on the device, where that has its own memory
         self._copies: DeviceRing | None = None
 
@@ -60,10 +59,6 @@ class Tiers:
     def is_pinned(self) -> bool:
         """Whether the accelerator can copy the host's layers directly; so it can where there is none."""
         return self._lanes is None or self._lanes.is_pinned
-
-    def is_resident(self, index: int) -> bool:
-        """Whether a layer's bytes stay where they are computed on."""
-        return index in self._staying
 
     def __enter__(self) -> Tiers:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,11 +39,18 @@ class LayerWeights:
     begins: dict[TensorPlace, int]  # offset of each tensor's first byte in the slab
     num_bytes: int  # room that the layer takes in a slab
 
-    def bind(self, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory) -> None:
-        """Gives the layer's parameters their values from a slab (uint8): views of it, or made in scratch memory."""
+    def made(self, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory) -> tuple[Any, ...]:
+        """The values of the layer's parameters from a slab (uint8): views of it, or made in scratch memory."""
         scratch.begin()
-        for slot in self.slots:
-            slot.bind([self._bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
+        return tuple(
+            slot.made([self._bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
+            for slot in self.slots
+        )
+
+    def put(self, made: Sequence[Any]) -> None:
+        """Gives the layer's parameters values that were made from its bytes."""
+        for slot, value in zip(self.slots, made, strict=True):
+            slot.put(value)
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
         """What `bind` takes of the scratch memory."""

@@ -10,6 +10,7 @@ import torch
 from numba.extending import overload
 
 from bough.model.batch import Chunk, Piece
+from bough.model.shares import counter, take
 from bough.model.spans import Place, Spans, layer_rows
 
 BLOCK = 64  # keys that share one step of the running softmax
@@ -132,7 +133,7 @@ def _store(spans, kind, layer, keys, values):  # type: ignore[no-untyped-def]
 
 
 @_parallel
-def _attend(queries, spans, kind, layer, num_kv_heads, scale, window, softcap, highest, total, out):  # type: ignore[no-untyped-def]
+def _attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, highest, total, out):  # type: ignore[no-untyped-def]
     """Running softmax over blocks of keys (arXiv 2205.14135), a few rows and one KV head at a time.
 
     queries, out (num_rows, num_heads, head_dim) float32; kind a float32, or a uint16 where bfloat16 is stored; window 0
@@ -141,37 +142,40 @@ def _attend(queries, spans, kind, layer, num_kv_heads, scale, window, softcap, h
     """
     _, num_heads, head_dim = queries.shape
     group, num_parts = num_heads // num_kv_heads, len(spans.parts)
-    for task in numba.prange(num_parts * num_kv_heads):
-        kv_head = task // num_parts
-        piece, begin_row, end_row = spans.parts[task % num_parts]
-        first_row, _, base, begin_tail, width, num_keys = spans.ranges[piece]
-        slot = spans.slots[piece]
-        keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
-        values = layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
+    for _thread in numba.prange(num_threads):
         scores = np.empty(BLOCK, np.float32)
         key_block, value_block = np.empty((head_dim, BLOCK), np.float32), np.empty((BLOCK, head_dim), np.float32)
-        for begin in range(0, spans.lengths[begin_row:end_row].max(), BLOCK):
-            # Keys that all rows share are laid out once, then each row's own on top; what is unseen must be finite.
-            num_shared = max(0, min(begin + BLOCK, base, num_keys) - begin)
-            for j in range(num_shared):
-                _lay_out(keys, values, begin + j, kv_head, j, key_block, value_block)
-            key_block[:, num_shared:] = 0
-            value_block[num_shared:] = 0
+        task = take(taken)
+        while task < num_parts * num_kv_heads:
+            kv_head = task // num_parts
+            piece, begin_row, end_row = spans.parts[task % num_parts]
+            first_row, _, base, begin_tail, width, num_keys = spans.ranges[piece]
+            slot = spans.slots[piece]
+            keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
+            values = layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
+            for begin in range(0, spans.lengths[begin_row:end_row].max(), BLOCK):
+                # Keys that all rows share are laid out once, then each row's own on top; what is unseen must be finite.
+                num_shared = max(0, min(begin + BLOCK, base, num_keys) - begin)
+                for j in range(num_shared):
+                    _lay_out(keys, values, begin + j, kv_head, j, key_block, value_block)
+                key_block[:, num_shared:] = 0
+                value_block[num_shared:] = 0
+                for row in range(begin_row, end_row):
+                    length = spans.lengths[row]
+                    first = max(0, length - window) if window > 0 else 0
+                    if begin >= length or begin + BLOCK <= first:
+                        continue
+                    tail = begin_tail + (row - first_row) * width + begin - base
+                    for j in range(num_shared, min(BLOCK, length - begin)):
+                        _lay_out(keys, values, spans.tails[tail + j], kv_head, j, key_block, value_block)
+                    for head in range(kv_head * group, (kv_head + 1) * group):
+                        _score(queries, row, head, key_block, begin, first, length, scale, softcap, scores)
+                        _fold(scores, value_block, row, head, highest, total, out)
             for row in range(begin_row, end_row):
-                length = spans.lengths[row]
-                first = max(0, length - window) if window > 0 else 0
-                if begin >= length or begin + BLOCK <= first:
-                    continue
-                tail = begin_tail + (row - first_row) * width + begin - base
-                for j in range(num_shared, min(BLOCK, length - begin)):
-                    _lay_out(keys, values, spans.tails[tail + j], kv_head, j, key_block, value_block)
                 for head in range(kv_head * group, (kv_head + 1) * group):
-                    _score(queries, row, head, key_block, begin, first, length, scale, softcap, scores)
-                    _fold(scores, value_block, row, head, highest, total, out)
-        for row in range(begin_row, end_row):
-            for head in range(kv_head * group, (kv_head + 1) * group):
-                for d in range(head_dim):
-                    out[row, head, d] /= total[row, head]
+                    for d in range(head_dim):
+                        out[row, head, d] /= total[row, head]
+            task = take(taken)
 
 
 def _attend_over(
@@ -194,7 +198,8 @@ def _attend_over(
         highest[:], total[:] = sinks.numpy(), 1.0
     out = torch.zeros_like(queries)
     numbers = np.float32(scale), window, np.float32(softcap)
-    _attend(queries.numpy(), spans, kind, layer, num_kv_heads, *numbers, highest, total, out.numpy())
+    sharing = counter(), numba.get_num_threads()
+    _attend(*sharing, queries.numpy(), spans, kind, layer, num_kv_heads, *numbers, highest, total, out.numpy())
     return out
 
 

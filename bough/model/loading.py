@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,14 +46,24 @@ class ParameterSlot:
 
     def bind(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> None:
         """Puts the value in the parameter's place; `raw` as in `Source.value`."""
+        self.put(self.made(raw, dtype, scratch))
+
+    def made(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> Any:
+        """The value as `put` wants it."""
+        if isinstance(self.source, Experts):
+            return self.source.table(raw, dtype, scratch)
+        value = self.source.value(raw, dtype, scratch)
+        return value if self.key in self.module._buffers else nn.Parameter(value, requires_grad=False)
+
+    def put(self, made: Any) -> None:
+        """Puts what `made` has returned in the parameter's place."""
         if isinstance(self.source, Experts):
             self.module._parameters.pop(self.key, None)  # a table is no tensor, and would not be let in
-            self.module.__dict__[self.key] = self.source.table(raw, dtype, scratch)
+            self.module.__dict__[self.key] = made
         elif self.key in self.module._buffers:
-            self.module._buffers[self.key] = self.source.value(raw, dtype, scratch)
+            self.module._buffers[self.key] = made
         else:
-            value = self.source.value(raw, dtype, scratch)
-            self.module._parameters[self.key] = nn.Parameter(value, requires_grad=False)
+            self.module._parameters[self.key] = made
 
 
 @dataclass(frozen=True, slots=True)

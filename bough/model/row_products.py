@@ -20,6 +20,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from bough.model.shares import counter, take
 from bough.model.vectors import (
     FLOATS,
     I16,
@@ -39,6 +40,7 @@ from bough.model.vectors import (
 
 WORD_BYTES = 4  # a float32, or two neighbouring bfloat16, which one instruction multiplies and adds
 LINE_BYTES = 64  # of memory that arrive together
+PIECES = 8  # of the matrix for each thread, which they take as they come to them
 GROUP = 8  # outputs that are computed together
 NEEDED = {torch.bfloat16: "avx512bf16", torch.float32: "avx512f"}  # features of a processor
 
@@ -61,7 +63,7 @@ def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     blocks = np.empty((-(-len(words) // LANES), words.shape[1], LANES), words.dtype)
     out = torch.empty(len(blocks) * LANES, outputs, dtype=rows.dtype)
     added = np.zeros(outputs, np.float32) if bias is None else bias.float().numpy()
-    _multiply(numba.get_num_threads(), words, blocks, _numbers(matrix), added, _numbers(out))
+    _multiply(counter(), numba.get_num_threads(), words, blocks, _numbers(matrix), added, _numbers(out))
     return out[: len(words)].view(*rows.shape[:-1], outputs)
 
 
@@ -208,29 +210,41 @@ def _lay_out(words, block, blocks):  # type: ignore[no-untyped-def]
             blocks[block, word, lane] = words[row, word] if row < num_rows else 0
 
 
+@_compiled
+def _multiply_groups(blocks, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
+    """All rows with some groups of the matrix's."""
+    num_blocks = len(blocks)
+    for group in range(begin, end):
+        output = min(group * GROUP, len(matrix) - GROUP)  # the last group may compute again what others did
+        block = 0
+        while block + 4 <= num_blocks:
+            _tile_4(blocks, block, matrix, output, bias, out)
+            _tile_4(blocks, block, matrix, output + GROUP // 2, bias, out)
+            block += 4
+        if block + 2 <= num_blocks:
+            _tile_2(blocks, block, matrix, output, bias, out)
+            block += 2
+        if block < num_blocks:
+            _tile_1(blocks, block, matrix, output, bias, out)
+
+
 @numba.njit(cache=True, error_model="numpy", parallel=True, nogil=True)
-def _multiply(num_threads, words, blocks, matrix, bias, out):  # type: ignore[no-untyped-def]
+def _multiply(taken, num_threads, words, blocks, matrix, bias, out):  # type: ignore[no-untyped-def]
     """words (rows, words), blocks (blocks, words, LANES), matrix (outputs, inputs), bias and out as in `multiply`.
 
-    bfloat16 as uint16, in words as int32 of two. Each thread takes its share of the matrix in one run.
+    bfloat16 as uint16, in words as int32 of two.
     """
-    num_blocks, num_outputs = len(blocks), len(matrix)
+    num_blocks = len(blocks)
     if num_blocks == 1:  # not worth a thread
         _lay_out(words, 0, blocks)
     else:
         for block in numba.prange(num_blocks):
             _lay_out(words, block, blocks)
-    num_groups = (num_outputs + GROUP - 1) // GROUP
-    for part in numba.prange(num_threads):
-        for group in range(part * num_groups // num_threads, (part + 1) * num_groups // num_threads):
-            output = min(group * GROUP, num_outputs - GROUP)  # the last group may compute again what others did
-            block = 0
-            while block + 4 <= num_blocks:
-                _tile_4(blocks, block, matrix, output, bias, out)
-                _tile_4(blocks, block, matrix, output + GROUP // 2, bias, out)
-                block += 4
-            if block + 2 <= num_blocks:
-                _tile_2(blocks, block, matrix, output, bias, out)
-                block += 2
-            if block < num_blocks:
-                _tile_1(blocks, block, matrix, output, bias, out)
+    num_groups = (len(matrix) + GROUP - 1) // GROUP
+    num_pieces = min(num_groups, PIECES * num_threads)
+    for _thread in numba.prange(num_threads):
+        piece = take(taken)
+        while piece < num_pieces:
+            begin, end = piece * num_groups // num_pieces, (piece + 1) * num_groups // num_pieces
+            _multiply_groups(blocks, matrix, begin, end, bias, out)
+            piece = take(taken)
