@@ -115,4 +115,4 @@ def test_how_openmp_waits_is_settled_before_torch_is_there() -> None:
         code = f"import os, sys, {package}; assert 'torch' not in sys.modules; print(os.environ['GOMP_SPINCOUNT'])"
         environ = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
         output = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, text=True)
-        assert output.stdout == "10000\n"
+        assert output.stdout == "3000\n"

@@ -6,4 +6,4 @@ import os
 # here, before anything imports torch. The default is milliseconds: as soon as two processes compute on the same
 # processors, threads spin while those that they wait for cannot run, and both become many times slower
 # (docs/decisions.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
