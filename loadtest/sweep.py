@@ -3,8 +3,8 @@
     python -m loadtest.sweep
 
 Writes the demonstration target and a 4-bit pack of it, unless they are there. Each contestant is a process of its own;
-they take turns, so that whatever else the machine does falls on all alike; figures are medians over the turns. Ends
-with one JSON line:
+they take turns, so that whatever else the machine does falls on all alike; figures are medians over the turns. Sweeps
+have new processes in every turn. Ends with one JSON line:
 
 sweep_ratio      for 1, 64 and 256 tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory), in
                  the same turn; sweep_ratio_slow_link is the same on a link slowed down to --slow-link
@@ -27,11 +27,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from bough.client import Client
 from bough.commands.demo import UP_DEFAULTS
@@ -84,55 +84,74 @@ class Contestant:
         return json.loads(line)
 
 
-def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, repeats: int) -> dict[str, Any]:
-    """Streaming within the memory limit, against the bare link and the bare processor, turn by turn.
+class Measured(NamedTuple):
+    """Seconds for one number of tokens, close together in time."""
 
-    `link_speed` in bytes per second slows the link down; 0 leaves it as it is.
-    """
-    raw: list[float] = []
-    own: list[float] = []
-    seconds: dict[str, dict[int, list[float]]] = {
-        name: {size: [] for size in SIZES} for name in ("streamed", "resident")
-    }
-    ratios: dict[int, list[float]] = {size: [] for size in SIZES}
-    work_ratios: dict[int, list[float]] = {size: [] for size in SIZES}
-    reading: list[float] = []  # processor seconds
+    raw: float  # read of what crosses the link, mean of before and after
+    reading: float  # of all processors, in such a read
+    streamed: float
+    resident: float
+
+    @property
+    def ratio(self) -> float:
+        """To the slower of link and processor."""
+        return self.streamed / max(self.raw, self.resident)
+
+    @property
+    def work_ratio(self) -> float:
+        """The same where reading costs processor time too."""
+        return self.streamed / max(self.raw, self.resident + self.reading / (os.cpu_count() or 1))
+
+
+def sweep_turn(model: Path, memory: int, link_speed: int, repeats: int) -> tuple[dict[int, Measured], float, int]:
+    """Of new processes: by number of tokens, transformers' seconds for 64 tokens, and the bytes that cross the link."""
     budget = ["--device-memory", str(memory - INTERPRETER_BYTES), "--ring-memory", "256MB"]
+    flags, measured = ["bough", "--model", str(model), *SMALL], {}
     with ExitStack() as stack:
         prefix = stack.enter_context(limited(memory, link_speed, model)) if can_limit() else []
-        flags = ["bough", "--model", str(model), *SMALL]
         link = stack.enter_context(Contestant(*flags, "--resident-layers", "0", *budget, prefix=prefix))
         everything = stack.enter_context(Contestant(*flags, prefix=[]))
         transformers = stack.enter_context(Contestant("transformers", str(model), prefix=[]))
-        for turn in range(turns):
-            own.append(transformers.seconds(64, repeats))
-            for size in SIZES:
-                before = link.ask("raw")
-                streamed = link.seconds(size, repeats)
-                after = link.ask("raw")
-                resident = everything.seconds(size, repeats)
-                raw += [before["seconds"], after["seconds"]]
-                reading += [before["processor_seconds"], after["processor_seconds"]]
-                seconds["streamed"][size].append(streamed)
-                seconds["resident"][size].append(resident)
-                raw_mean, reading_mean = sum(raw[-2:]) / 2, sum(reading[-2:]) / 2
-                ratios[size].append(streamed / max(raw_mean, resident))
-                work_ratios[size].append(streamed / max(raw_mean, resident + reading_mean / (os.cpu_count() or 1)))
-                _tell(
-                    f"turn {turn + 1} of {turns}: {size} tokens: raw {raw[-1]:.3f}, {streamed=:.3f}, {resident=:.3f} s"
-                )
-        num_bytes = link.ask("raw")["bytes"]
+        own = transformers.seconds(64, repeats)
+        for size in SIZES:
+            before = link.ask("raw")
+            streamed = link.seconds(size, repeats)
+            after = link.ask("raw")
+            raw, reading = ((before[key] + after[key]) / 2 for key in ("seconds", "processor_seconds"))
+            measured[size] = Measured(raw, reading, streamed, everything.seconds(size, repeats))
+    return measured, own, before["bytes"]
+
+
+def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, repeats: int) -> dict[str, Any]:
+    """Streaming within the memory limit, against the bare link and the bare processor, turn by turn.
+
+    `link_speed` in bytes per second slows the link down; 0 leaves it as it is. Each turn has processes of its own:
+    two of one kind differ in speed for as long as they live, by which memory they were given.
+    """
+    measured: dict[int, list[Measured]] = {size: [] for size in SIZES}
+    resident_ratios: list[float] = []
+    for turn in range(turns):
+        by_size, own, num_bytes = sweep_turn(model, memory, link_speed, repeats)
+        resident_ratios.append(by_size[64].resident / own)
+        for size, each in by_size.items():
+            measured[size].append(each)
+            times = f"raw {each.raw:.3f}, streamed {each.streamed:.3f}, resident {each.resident:.3f} s"
+            _tell(f"turn {turn + 1} of {turns}: {size} tokens: {times}: {each.ratio:.3f}")
+
+    def medians(figure: Callable[[Measured], float], digits: int) -> dict[int, float]:
+        return {size: round(median(map(figure, turns_of)), digits) for size, turns_of in measured.items()}
+
+    everyone = [each for turns_of in measured.values() for each in turns_of]
+    raw_seconds = median(each.raw for each in everyone)
     return {
-        "sweep_ratio": {size: round(median(values), 3) for size, values in ratios.items()},
-        "work_ratio": {size: round(median(values), 3) for size, values in work_ratios.items()},
-        "raw_read_processor_seconds": round(median(reading), 3),
-        "raw_read_seconds": round(median(raw), 4),
-        "link_gigabytes_per_second": round(num_bytes / median(raw) / 1e9, 3),
-        **{
-            f"{name}_seconds": {size: round(median(values), 4) for size, values in by_size.items()}
-            for name, by_size in seconds.items()
-        },
-        "resident_ratio": round(median(r / o for r, o in zip(seconds["resident"][64], own, strict=True)), 3),
+        "sweep_ratio": medians(lambda each: each.ratio, 3),
+        "work_ratio": medians(lambda each: each.work_ratio, 3),
+        "raw_read_processor_seconds": round(median(each.reading for each in everyone), 3),
+        "raw_read_seconds": round(raw_seconds, 4),
+        "link_gigabytes_per_second": round(num_bytes / raw_seconds / 1e9, 3),
+        "streamed_seconds": medians(lambda each: each.streamed, 4),
+        "resident_seconds": medians(lambda each: each.resident, 4),
+        "resident_ratio": round(median(resident_ratios), 3),
         "memory_limited": can_limit(),
     }
 
