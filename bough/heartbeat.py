@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from bough.errors import Unavailable
 from bough.records import WorkerRecord
 from bough.registry import Registry
+from bough.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,7 @@ async def registered(registry: Registry, present: Callable[[], WorkerRecord]) ->
     try:
         yield
     finally:
-        heartbeat.cancel()
-        with suppress(asyncio.CancelledError):
-            await heartbeat
+        await end(heartbeat)
         with suppress(Unavailable):
             await registry.deregister(present().worker_id)
 

@@ -23,6 +23,7 @@ from bough.pairing import fetch_tokenizer
 from bough.records import WorkerRecord
 from bough.registry import LEASE_SECONDS, Registry
 from bough.rpc import open_channel
+from bough.tasks import end
 from bough.tokenizer import Tokenizer, TokenizerFiles, first_difference
 from orchestrator.workers import DraftClient, TargetClient
 
@@ -93,9 +94,8 @@ class Directory:
         try:
             yield
         finally:
-            for running in (task, *self._meetings.values()):
-                running.cancel()
-            await asyncio.gather(task, *self._meetings.values(), return_exceptions=True)
+            await end(task)
+            await end(*self._meetings.values())
             for known in self._everyone():
                 await known.client.close()
 

@@ -11,6 +11,7 @@ from bough.errors import StaleEpoch, Unavailable
 from bough.prefix import BLOCK_TOKENS, block_hashes
 from bough.records import RequestRecord, SessionRecord
 from bough.registry import Registry
+from bough.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +101,7 @@ class Recorder:
         tasks = [log.task for log in self._logs.values() if log.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)
 
     def _put(self, session_id: str, waiting: _State | _Drop, has_ended: bool) -> None:
         log = self._logs.setdefault(session_id, _Log())
