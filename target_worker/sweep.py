@@ -15,7 +15,7 @@ from bough.model.reproducible import make_reproducible
 from bough.model.source import ReusedMemory
 from target_worker.tiers import Tiers
 
-MOST_VIEWS = 4096  # layers in slabs, a few kilobytes each; where there are more, they are too large for this to matter
+MOST_VIEWS = 4096  # layers in slabs whose values are kept: a few kilobytes each, beside the memory that is budgeted
 
 
 class SweepFigures(NamedTuple):

@@ -138,7 +138,7 @@ def _attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale
 
     queries, out (num_rows, num_heads, head_dim) float32; kind a float32, or a uint16 where bfloat16 is stored; window 0
     and softcap 0 are off; highest and total (num_rows, num_heads) begin with the attention's sinks. Keys that are
-    unseen weigh exactly 0; rows of no piece stay as they are.
+    unseen weigh exactly 0; rows of no piece stay as they are. `taken` counts the tasks that threads have taken.
     """
     _, num_heads, head_dim = queries.shape
     group, num_parts = num_heads // num_kv_heads, len(spans.parts)

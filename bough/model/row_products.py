@@ -232,7 +232,7 @@ def _multiply_groups(blocks, matrix, begin, end, bias, out):  # type: ignore[no-
 def _multiply(taken, num_threads, words, blocks, matrix, bias, out):  # type: ignore[no-untyped-def]
     """words (rows, words), blocks (blocks, words, LANES), matrix (outputs, inputs), bias and out as in `multiply`.
 
-    bfloat16 as uint16, in words as int32 of two.
+    bfloat16 as uint16, in words as int32 of two. `taken` counts the pieces of the matrix that threads have taken.
     """
     num_blocks = len(blocks)
     if num_blocks == 1:  # not worth a thread
