@@ -35,6 +35,7 @@ from bough.index_answers import (
 )
 from bough.index_url import refuse_unknown, without_passwords
 from bough.records import TOKEN_BYTES, Claim, RequestRecord, SessionRecord, WorkerRecord, pack_tokens
+from bough.tasks import cancellable
 
 LEASE_SECONDS = 3.0  # a worker that is silent for so long is gone
 SESSION_SECONDS = 24 * 3600.0  # after its last round
@@ -202,8 +203,9 @@ class Registry:
     async def _call(self, read: Callable[[Any], Answer], script: str, keys: Sequence[str], *args: EncodableT) -> Answer:
         """What `read` makes of a script's answer. Raises Unavailable for whatever goes wrong."""
         try:
-            async with asyncio.timeout(CALL_SECONDS), self._turns:
-                return read(await self._scripts[script](keys=keys, args=args))
+            with cancellable():
+                async with asyncio.timeout(CALL_SECONDS), self._turns:
+                    return read(await self._scripts[script](keys=keys, args=args))
         except (RedisError, OSError, TimeoutError) as exc:
             raise Unavailable(f"the index at {self.safe_url} does not answer: {exc}") from exc
         except (ValueError, TypeError) as exc:  # redis-py, too, stumbles over what no such server would say

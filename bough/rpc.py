@@ -127,7 +127,8 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) ->
     if isinstance(exc, Exhausted) and exc.retry_seconds is not None:
         metadata.append((DETAILS_KEY, _retry_details(code, text, exc.retry_seconds)))
     with suppress(TimeoutError, grpc.aio.InternalError):  # a peer that does not read, or has gone, is not waited for
-        await asyncio.wait_for(context.abort(code, text, tuple(metadata)), ABORT_SECONDS)
+        async with asyncio.timeout(ABORT_SECONDS):
+            await context.abort(code, text, tuple(metadata))
 
 
 @dataclass(frozen=True, slots=True)

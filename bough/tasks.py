@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-
-AGAIN_SECONDS = 1.0  # after which a task that was cancelled and is still there is cancelled again
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels tasks until they have ended, whatever they end with.
-
-    Once is not always enough: a library whose time-out passes in that moment may take the cancellation for its own and
-    raise an error instead, and a task that outlives errors goes on.
-    """
-    while going_on := [task for task in tasks if not task.done()]:
-        for task in going_on:
-            task.cancel()
-        await asyncio.wait(going_on, timeout=AGAIN_SECONDS)
+    """Cancels tasks and waits until they have ended, whatever they end with."""
+    for task in tasks:
+        task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def cancellable() -> Iterator[None]:
+    """Around calls of a library that may swallow a cancellation: it is raised at the end, whatever they made of it.
+
+    Python 3.11's `asyncio.wait_for` does when what it waits for is there at that moment (python/cpython#86296), and
+    redis-py writes to its sockets in this way.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "coroutines run in tasks"
+    before = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError

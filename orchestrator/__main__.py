@@ -68,7 +68,8 @@ async def _until(stop: asyncio.Event, served: Served, directory: Directory) -> N
     while not stop.is_set():
         await served.set_ready(directory.has_target)
         with suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), POLL_SECONDS)
+            async with asyncio.timeout(POLL_SECONDS):
+                await stop.wait()
 
 
 if __name__ == "__main__":

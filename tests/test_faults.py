@@ -204,7 +204,10 @@ async def test_bough_up_leaves_no_process_behind(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     await asyncio.sleep(delay)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    try:
+        process.communicate(timeout=30)
+    finally:
+        process.kill()  # one that hangs is not to be the next tests' concern
     for _ in range(100):
         if not alive(str(marker)) and not alive(f"{tmp_path}"):
             return

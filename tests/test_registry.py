@@ -393,3 +393,18 @@ async def test_a_running_session_is_back_with_its_next_record_after_a_restart(na
                 longer = replace(SESSION, tokens=(1, 2, 3, 4))
                 await registry.record_session(longer, 3)
                 assert await registry.load_session("s") == longer
+
+
+async def test_a_call_can_be_cancelled_at_any_moment(registry: Registry) -> None:
+    """One in five was swallowed (see `bough.tasks.cancellable`): such a heartbeat went on for ever."""
+
+    async def go_on() -> None:
+        while True:
+            await registry.workers()
+
+    for turn in range(200):
+        task = asyncio.create_task(go_on())
+        await asyncio.sleep(turn % 20 * 5e-5)
+        task.cancel()
+        await asyncio.wait({task}, timeout=10)
+        assert task.cancelled()

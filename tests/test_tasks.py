@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-
-import pytest
+from contextlib import suppress
 
 from bough import tasks
 
 
-async def test_a_task_that_survives_a_cancellation_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a heartbeat did for ever, whose call to the index timed out in the moment of the cancellation."""
-    monkeypatch.setattr(tasks, "AGAIN_SECONDS", 0.01)
-    cancellations = 0
+async def test_a_cancellation_that_a_library_swallows_is_raised() -> None:
+    """Whether the library then returns, or fails."""
 
-    async def survive() -> None:
-        nonlocal cancellations
-        while cancellations < 2:
+    async def swallow(failure: Exception | None) -> None:
+        with tasks.cancellable():
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
-                cancellations += 1
-        await asyncio.sleep(60)
+                if failure is not None:
+                    raise failure from None
+        raise AssertionError("it went on")
 
-    stubborn, docile = asyncio.create_task(survive()), asyncio.create_task(asyncio.sleep(60))
+    swallowing = [asyncio.create_task(swallow(failure)) for failure in (None, TimeoutError("of its own"))]
     await asyncio.sleep(0)
-    async with asyncio.timeout(10):
-        await tasks.end(stubborn, docile)
-    assert stubborn.cancelled()
-    assert docile.cancelled()
-    assert cancellations == 2
+    await tasks.end(*swallowing)
+    assert all(task.cancelled() for task in swallowing)
+
+
+async def test_a_time_limit_is_no_cancellation() -> None:
+    """It cancels from within, and takes that back; so does one around it."""
+    with suppress(TimeoutError), tasks.cancellable():
+        async with asyncio.timeout(0) as limit:
+            await asyncio.sleep(60)
+    assert limit.expired()
+    limit = asyncio.timeout(0)
+    with suppress(TimeoutError):
+        async with limit:
+            with tasks.cancellable():
+                await asyncio.sleep(60)
+    assert limit.expired()
 
 
 async def test_what_a_task_failed_with_is_not_raised() -> None:
