@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numba
-import numpy as np
 import pytest
 import torch
 from conftest import TINY, save_model
 from safetensors.torch import load_file, save_file
 from transformers import GemmaConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from bough.model import products, runner, vectors
+from bough.model import runner
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
 from bough.model.lean import is_lean
 from bough.model.loading import build_skeleton
-from bough.model.products import BLOCKS, MAX_ROWS, WIDTH, packed, project
 from bough.model.runner import ResidentModel
-from bough.model.vectors import LANES
 from bough.tree import Tree
 
 CPU = torch.device("cpu")
@@ -97,30 +93,3 @@ def test_other_architectures_and_data_types_go_by_way_of_transformers(
     assert logits.shape == (len(TREE), SIZES["vocab_size"])
     assert not is_lean(build_skeleton(Checkpoint.open(save_model(tmp_path / "l", TINY)), torch.float32), CPU)
     assert not is_lean(build_skeleton(Checkpoint.open(tmp_path / "l"), torch.bfloat16), torch.device("cuda"))
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 9, 13, 16, 35])
-def test_products_of_any_number_of_rows(num_rows: int) -> None:
-    torch.manual_seed(num_rows)
-    weight, inputs, bias = torch.randn(75, 64).bfloat16(), torch.randn(3 * MAX_ROWS, 64).bfloat16(), torch.randn(96)
-    out = np.full((3 * MAX_ROWS, 96), np.nan, np.float32)
-    pairs, matrix = inputs.view(torch.int32).numpy(), packed(weight).flatten().numpy()
-    project(2, pairs, num_rows, matrix, 0, 32, bias.numpy(), out)
-    expected = inputs[:num_rows].double() @ weight.double().T + bias[:75]
-    torch.testing.assert_close(torch.from_numpy(out)[:num_rows, :75].double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectors, "has_feature", lambda _name: False)
-    elsewhere = products._multiplier(4, BLOCKS)
-
-    @numba.njit
-    def run(inputs, matrix, sums):  # type: ignore[no-untyped-def]
-        elsewhere(inputs, 0, matrix, 0, inputs.shape[1], sums, 0, WIDTH, LANES)
-
-    torch.manual_seed(0)
-    weight, inputs = torch.randn(WIDTH, 64).bfloat16(), torch.randn(4, 64).bfloat16()
-    sums = np.ones((4, WIDTH), np.float32)
-    run(inputs.view(torch.int32).numpy(), packed(weight).flatten().numpy(), sums)
-    expected = (inputs.double() @ weight.double().T).numpy()
-    np.testing.assert_allclose(sums, 1 + expected, rtol=1e-4, atol=1e-4)

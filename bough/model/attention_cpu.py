@@ -10,7 +10,7 @@ import torch
 from numba.extending import overload
 
 from bough.model.batch import Chunk, Piece
-from bough.model.shares import counter, take
+from bough.model.shares import counters, take
 from bough.model.spans import Place, Spans, layer_rows
 
 BLOCK = 64  # keys that share one step of the running softmax
@@ -142,11 +142,12 @@ def _attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale
     """
     _, num_heads, head_dim = queries.shape
     group, num_parts = num_heads // num_kv_heads, len(spans.parts)
-    for _thread in numba.prange(num_threads):
+    num_tasks = num_parts * num_kv_heads
+    for thread in numba.prange(num_threads):
         scores = np.empty(BLOCK, np.float32)
         key_block, value_block = np.empty((head_dim, BLOCK), np.float32), np.empty((BLOCK, head_dim), np.float32)
-        task = take(taken)
-        while task < num_parts * num_kv_heads:
+        task = take(taken, thread, num_threads, num_tasks)
+        while task < num_tasks:
             kv_head = task // num_parts
             piece, begin_row, end_row = spans.parts[task % num_parts]
             first_row, _, base, begin_tail, width, num_keys = spans.ranges[piece]
@@ -175,7 +176,7 @@ def _attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale
                 for head in range(kv_head * group, (kv_head + 1) * group):
                     for d in range(head_dim):
                         out[row, head, d] /= total[row, head]
-            task = take(taken)
+            task = take(taken, thread, num_threads, num_tasks)
 
 
 def _attend_over(
@@ -198,8 +199,20 @@ def _attend_over(
         highest[:], total[:] = sinks.numpy(), 1.0
     out = torch.zeros_like(queries)
     numbers = np.float32(scale), window, np.float32(softcap)
-    sharing = counter(), numba.get_num_threads()
-    _attend(*sharing, queries.numpy(), spans, kind, layer, num_kv_heads, *numbers, highest, total, out.numpy())
+    num_threads = numba.get_num_threads()
+    _attend(
+        counters(num_threads)[0],
+        num_threads,
+        queries.numpy(),
+        spans,
+        kind,
+        layer,
+        num_kv_heads,
+        *numbers,
+        highest,
+        total,
+        out.numpy(),
+    )
     return out
 
 

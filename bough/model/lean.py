@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from bough.model.batch import Batch
-from bough.model.lean_step import Room, Sizes, Weights, run_step
+from bough.model.lean_step import PRODUCTS, Room, Sizes, Weights, run_step
 from bough.model.loading import Correction, ParameterSlot, Skeleton, bind_resident, uncorrected
 from bough.model.pages import large_pages
-from bough.model.products import MAX_ROWS, WIDTH, packed
+from bough.model.row_products import numbers
+from bough.model.shares import counters
 from bough.model.spans import Spans
+from bough.model.tiles import GROUP
 from bough.model.vectors import LANES
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of one build; any other goes by way of transformers
@@ -37,15 +39,15 @@ def is_lean(skeleton: Skeleton, device: torch.device) -> bool:
         and config.hidden_act == "silu"
         and layer.self_attn.o_proj.bias is None
         and layer.mlp.down_proj.bias is None
-        and config.hidden_size % WIDTH == config.intermediate_size % LANES == skeleton.kv_shape().head_dim % 2 == 0
+        and config.hidden_size % GROUP == config.intermediate_size % GROUP == skeleton.kv_shape().head_dim % 2 == 0
     )
 
 
 class LeanDecoder:
-    """A model whose weights have been laid out for products of a few rows; it keeps no other copy of them."""
+    """A model whose weights stand in a few arrays, as compiled code reads them; it keeps no other copy of them."""
 
     def __init__(self, skeleton: Skeleton, correct: Correction = uncorrected) -> None:
-        """Loads the weights, layer by layer; `correct` may change a layer's before they are laid out."""
+        """Loads the weights, layer by layer; `correct` may change a layer's before they are put there."""
         config, kv = skeleton.config, skeleton.kv_shape()
         first: Any = skeleton.layers[0]
         self._rotary = skeleton.model.get_decoder().rotary_emb
@@ -60,7 +62,7 @@ class LeanDecoder:
         self._hidden, self._intermediate = int(config.hidden_size), int(config.intermediate_size)
         self._weights = _load(skeleton, correct)
         self._cos = self._sin = np.zeros((0, kv.head_dim), np.float32)
-        self._room = self._new_room(MAX_ROWS)
+        self._room = self._new_room(1)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -68,35 +70,47 @@ class LeanDecoder:
         (chunk,) = batch.chunks
         positions = batch.position_ids[0].numpy()
         self._know_positions(int(positions.max()) + 1)
-        if batch.num_rows > len(self._room.hidden):
-            self._room = self._new_room(_whole(batch.num_rows, MAX_ROWS))
         num_logits = len(batch.logit_rows)
-        logits = torch.empty((_whole(num_logits, MAX_ROWS), len(self._weights.head_bias)))
+        logits = torch.empty((_blocks(num_logits) * LANES, len(self._weights.head_bias)))
+        num_threads = numba.get_num_threads()
         run_step(
-            numba.get_num_threads(),
+            counters(num_threads, len(self._weights.windows) * PRODUCTS + 1),
+            num_threads,
             batch.input_ids[0].numpy(),
             self._cos[positions],
             self._sin[positions],
             batch.logit_rows.numpy(),
             self._weights,
             self._sizes,
-            self._room,
+            self._room_of(_blocks(batch.num_rows)),
             Spans.of(chunk.pieces),
             logits.numpy(),
         )
         return logits[:num_logits, : self._vocab_size]
 
-    def _new_room(self, rows: int) -> Room:
-        attended = self._sizes.num_heads * self._sizes.head_dim
+    def _room_of(self, num_blocks: int) -> Room:
+        """As many blocks as a batch fills, of the most that one has filled yet."""
+        most = len(self._room.hidden)
+        if num_blocks > most:
+            self._room, most = self._new_room(num_blocks), num_blocks
+        return Room._make(array[: len(array) // most * num_blocks] for array in self._room)
+
+    def _new_room(self, blocks: int) -> Room:
+        rows, attended = blocks * LANES, self._sizes.num_heads * self._sizes.head_dim
         qkv = attended + 2 * self._sizes.num_kv_heads * self._sizes.head_dim
+        queries, heads = (np.zeros((rows, attended), np.uint16) for _ in range(2))
         return Room(
-            np.zeros((rows, self._hidden), np.float32),
-            np.zeros((rows, self._hidden), np.uint16),
-            np.zeros((rows, _whole(qkv, WIDTH)), np.float32),
-            np.zeros((rows, attended), np.uint16),
-            np.zeros((rows, attended), np.uint16),
-            np.zeros((rows, 2 * self._intermediate), np.float32),
-            np.zeros((rows, self._intermediate), np.uint16),
+            np.zeros((blocks, self._hidden, LANES), np.float32),
+            np.zeros((blocks, self._hidden // 2, LANES), np.int32),
+            np.zeros((rows, qkv), np.float32),
+            queries,
+            queries.view(np.int32),
+            heads,
+            heads.view(np.int32),
+            np.zeros((blocks, attended // 2, LANES), np.int32),
+            np.zeros((blocks, self._intermediate, LANES), np.float32),
+            np.zeros((blocks, self._intermediate, LANES), np.float32),
+            np.zeros((blocks, self._intermediate // 2, LANES), np.int32),
         )
 
     def _know_positions(self, num_positions: int) -> None:
@@ -111,14 +125,14 @@ def _load(skeleton: Skeleton, correct: Correction) -> Weights:
     bind_resident(skeleton.resident_slots, skeleton.dtype, CPU)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
     embeddings = _Stack(1)
-    embeddings.put(packed(decoder.embed_tokens.weight))
+    embeddings.put(decoder.embed_tokens.weight)
     output = embeddings if head.weight is decoder.embed_tokens.weight else _Stack(1)
     if output is not embeddings:
-        output.put(packed(head.weight))
+        output.put(head.weight)
     final_norm = _floats(decoder.norm.weight)
     head_bias = _biases(head)
     _release(skeleton.resident_slots)
-    matrices = [_Stack(len(skeleton.layers)) for _ in range(4)]
+    matrices = [_Stack(len(skeleton.layers)) for _ in range(5)]
     vectors = []
     for index, (layer, slots) in enumerate(zip(skeleton.layers, skeleton.layer_slots, strict=True)):
         bind_resident(slots, skeleton.dtype, CPU)
@@ -128,10 +142,10 @@ def _load(skeleton: Skeleton, correct: Correction) -> Weights:
         vectors.append(_vectors(layer))
         _release(slots)
     attention_norm, qkv_bias, query_norm, key_norm, mlp_norm = (np.stack(kind) for kind in zip(*vectors, strict=True))
-    qkv, out, gate_up, down = (stack.flat for stack in matrices)
+    qkv, out, gate, up, down = (stack.numbers for stack in matrices)
     windows = np.array([_window(layer, skeleton.config.model_type) for layer in skeleton.layers], np.int64)
     return Weights(
-        embeddings.flat,
+        embeddings.numbers[0],
         attention_norm,
         qkv,
         qkv_bias,
@@ -139,10 +153,11 @@ def _load(skeleton: Skeleton, correct: Correction) -> Weights:
         key_norm,
         out,
         mlp_norm,
-        gate_up,
+        gate,
+        up,
         down,
         final_norm,
-        output.flat,
+        output.numbers[0],
         head_bias,
         windows,
     )
@@ -153,21 +168,21 @@ class _Stack:
 
     def __init__(self, count: int) -> None:
         self._count, self._used = count, 0
-        self.flat = np.zeros(0, np.int32)
+        self.numbers = np.zeros((0, 0, 0), np.uint16)  # (count, outputs, inputs)
 
     def put(self, matrix: torch.Tensor) -> None:
-        """All are of one size."""
-        if not len(self.flat):
-            self.flat = np.frombuffer(large_pages(self._count * matrix.nbytes), np.int32)
-        self.flat[self._used : self._used + matrix.numel()] = matrix.flatten().numpy()
-        self._used += matrix.numel()
+        """All are of one shape."""
+        if not len(self.numbers):
+            memory = np.frombuffer(large_pages(self._count * matrix.nbytes), np.uint16)
+            self.numbers = memory.reshape(self._count, *matrix.shape)
+        self.numbers[self._used] = numbers(matrix.detach())
+        self._used += 1
 
 
 def _matrices(layer: Any) -> tuple[torch.Tensor, ...]:
     attention, mlp = layer.self_attn, layer.mlp
     qkv = torch.cat((attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight))
-    gate_up = torch.stack((packed(mlp.gate_proj.weight), packed(mlp.up_proj.weight)), dim=1)
-    return packed(qkv), packed(attention.o_proj.weight), gate_up, packed(mlp.down_proj.weight)
+    return qkv, attention.o_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
 
 
 def _vectors(layer: Any) -> tuple[np.ndarray, ...]:
@@ -186,14 +201,12 @@ def _vectors(layer: Any) -> tuple[np.ndarray, ...]:
 
 
 def _biases(*projections: Any) -> np.ndarray:
-    """Of linear layers one after another, 0 where there are none, in whole groups."""
-    biases = [p.weight.new_zeros(p.out_features) if p.bias is None else p.bias for p in projections]
-    together = torch.cat(biases)
-    return _floats(nn.functional.pad(together, (0, -len(together) % WIDTH)))
+    """Of linear layers one after another, 0 where there are none."""
+    return _floats(torch.cat([p.weight.new_zeros(p.out_features) if p.bias is None else p.bias for p in projections]))
 
 
-def _whole(number: int, step: int) -> int:
-    return -(-number // step) * step
+def _blocks(num_rows: int) -> int:
+    return -(-num_rows // LANES)
 
 
 def _floats(values: torch.Tensor) -> np.ndarray:

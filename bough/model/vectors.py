@@ -84,6 +84,11 @@ def at(builder: ir.IRBuilder, base: Any, offset: Any) -> Any:
     return builder.gep(base, [offset], source_etype=ir.IntType(8))
 
 
+def store(builder: ir.IRBuilder, vector: Any, address: Any) -> None:
+    """To an address that need not be aligned."""
+    builder.store(vector, builder.bitcast(address, vector.type.as_pointer()), align=2)
+
+
 def prefetch(builder: ir.IRBuilder, address: Any, level: int) -> None:
     """Brings a line of memory nearer that will be read and wanted again."""
     kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])

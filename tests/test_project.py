@@ -1,0 +1,95 @@
+"""Products by all threads, of many rows and of few, into rows and into lanes; weighted sums of values."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bough.model import few_rows, tiles, vectors
+from bough.model.project import project
+from bough.model.shares import counters, take
+from bough.model.tiles import GROUP
+from bough.model.value_tiles import WIDTH, weigh_values
+from bough.model.vectors import LANES
+
+
+def random_numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def words_of(rows: torch.Tensor) -> np.ndarray:
+    return rows.view(torch.int32).numpy()
+
+
+def blocks_of(rows: torch.Tensor) -> np.ndarray:
+    words = words_of(rows)
+    blocks = np.zeros((-(-len(rows) // LANES), words.shape[1], LANES), np.int32)
+    for block in range(len(blocks)):
+        tiles.lay_out(words, block, blocks)
+    return blocks
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    num_rows=st.sampled_from([1, 2, 4, 8, 13, 16, 40, 70]),
+    outputs=st.integers(GROUP, 90),
+    lines=st.integers(1, 9),
+)
+def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, lines: int) -> None:
+    rows, matrix = random_numbers(seed, num_rows, 32 * lines), random_numbers(seed + 1, outputs, 32 * lines)
+    bias, bits = random_numbers(seed + 2, outputs).float(), matrix.view(torch.uint16).numpy()
+    right = (rows.double() @ matrix.double().t()).numpy()
+    forms = [blocks_of(rows)] + ([words_of(rows)] if num_rows <= few_rows.MOST else [])
+    for form in forms:
+        out = np.full((-(-num_rows // LANES) * LANES, outputs), np.nan, np.float32)
+        project(counters(2)[0], 2, form, bits, bias.numpy(), out)
+        np.testing.assert_allclose(out[:num_rows], right + bias.numpy(), rtol=1e-4, atol=1e-3)
+        whole = outputs // GROUP * GROUP
+        lanes = np.ones((len(forms[0]), whole, LANES), np.float32)
+        project(counters(2)[0], 2, form, bits[:whole], None, lanes)
+        sums = lanes.transpose(0, 2, 1).reshape(-1, whole)[:num_rows]
+        np.testing.assert_allclose(sums, 1 + right[:, :whole], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_keys", [0, 2, 22])
+def test_weights_times_values(num_keys: int) -> None:
+    weights, values = random_numbers(1, 24, num_keys + 4), random_numbers(2, num_keys, 3, 2 * WIDTH)
+    out = np.ones((2 * LANES, 2 * WIDTH), np.float32)
+    weigh_values(blocks_of(weights).view(np.uint32), 2, values.view(torch.uint16).numpy()[:, 1], 24, out)
+    right = weights[:, 4:].double() @ values[:, 1].double()
+    np.testing.assert_allclose(out[:24], 1 + right.numpy(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_few", [False, True])
+def test_products_on_processors_without_an_instruction_for_them(is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "has_feature", lambda _name: False)
+    tile, few = tiles._tile_of(1, GROUP), few_rows._tile_of(8)
+
+    @numba.njit
+    def run(rows, matrix, sums):  # type: ignore[no-untyped-def]
+        if is_few:
+            for output in range(0, GROUP, 2):
+                few(rows, matrix, output, None, sums)
+        else:
+            tile(rows, 0, matrix, 0, None, sums)
+
+    matrix, rows = random_numbers(0, GROUP, 64), random_numbers(1, 8, 64)
+    sums = np.ones((1, GROUP, LANES), np.float32)
+    run(words_of(rows) if is_few else blocks_of(rows), matrix.view(torch.uint16).numpy(), sums)
+    expected = (matrix.double() @ rows.double().T).numpy()
+    np.testing.assert_allclose(sums[0, :, :8], 1 + expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("num_threads", "num_pieces"), [(1, 5), (2, 7), (3, 2), (4, 64)])
+def test_each_piece_is_taken_once_whoever_is_slow(num_threads: int, num_pieces: int) -> None:
+    taken = counters(num_threads)[0]
+    first_of_last = take(taken, num_threads - 1, num_threads, num_pieces)
+    alone = [take(taken, 0, num_threads, num_pieces) for _ in range(num_pieces - 1)]
+    assert sorted([first_of_last, *alone]) == list(range(num_pieces))
+    assert alone == sorted(alone)  # its own share first, in the order in which it is read ahead
+    assert {take(taken, thread, num_threads, num_pieces) for thread in range(num_threads)} == {num_pieces}
