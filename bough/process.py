@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -151,10 +151,7 @@ async def serve_worker(
     await registry.wait()
     gate = SessionGate("Verify", "Grow")
     async with serving(config.host, config.port, service, lambda server: add(servicer, server), gate) as served:
-        # On a thread that then ends: one that had computed and stayed would keep a team of OpenMP's threads (see
-        # `bough.model.threads`).
-        with ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
-            worker = await asyncio.get_running_loop().run_in_executor(loader, load)
+        worker = await asyncio.to_thread(load)
         try:
             await refuse_misfits(registry, kind, worker.tokenizer)
             servicer.loaded = worker

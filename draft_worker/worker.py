@@ -20,7 +20,8 @@ from bough.messages import GrowCall, GrowResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
 from bough.model.kv_arena import KVArena
-from bough.model.threads import compute_with
+from bough.model.runner import ResidentModel
+from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad
 from draft_worker.engine import Engine, Request
@@ -33,7 +34,6 @@ class DraftWorker:
     """Grows trees of all sessions that call at once, in the same draft steps."""
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
-        compute_with(config.threads)
         self._config = config
         self._worker_id = worker_id
         checkpoint = Checkpoint.open(config.model)
@@ -43,8 +43,14 @@ class DraftWorker:
         adapter = open_adapter(config)
         self._dropped = adapter.manifest.dropped_layers if adapter else config.drop_layers
         device = choose_device(config.device)
-        self._model = load_draft(checkpoint, config.drop_layers, config.dtype, device, adapter)
-        self._model.warm_up()
+
+        def load() -> ResidentModel:
+            compute_with(config.threads)
+            model = load_draft(checkpoint, config.drop_layers, config.dtype, device, adapter)
+            model.warm_up()
+            return model
+
+        self._model = on_a_passing_thread(load)
         skeleton = self._model.skeleton
         self.vocab_size = skeleton.vocab_size
         self._max_context = min(config.max_context, skeleton.max_positions)

@@ -19,7 +19,7 @@ from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import Limits, activation_bytes, num_kv_rows, resident_bytes, unpacking_bytes
 from bough.model.pack_folder import read_checksums
 from bough.model.reproducible import describe
-from bough.model.threads import compute_reproducibly_with, hand_over_soon
+from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Fixed, Placement, Tier
 from bough.records import WorkerLoad
@@ -40,7 +40,6 @@ class TargetWorker:
     """Owns everything that the target needs; closed once."""
 
     def __init__(self, config: TargetConfig, worker_id: str) -> None:
-        compute_reproducibly_with(config.threads)
         hand_over_soon()
         self._config = config
         self._worker_id = worker_id
@@ -62,7 +61,7 @@ class TargetWorker:
         tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes)
         self._resources.enter_context(tiers)
         self._tiers = tiers
-        self._model = StreamedModel(self._skeleton, tiers, config.rows, self._device)
+        self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device))
         self._metrics = Metrics(self._name)
         self._engine = Engine(self._model, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
         self._metrics.watch(self._load)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numba
 import torch
 
+Result = TypeVar("Result")
 SWITCH_SECONDS = 0.0002
 WHOLE = 2  # threads among which torch shares rows without cutting one, whatever their number and size
 
@@ -16,13 +19,19 @@ WHOLE = 2  # threads among which torch shares rows without cutting one, whatever
 def compute_with(num_threads: int) -> None:
     """To be called on the thread that computes: numba's setting is each thread's own.
 
-    One thread of a process computes, and no other: each thread that calls into OpenMP gets a team of its own, and with
-    more teams than processors OpenMP's waiting threads go to sleep instead of spinning, which made sweeps of many small
-    products take twice their time.
+    One thread of a process computes, and no other: each thread that calls into OpenMP, as this does, gets a team of its
+    own, and with more threads than processors OpenMP's waiting ones go to sleep instead of spinning, which made sweeps
+    of many small products take up to twice their time. What else computes does so `on_a_passing_thread`.
     """
     torch.set_num_threads(num_threads)
     available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     numba.set_num_threads(min(num_threads, available))
+
+
+def on_a_passing_thread(function: Callable[[], Result]) -> Result:
+    """What a function returns or raises; if it computes, its team of OpenMP's threads ends with it."""
+    with ThreadPoolExecutor(1, thread_name_prefix="passing") as passing:
+        return passing.submit(function).result()
 
 
 def hand_over_soon() -> None:
