@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.model import few_rows, tiles, vectors
+from bough.model.attention_tiles import WIDTH, weigh_values
 from bough.model.project import project
+from bough.model.row_products import numbers
 from bough.model.shares import counters, take
 from bough.model.tiles import GROUP
-from bough.model.value_tiles import WIDTH, weigh_values
 from bough.model.vectors import LANES
 
 
@@ -22,12 +23,12 @@ def random_numbers(seed: int, *shape: int) -> torch.Tensor:
 
 
 def words_of(rows: torch.Tensor) -> np.ndarray:
-    return rows.view(torch.int32).numpy()
+    return (rows.view(torch.int32) if rows.dtype == torch.bfloat16 else rows).numpy()
 
 
 def blocks_of(rows: torch.Tensor) -> np.ndarray:
     words = words_of(rows)
-    blocks = np.zeros((-(-len(rows) // LANES), words.shape[1], LANES), np.int32)
+    blocks = np.zeros((-(-len(rows) // LANES), words.shape[1], LANES), words.dtype)
     for block in range(len(blocks)):
         tiles.lay_out(words, block, blocks)
     return blocks
@@ -56,13 +57,19 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
         np.testing.assert_allclose(sums, 1 + right[:, :whole], rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("num_keys", [0, 2, 22])
-def test_weights_times_values(num_keys: int) -> None:
-    weights, values = random_numbers(1, 24, num_keys + 4), random_numbers(2, num_keys, 3, 2 * WIDTH)
-    out = np.ones((2 * LANES, 2 * WIDTH), np.float32)
-    weigh_values(blocks_of(weights).view(np.uint32), 2, values.view(torch.uint16).numpy()[:, 1], 24, out)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_keys", [0, 1, 22])
+def test_weights_times_values(num_keys: int, kind: torch.dtype) -> None:
+    """Right, and the same bits however the keys are divided among calls."""
+    weights, values = random_numbers(1, 24, num_keys + 4).float(), random_numbers(2, num_keys, 3, 2 * WIDTH).to(kind)
+    lanes, numbers_of_values = blocks_of(weights), numbers(values)[:, 1]
+    whole, parts = (np.ones((2 * LANES, 2 * WIDTH), np.float32) for _ in range(2))
+    weigh_values(lanes, 4, numbers_of_values, 24, whole)
     right = weights[:, 4:].double() @ values[:, 1].double()
-    np.testing.assert_allclose(out[:24], 1 + right.numpy(), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(whole[:24], 1 + right.numpy(), rtol=1e-4, atol=1e-3)
+    weigh_values(lanes, 4, numbers_of_values[:7], 24, parts)
+    weigh_values(lanes, 11, numbers_of_values[7:], 24, parts)
+    assert (parts == whole).all()
 
 
 @pytest.mark.parametrize("is_few", [False, True])

@@ -1,4 +1,9 @@
-"""Tree attention on the CPU: a kernel that walks each row's path block by block, all sessions of a chunk at once."""
+"""Tree attention on the CPU: rows are lanes, and each row's sums go key by key along its path.
+
+Rows of a tree share the keys that are committed; the few others are put together after them, ancestors first, and what
+a row does not see weighs exactly 0. So a row's sums are those of its path alone, in the order of its positions: the
+same bits in any tree, beside any other rows.
+"""
 
 from __future__ import annotations
 
@@ -9,114 +14,188 @@ import numpy as np
 import torch
 from numba.extending import overload
 
+from bough.model.attention_tiles import WIDTH, weigh_scores, weigh_values
 from bough.model.batch import Chunk, Piece
+from bough.model.numbers import rounded
 from bough.model.shares import counters, take
 from bough.model.spans import Place, Spans, layer_rows
+from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
+from bough.model.vectors import LANES
 
-BLOCK = 64  # keys that share one step of the running softmax
 # The types of numbers that the kernel reads; bfloat16 comes as its bits.
 KINDS: dict[torch.dtype, np.uint16 | np.float32] = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 
-# Sums may be vectorised; whatever order the compiler chose is the order for every row and every call.
-_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
-
-_compiled = numba.njit(fastmath=_FASTMATH, cache=True, error_model="numpy")
-_parallel = numba.njit(fastmath=_FASTMATH, cache=True, error_model="numpy", parallel=True, nogil=True)
-
-
-def _wide(stored: Any) -> Any:
-    """A stored number as float32: bfloat16 comes as the uint16 of its bits. Only within kernels."""
+def _stored(number: Any, kind: Any) -> Any:
+    """A float32 as it is stored among numbers of a kind. Only within kernels."""
     raise NotImplementedError
 
 
-@overload(_wide, inline="always")
-def _wide_in_kernels(stored):  # type: ignore[no-untyped-def]
-    if isinstance(stored, numba.types.Integer):
-        return lambda stored: np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
-    return lambda stored: stored
+@overload(_stored, inline="always")
+def _stored_in_kernels(number, kind):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    if isinstance(kind, numba.types.Integer):
+        return lambda number, kind: rounded(number)  # noqa: ARG005
+    return lambda number, kind: number  # noqa: ARG005
 
 
-# Arrays are passed whole and indexed inside: a slice would hide from the compiler that its last axis is contiguous.
+@compiled
+def _reach(spans, row, window):  # type: ignore[no-untyped-def]
+    """The positions that a row sees, [first, end)."""
+    end = np.int64(spans.lengths[row])
+    return max(0, end - window) if window > 0 else 0, end
 
 
-@_compiled
-def _lay_out(keys, values, stored, kv_head, j, key_block, value_block):  # type: ignore[no-untyped-def]
-    """A key and value at place j of a block, as float32: key_block (head_dim, BLOCK), value_block (BLOCK, head_dim)."""
-    for d in range(key_block.shape[0]):
-        key_block[d, j] = _wide(keys[stored, kv_head, d])
-        value_block[j, d] = _wide(values[stored, kv_head, d])
+@compiled
+def _tail_of(spans, piece, row):  # type: ignore[no-untyped-def]
+    """Where in `spans.tails` a row's position 0 would be."""
+    first_row, _, base, begin_tail, width, _ = spans.ranges[piece]
+    return begin_tail + (row - first_row) * width - base
 
 
-@_compiled
-def exp_below_zero(x):  # type: ignore[no-untyped-def]
-    """e to the power of x <= 0, float32, good to a few units in the last place, 0 below -87.
+@compiled
+def _gather(spans, piece, begin, end, start, count, kept, place_of):  # type: ignore[no-untyped-def]
+    """Slot rows beyond the base that some row of [begin, end) sees, onto the `count` that are kept; how many then.
 
-    By hand, so that it is compiled into vector instructions: the library's would be called number by number.
+    A node comes after its ancestors. `place_of` (slot rows,) takes where each one stands among the kept.
     """
-    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    p = np.float32(1.9875691500e-4) * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1)
-    power = np.int32(np.int32(np.int32(max(n, np.float32(-126))) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return p * power if x > np.float32(-87) else np.float32(0)
+    base = spans.ranges[piece, 2]
+    for row in range(begin, end):
+        tail = _tail_of(spans, piece, row)
+        for position in range(max(base, start), spans.lengths[row]):
+            stored = spans.tails[tail + position]
+            if place_of[stored] < 0:
+                place_of[stored] = count
+                kept[count] = stored
+                count += 1
+    return count
 
 
-@_compiled
-def _score(queries, row, head, key_block, begin, first, length, scale, softcap, scores):  # type: ignore[no-untyped-def]
-    """Scores (BLOCK,) of one head with the keys of a block; -inf where a key is not to be seen."""
-    head_dim = key_block.shape[0]
-    for j in range(BLOCK):
-        scores[j] = np.float32(0)
-    for d in range(0, head_dim - 3, 4):  # four at a time: fewer trips of the sums to memory
-        q0, q1 = queries[row, head, d], queries[row, head, d + 1]
-        q2, q3 = queries[row, head, d + 2], queries[row, head, d + 3]
-        for j in range(BLOCK):
-            near = q0 * key_block[d, j] + q1 * key_block[d + 1, j]
-            scores[j] += near + (q2 * key_block[d + 2, j] + q3 * key_block[d + 3, j])
-    for d in range(head_dim // 4 * 4, head_dim):
-        for j in range(BLOCK):
-            scores[j] += queries[row, head, d] * key_block[d, j]
-    for j in range(BLOCK):
-        scores[j] *= scale
-    if softcap > 0:
-        for j in range(BLOCK):
-            scores[j] = softcap * np.tanh(scores[j] / softcap)
-    for j in range(max(0, first - begin)):
-        scores[j] = -np.inf
-    for j in range(min(BLOCK, length - begin), BLOCK):
-        scores[j] = -np.inf
+@compiled
+def _hide(spans, piece, begin, end, window, group, start, num_shared, place_of, num_copied, scores):  # type: ignore[no-untyped-def]
+    """-inf for whatever a row does not see, of num_shared keys from `start` on and num_copied after them.
+
+    scores (blocks, keys, LANES); the query heads of a row are neighbours.
+    """
+    hidden, base = np.empty(num_copied, np.float32), spans.ranges[piece, 2]
+    for row in range(begin, end):
+        first, length = _reach(spans, row, window)
+        hidden[:] = -np.inf
+        for position in range(max(first, start + num_shared), min(base, length)):
+            hidden[position - start - num_shared] = 0
+        tail = _tail_of(spans, piece, row)
+        for position in range(max(base, first), length):
+            hidden[place_of[spans.tails[tail + position]]] = 0
+        for i in range((row - begin) * group, (row - begin + 1) * group):
+            block, lane = i // LANES, i % LANES
+            for j in range(max(0, first - start)):
+                scores[block, j, lane] = -np.inf
+            for j in range(max(0, length - start), num_shared):
+                scores[block, j, lane] = -np.inf
+            for j in range(num_copied):
+                scores[block, num_shared + j, lane] += hidden[j]
 
 
-@_compiled
-def _fold(scores, value_block, row, head, highest, total, out):  # type: ignore[no-untyped-def]
-    """Folds a block into the running softmax of one head: highest score, sum of weights, weighted sum of values."""
-    head_dim = out.shape[2]
-    peak = highest[row, head]
-    for j in range(BLOCK):
-        peak = max(peak, scores[j])
-    decay = exp_below_zero(highest[row, head] - peak)
-    highest[row, head] = peak
-    block_total = np.float32(0)
-    for j in range(BLOCK):
-        scores[j] = exp_below_zero(scores[j] - peak)
-    for j in range(BLOCK):
-        block_total += scores[j]
-    total[row, head] = total[row, head] * decay + block_total
-    for d in range(head_dim):
-        out[row, head, d] *= decay
-    for j in range(0, BLOCK, 4):
-        w0, w1, w2, w3 = scores[j], scores[j + 1], scores[j + 2], scores[j + 3]
+@compiled
+def _softmax(scores, scale, softcap, sinks, totals):  # type: ignore[no-untyped-def]
+    """Weights of a block's scores (keys, LANES) in their place, and their sums in `totals` (LANES,), which are zeros.
+
+    Sinks (1, LANES) weigh along, and become what they weigh.
+    """
+    peaks = sinks[0].copy()
+    for j in range(len(scores)):
+        for lane in range(LANES):
+            scores[j, lane] *= scale
+        if softcap > 0:
+            for lane in range(LANES):
+                if scores[j, lane] > -np.inf:
+                    scores[j, lane] = softcap * np.tanh(scores[j, lane] / softcap)
+        for lane in range(LANES):
+            peaks[lane] = max(peaks[lane], scores[j, lane])
+    weigh_scores(sinks, peaks, totals)
+    weigh_scores(scores, peaks, totals)
+
+
+@compiled
+def _whole(number, step):  # type: ignore[no-untyped-def]
+    return (number + step - 1) // step * step
+
+
+@compiled
+def _laid_out(queries, begin, end, kv_head, group, num_words):  # type: ignore[no-untyped-def]
+    """The query heads of a KV head as blocks of rows, (blocks, num_words, LANES)."""
+    num_rows = (end - begin) * group
+    asked = np.zeros((_whole(num_rows, LANES) // LANES, num_words, LANES), queries.dtype)
+    for i in range(num_rows):
+        words = queries[begin + i // group, (kv_head * group + i % group) * num_words :]
+        for word in range(num_words):
+            asked[i // LANES, word, i % LANES] = words[word]
+    return asked
+
+
+@compiled
+def _attend_part(queries, keys, values, spans, part, kv_head, scale, window, softcap, sinks, place_of, out):  # type: ignore[no-untyped-def]
+    """The query heads of one KV head, for rows that attend together; `place_of` is -1 everywhere, and is left so."""
+    piece, begin, end = spans.parts[part]
+    _, num_kv_heads, head_dim = keys.shape
+    group, base = len(sinks) // num_kv_heads, spans.ranges[piece, 2]
+    longest, shortest = np.int64(spans.lengths[begin:end].max()), np.int64(spans.lengths[begin:end].min())
+    start = max(0, shortest - window) if window > 0 else 0
+    num_committed = max(0, min(base, longest) - start)
+    # Keys that are read where they stand, in whole groups; the rest is copied together, wide enough for `weigh_values`.
+    num_shared = num_committed // GROUP * GROUP if head_dim % WIDTH == 0 else 0
+    kept = np.empty(num_committed - num_shared + spans.ranges[piece, 4] * (end - begin), np.int64)
+    for j in range(num_committed - num_shared):
+        kept[j] = start + num_shared + j
+    num_kept = _gather(spans, piece, begin, end, start, num_committed - num_shared, kept, place_of)
+    num_copied, num_rows = _whole(num_kept, GROUP), (end - begin) * group
+    copied = np.zeros((2, num_copied, _whole(head_dim, WIDTH)), keys.dtype)
+    for j in range(num_kept):
+        copied[0, j, :head_dim], copied[1, j, :head_dim] = keys[kept[j], kv_head], values[kept[j], kv_head]
+    asked = _laid_out(queries, begin, end, kv_head, group, queries.shape[1] // len(sinks))
+    scores = np.zeros((len(asked), num_shared + num_copied, LANES), np.float32)
+    multiply_groups(asked, keys[start : start + num_shared, kv_head], 0, num_shared // GROUP, None, scores)
+    multiply_groups(asked, copied[0], 0, num_copied // GROUP, None, scores[:, num_shared:])
+    _hide(spans, piece, begin, end, window, group, start, num_shared, place_of, num_copied, scores)
+    for j in range(num_committed - num_shared, num_kept):
+        place_of[kept[j]] = -1
+    totals, own_sinks = np.zeros((len(asked), LANES), np.float32), np.zeros((len(asked), 1, LANES), np.float32)
+    for i in range(num_rows):
+        own_sinks[i // LANES, 0, i % LANES] = sinks[kv_head * group + i % group]
+    for block in range(len(asked)):
+        _softmax(scores[block], scale, softcap, own_sinks[block], totals[block])
+    heads = np.zeros((totals.size, copied.shape[2]), np.float32)
+    weigh_values(scores, 0, values[start : start + num_shared, kv_head], num_rows, heads)
+    weigh_values(scores, num_shared, copied[1], num_rows, heads)
+    for i in range(num_rows):
+        head, here = heads[i], out[begin + i // group, (kv_head * group + i % group) * head_dim :]
         for d in range(head_dim):
-            near = w0 * value_block[j, d] + w1 * value_block[j + 1, d]
-            out[row, head, d] += near + (w2 * value_block[j + 2, d] + w3 * value_block[j + 3, d])
+            here[d] = _stored(head[d] / totals[i // LANES, i % LANES], here[d])
 
 
-@_compiled
+@parallel
+def attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out):  # type: ignore[no-untyped-def]
+    """Attention of all rows over their slots, a few rows and one KV head at a time.
+
+    queries (rows, words of all heads) as words, out (rows, num_heads * head_dim), of the kind that slots hold: float32,
+    or bfloat16 as bits, in `queries` two to an int32. `kind` is a number of it. Window 0 and softcap 0 are off; sinks
+    (num_heads,) are scores that weigh nothing, -inf where there are none. Rows of no piece stay as they are. `taken` is
+    a row of `bough.model.shares.counters`.
+    """
+    num_parts, head_dim = len(spans.parts), out.shape[1] // len(sinks)
+    num_tasks, most_rows = num_parts * num_kv_heads, spans.slots[:, 2].max()
+    for thread in numba.prange(num_threads):
+        place_of = np.full(most_rows, -1, np.int32)
+        task = take(taken, thread, num_threads, num_tasks)
+        while task < num_tasks:
+            part, kv_head = task % num_parts, task // num_parts
+            slot = spans.slots[spans.parts[part, 0]]
+            keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
+            values = layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
+            _attend_part(queries, keys, values, spans, part, kv_head, scale, window, softcap, sinks, place_of, out)
+            task = take(taken, thread, num_threads, num_tasks)
+
+
+@compiled
 def _store(spans, kind, layer, keys, values):  # type: ignore[no-untyped-def]
     """Puts new keys and values, (rows, num_kv_heads, head_dim) each, into the slot rows that take them."""
     _, num_kv_heads, head_dim = keys.shape
@@ -132,56 +211,8 @@ def _store(spans, kind, layer, keys, values):  # type: ignore[no-untyped-def]
                     held_values[stored, head, d] = values[row, head, d]
 
 
-@_parallel
-def _attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, highest, total, out):  # type: ignore[no-untyped-def]
-    """Running softmax over blocks of keys (arXiv 2205.14135), a few rows and one KV head at a time.
-
-    queries, out (num_rows, num_heads, head_dim) float32; kind a float32, or a uint16 where bfloat16 is stored; window 0
-    and softcap 0 are off; highest and total (num_rows, num_heads) begin with the attention's sinks. Keys that are
-    unseen weigh exactly 0; rows of no piece stay as they are. `taken` counts the tasks that threads have taken.
-    """
-    _, num_heads, head_dim = queries.shape
-    group, num_parts = num_heads // num_kv_heads, len(spans.parts)
-    num_tasks = num_parts * num_kv_heads
-    for thread in numba.prange(num_threads):
-        scores = np.empty(BLOCK, np.float32)
-        key_block, value_block = np.empty((head_dim, BLOCK), np.float32), np.empty((BLOCK, head_dim), np.float32)
-        task = take(taken, thread, num_threads, num_tasks)
-        while task < num_tasks:
-            kv_head = task // num_parts
-            piece, begin_row, end_row = spans.parts[task % num_parts]
-            first_row, _, base, begin_tail, width, num_keys = spans.ranges[piece]
-            slot = spans.slots[piece]
-            keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
-            values = layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
-            for begin in range(0, spans.lengths[begin_row:end_row].max(), BLOCK):
-                # Keys that all rows share are laid out once, then each row's own on top; what is unseen must be finite.
-                num_shared = max(0, min(begin + BLOCK, base, num_keys) - begin)
-                for j in range(num_shared):
-                    _lay_out(keys, values, begin + j, kv_head, j, key_block, value_block)
-                key_block[:, num_shared:] = 0
-                value_block[num_shared:] = 0
-                for row in range(begin_row, end_row):
-                    length = spans.lengths[row]
-                    first = max(0, length - window) if window > 0 else 0
-                    if begin >= length or begin + BLOCK <= first:
-                        continue
-                    tail = begin_tail + (row - first_row) * width + begin - base
-                    for j in range(num_shared, min(BLOCK, length - begin)):
-                        _lay_out(keys, values, spans.tails[tail + j], kv_head, j, key_block, value_block)
-                    for head in range(kv_head * group, (kv_head + 1) * group):
-                        _score(queries, row, head, key_block, begin, first, length, scale, softcap, scores)
-                        _fold(scores, value_block, row, head, highest, total, out)
-            for row in range(begin_row, end_row):
-                for head in range(kv_head * group, (kv_head + 1) * group):
-                    for d in range(head_dim):
-                        out[row, head, d] /= total[row, head]
-            task = take(taken, thread, num_threads, num_tasks)
-
-
 def _attend_over(
     spans: Spans,
-    kind: np.uint16 | np.float32,
     layer: int,
     num_kv_heads: int,
     queries: torch.Tensor,
@@ -190,30 +221,26 @@ def _attend_over(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """queries (num_rows, num_heads, head_dim) of any type, out in float32, 0 in rows of no piece; `kind` as above."""
-    queries = queries.float().contiguous()
+    """queries and out (num_rows, num_heads, head_dim), of the type that slots hold; 0 in rows of no piece."""
     num_rows, num_heads, _ = queries.shape
-    highest = np.full((num_rows, num_heads), -np.inf, np.float32)
-    total = np.zeros((num_rows, num_heads), np.float32)
-    if sinks is not None:
-        highest[:], total[:] = sinks.numpy(), 1.0
-    out = torch.zeros_like(queries)
-    numbers = np.float32(scale), window, np.float32(softcap)
-    num_threads = numba.get_num_threads()
-    _attend(
+    flat, kind, num_threads = queries.reshape(num_rows, -1).contiguous(), KINDS[queries.dtype], numba.get_num_threads()
+    out = torch.zeros_like(flat)
+    words, bits = (flat.view(torch.int32), out.view(torch.uint16)) if kind.nbytes == 2 else (flat, out)
+    attend(
         counters(num_threads)[0],
         num_threads,
-        queries.numpy(),
+        words.numpy(),
         spans,
         kind,
         layer,
         num_kv_heads,
-        *numbers,
-        highest,
-        total,
-        out.numpy(),
+        np.float32(scale),
+        window,
+        np.float32(softcap),
+        np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.numpy(),
+        bits.numpy(),
     )
-    return out
+    return out.view(queries.shape)
 
 
 def attend_on_cpu(
@@ -226,14 +253,14 @@ def attend_on_cpu(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of one piece's rows, float32 out.
+    """Attention of one piece's rows in float32.
 
     queries (num_rows, num_heads, head_dim), keys and values (num_keys, num_kv_heads, head_dim), of any floating types.
     """
-    stored_keys, stored_values = ((t if t.dtype in KINDS else t.float()).contiguous() for t in (keys, values))
+    stored_keys, stored_values = (numbers.float().contiguous() for numbers in (keys, values))
     place = Place(stored_keys.data_ptr(), stored_values.data_ptr(), len(keys))
     spans = Spans.at([place], [piece])
-    return _attend_over(spans, KINDS[stored_keys.dtype], 0, keys.shape[1], queries, scale, window, softcap, sinks)
+    return _attend_over(spans, 0, keys.shape[1], queries.float(), scale, window, softcap, sinks)
 
 
 def attend_in_slots(
@@ -248,4 +275,4 @@ def attend_in_slots(
     kind = KINDS[keys.dtype]
     bits = [numbers.view(torch.uint16) if kind.nbytes == 2 else numbers for numbers in (keys, values)]
     _store(chunk.spans, kind, layer, *(numbers.numpy() for numbers in bits))
-    return _attend_over(chunk.spans, kind, layer, keys.shape[1], queries, *rules)
+    return _attend_over(chunk.spans, layer, keys.shape[1], queries, *rules)

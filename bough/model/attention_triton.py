@@ -1,4 +1,4 @@
-"""Tree attention on a GPU: what `bough.model.attention_cpu._attend` does, as a Triton kernel.
+"""Tree attention on a GPU: what `bough.model.attention_cpu` does on a CPU, as a Triton kernel.
 
 One program for each row and KV head walks the keys of its own path in the order of their positions, in blocks fixed by
 position. It reads keys and values from the slot as they are stored and sums in float32. No program sees another's row,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bough.model.batch import Batch
-from bough.model.lean_step import PRODUCTS, Room, Sizes, Weights, run_step
+from bough.model.lean_step import LOOPS, Room, Sizes, Weights, run_step
 from bough.model.loading import Correction, ParameterSlot, Skeleton, bind_resident, uncorrected
 from bough.model.pages import large_pages
 from bough.model.row_products import numbers
@@ -74,7 +74,7 @@ class LeanDecoder:
         logits = torch.empty((_blocks(num_logits) * LANES, len(self._weights.head_bias)))
         num_threads = numba.get_num_threads()
         run_step(
-            counters(num_threads, len(self._weights.windows) * PRODUCTS + 1),
+            counters(num_threads, len(self._weights.windows) * LOOPS + 1),
             num_threads,
             batch.input_ids[0].numpy(),
             self._cos[positions],

@@ -11,10 +11,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.attention_cpu import exp_below_zero
+from bough.model.attention_cpu import attend
 from bough.model.few_rows import are_few, few_of
-from bough.model.lean_attention import attend, compiled, parallel
-from bough.model.packed import rounded
+from bough.model.numbers import exp_below_zero, rounded, widened
 from bough.model.project import multiply, next_groups, num_groups_of, project
 from bough.model.spans import layer_rows
 from bough.model.tiles import GROUP, lay_out
@@ -23,8 +22,12 @@ from bough.model.vectors import LANES
 Floats = NDArray[np.float32]
 Bits = NDArray[np.uint16]  # of bfloat16
 Words = NDArray[np.int32]  # of two
-PRODUCTS = 4  # of a layer, by all threads
+LOOPS = 5  # of a layer, of pieces that threads take
 _BITS = np.uint16(0)
+
+FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+compiled = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy")
+parallel = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy", parallel=True)
 
 
 class Weights(NamedTuple):
@@ -74,11 +77,6 @@ class Room(NamedTuple):
 
 
 @compiled
-def _wide(bits):  # type: ignore[no-untyped-def]
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
-
-
-@compiled
 def _word(low, high):  # type: ignore[no-untyped-def]
     return np.int32(np.uint32(rounded(low)) | np.uint32(rounded(high)) << np.uint32(16))
 
@@ -93,7 +91,7 @@ def _embed(tokens, embeddings, hidden):  # type: ignore[no-untyped-def]
             continue
         embedding = embeddings[tokens[row]]
         for i in range(len(embedding)):
-            here[i, lane] = _wide(embedding[i])
+            here[i, lane] = widened(embedding[i])
 
 
 @compiled
@@ -254,18 +252,18 @@ def run_step(taken, num_threads, tokens, cos, sin, logit_rows, weights, sizes, r
     """Logits (logit rows in whole blocks, vocab_size) float32 of a batch; cos, sin (rows, head_dim) float32.
 
     Keys and values of all rows are put into their slots. `room` has just the blocks that the rows fill; `taken` counts
-    in num_layers * PRODUCTS + 1 loops (`bough.model.shares.counters`).
+    in num_layers * LOOPS + 1 loops (`bough.model.shares.counters`).
     """
     epsilon, scale = np.float32(sizes.epsilon), np.float32(sizes.scale)
-    num_rows = len(tokens)
+    num_rows, no_sinks = len(tokens), np.full(sizes.num_heads, -np.inf, np.float32)
     _embed(tokens, weights.embeddings, room.hidden)
     for layer in range(len(weights.windows)):
-        counts = taken[layer * PRODUCTS : (layer + 1) * PRODUCTS]
+        counts = taken[layer * LOOPS : (layer + 1) * LOOPS]
         _normalise(room.hidden, weights.attention_norm[layer], epsilon, room.normed)
         _project(counts[0], num_threads, num_rows, room.normed, weights.qkv[layer], weights.qkv_bias[layer], room.qkv)
         _place(layer, weights, sizes, room, spans, cos, sin)
-        window = weights.windows[layer]
-        attend(room.query_words, spans, layer, sizes.num_heads, sizes.num_kv_heads, scale, window, room.attended)
+        rules = scale, weights.windows[layer], np.float32(0), no_sinks
+        attend(counts[4], num_threads, room.query_words, spans, _BITS, layer, sizes.num_kv_heads, *rules, room.attended)
         _lay_out(room.attended_words, room.branch)
         _project(counts[1], num_threads, num_rows, room.branch, weights.out[layer], None, room.hidden)
         _normalise(room.hidden, weights.mlp_norm[layer], epsilon, room.normed)

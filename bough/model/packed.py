@@ -16,6 +16,7 @@ import torch
 
 from bough.errors import StreamError
 from bough.model.checkpoint import TensorPlace
+from bough.model.numbers import rounded
 from bough.model.source import Scratch, room_bytes, typed
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # that the kernels below write; any other goes by way of torch
@@ -25,16 +26,7 @@ BLOCK_ELEMENTS = 1 << 24
 BLOCK_BYTES = 32  # at most, for each element of a block while it is made
 BLOCK_ROWS = 32  # blocks are multiples of it, hence whole words of any packing
 
-_compiled = numba.njit(cache=True, error_model="numpy", inline="always")
 _parallel = numba.njit(cache=True, error_model="numpy", parallel=True)
-
-
-@_compiled
-def rounded(value):  # type: ignore[no-untyped-def]
-    """The upper half of a float32's bits, rounded to nearest and even: bfloat16."""
-    bits = np.float32(value).view(np.uint32)
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
 
 # Each kernel writes float32 to a float32 `out`, or bfloat16 to a uint16 one where `is_bf16`.
 

@@ -9,10 +9,9 @@ from numba.extending import overload
 
 from bough.model.few_rows import multiply_few
 from bough.model.shares import take
-from bough.model.tiles import GROUP, compiled, multiply_groups
+from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
 
 PIECES = 8  # of a matrix for each thread, which they take as they come to them
-parallel = numba.njit(cache=True, error_model="numpy", parallel=True, nogil=True)
 
 
 def multiply(rows: Any, matrix: Any, begin: int, end: int, bias: Any, out: Any) -> None:

@@ -13,9 +13,9 @@ import numba
 import numpy as np
 import torch
 
-from bough.model.project import parallel, project
+from bough.model.project import project
 from bough.model.shares import counters
-from bough.model.tiles import GROUP, LINE_BYTES, lay_out
+from bough.model.tiles import GROUP, LINE_BYTES, lay_out, parallel
 from bough.model.vectors import LANES, has_feature
 
 NEEDED = {torch.bfloat16: "avx512bf16", torch.float32: "avx512f"}  # features of a processor

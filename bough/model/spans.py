@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from bough.model.batch import Piece
 
-SPAN_ROWS = 8  # rows that share the keys which are laid out for them
+SPAN_ROWS = 16  # rows that attend together: whatever the number of heads, lanes are then full
 
 
 class Place(NamedTuple):

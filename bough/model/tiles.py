@@ -184,6 +184,7 @@ def _tile_of(num_blocks: int, num_outputs: int) -> Any:
 # So many sums as registers hold, beside what they are made of.
 _tile_1, _tile_2, _tile_4 = (_tile_of(num_blocks, GROUP // num_blocks) for num_blocks in (1, 2, 4))
 compiled = numba.njit(cache=True, error_model="numpy", nogil=True)
+parallel = numba.njit(cache=True, error_model="numpy", nogil=True, parallel=True)
 
 
 @compiled

@@ -50,12 +50,12 @@ def dot_pairs(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> Any:
         kind = ir.FunctionType(FLOATS, [FLOATS, _BFLOATS, _BFLOATS])
         factors = [builder.bitcast(words, _BFLOATS) for words in (first, second)]
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", kind, [sums, *factors])
-    for one, other in zip(_widened(builder, first), _widened(builder, second), strict=True):
+    for one, other in zip(widened(builder, first), widened(builder, second), strict=True):
         sums = builder.fadd(sums, builder.fmul(one, other, flags=["contract"]), flags=["contract"])
     return sums
 
 
-def _widened(builder: ir.IRBuilder, words: Any) -> tuple[Any, Any]:
+def widened(builder: ir.IRBuilder, words: Any) -> tuple[Any, Any]:
     """The first and the second of each lane's two as float32."""
     sixteen, upper = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [0xFFFF0000] * LANES)
     first = builder.bitcast(builder.shl(words, sixteen), FLOATS)
@@ -66,6 +66,32 @@ def multiply_add(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> A
     """sums + first * second in float32, rounded once."""
     factors = [builder.bitcast(words, FLOATS) for words in (first, second)]
     return call(builder, "llvm.fma.v16f32", ir.FunctionType(FLOATS, [FLOATS] * 3), [*factors, sums])
+
+
+def exp_below_zero(builder: ir.IRBuilder, x: Any) -> Any:
+    """e to the power of numbers that are not above 0, good to a few units in the last place, 0 at -87 and below.
+
+    By halving (x = n ln 2 + r) and a polynomial in r, as in Cephes' expf.
+    """
+
+    def constant(number: float) -> ir.Constant:
+        return ir.Constant(FLOATS, [number] * LANES)
+
+    def words(number: int) -> ir.Constant:
+        return ir.Constant(WORDS, [number] * LANES)
+
+    unary = ir.FunctionType(FLOATS, [FLOATS])
+    counts = builder.fcmp_ordered(">", x, constant(-87.0))
+    near = builder.select(counts, x, constant(0.0))
+    n = call(builder, "llvm.rint.v16f32", unary, [builder.fmul(near, constant(1.44269502))])
+    r = multiply_add(builder, near, n, constant(-0.693359375))
+    r = multiply_add(builder, r, n, constant(2.12194440e-4))
+    power = constant(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+        power = multiply_add(builder, constant(factor), power, r)
+    shifted = builder.shl(builder.fptosi(n, WORDS), words(23))
+    result = builder.bitcast(builder.add(builder.bitcast(power, WORDS), shifted), FLOATS)
+    return builder.select(counts, result, constant(0.0))
 
 
 def shuffled(builder: ir.IRBuilder, first: Any, second: Any, places: Sequence[int]) -> Any:
