@@ -48,16 +48,20 @@ def synthetic(spread: float, num: int, seed: int) -> Iterator[Logits]:
         yield target, rng.normal(target, spread)
 
 
-def from_models(folder: Path, drop_layers: tuple[int, ...], num: int, length: int, seed: int) -> list[Logits]:
+def from_models(
+    folder: Path, drop_layers: tuple[int, ...], num: int, length: int, seed: int, temperature: float = 1.0
+) -> list[Logits]:
     """Of a model and its substitute at each of `length` places of `num` answers that the model sampled itself.
 
-    The answers are drawn at temperature 1 after bough's prompts.
+    The answers come after bough's prompts, one after another.
     """
     checkpoint = Checkpoint.open(folder)
     target = load_draft(checkpoint, (), "bfloat16", CPU)
     tokenizer = Tokenizer(load_tokenizer_files(folder))
     prompts = [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[:num]]
-    texts = [_continued(target, prompt, length, SamplingParams(seed=seed)) for prompt in prompts]
+    texts = [
+        _continued(target, prompt, length, SamplingParams(temperature=temperature, seed=seed)) for prompt in prompts
+    ]
     draft = load_draft(checkpoint, drop_layers, "bfloat16", CPU)
     return [
         logits

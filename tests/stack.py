@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.futures import settle
 from bough.gate import Gate, SessionGate
 from bough.heartbeat import registered
 from bough.launch import Cluster, Settings
@@ -58,8 +60,15 @@ class Stack:
     addresses: dict[str, str]  # "target", "draft", "orchestrator"
 
     def check_integrity(self) -> None:
-        """Asserts what must hold while no call is running."""
-        self.target._engine.pool.check_integrity()
+        """Asserts what must hold between any two calls, on the thread that answers them."""
+        engine, future = self.target._engine, Future[None]()
+
+        def check() -> None:
+            engine.pool.check_integrity()
+            settle(future, None)
+
+        engine._post(future, check)
+        future.result(timeout=60)
 
 
 @asynccontextmanager
