@@ -178,7 +178,7 @@ def accelerate_ratio(model: Path, memory: int, turns: int) -> dict[str, Any]:
 
 
 def packed_ratio(model: Path, packed: Path, slow_link: int, turns: int) -> dict[str, Any]:
-    """A pack against 16 bits over the same slow link, for 64 tokens."""
+    """A pack against 16 bits over the same slow link, for 64 tokens; rings are small, lest one be filled in between."""
     if not can_limit():
         return {"packed4_ratio": None}
     seconds: dict[Path, list[float]] = {model: [], packed: []}
@@ -186,7 +186,7 @@ def packed_ratio(model: Path, packed: Path, slow_link: int, turns: int) -> dict[
         engines = {}
         for folder in seconds:
             prefix = stack.enter_context(limited(read_bytes_per_second=slow_link, disk_of=folder))
-            flags = ["bough", "--model", str(folder), "--resident-layers", "0", *SMALL]
+            flags = ["bough", "--model", str(folder), "--resident-layers", "0", "--ring-memory", "64MB", *SMALL]
             engines[folder] = stack.enter_context(Contestant(*flags, prefix=prefix))
         for turn in range(turns):
             for folder, engine in engines.items():
