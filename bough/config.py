@@ -92,6 +92,11 @@ class TargetConfig(WorkerConfig):
     )
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
     host_memory: int = setting(0, parse_bytes, "beside a GPU: pinned memory for layers; 0 takes most of what is free")
+    kv_tier: str = setting(
+        "device",
+        one_of("device", "host"),
+        "beside a GPU: where KV slots are kept; those on the host stream with each layer, and leave the GPU to weights",
+    )
     ring_memory: int = setting(
         0,
         parse_bytes,

@@ -15,6 +15,7 @@ from bough.errors import ConfigError
 
 MIN_SLABS = 2  # one that is computed on, one that is filled
 RING_SHARE = 0.25  # of the memory left for layers, where not all fit
+STAGED_LAYERS = 2  # whose KV is on the accelerator, where it is kept on the host: one computed on, one on its way
 
 
 class Tier(Enum):
@@ -27,21 +28,26 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Bytes of device memory that are taken whatever the placement."""
+    """Bytes of memory that are taken whatever the placement: of the device's, where nothing else is said."""
 
     resident: int  # embeddings, final norm, output head
     kv: int
     activations: int
     scratch: int  # for weights that are unpacked layer by layer
+    host_kv: int = 0  # of the host's memory, where slots are kept there; `kv` is then the stage
 
     @property
     def total(self) -> int:
+        """Of device memory."""
         return self.resident + self.kv + self.activations + self.scratch
 
     def __str__(self) -> str:
-        names = {"embeddings and head": self.resident, "KV slots": self.kv, "activations": self.activations}
+        kv = "KV stage" if self.host_kv else "KV slots"
+        names = {"embeddings and head": self.resident, kv: self.kv, "activations": self.activations}
         if self.scratch:
             names["unpacking"] = self.scratch
+        if self.host_kv:
+            names["KV slots on the host"] = self.host_kv
         return ", ".join(f"{name} {gigabytes(size)}" for name, size in names.items())
 
 
@@ -82,7 +88,7 @@ class Placement:
     @property
     def host_bytes(self) -> int:
         """What is taken of the host's memory, where that is not the accelerator's."""
-        return self.num_bytes(Tier.HOST) + self.num_host_slabs * self.slab_bytes
+        return self.fixed.host_kv + self.num_bytes(Tier.HOST) + self.num_host_slabs * self.slab_bytes
 
     def __str__(self) -> str:
         parts = [
@@ -112,6 +118,11 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
         ConfigError: the budget holds not even two layers beside what is always there.
     """
     sizes, num_layers = tuple(layer_bytes), len(layer_bytes)
+    if fixed.host_kv > budgets.host:
+        raise ConfigError(
+            f"--host-memory: {gigabytes(budgets.host)}; KV slots kept there take {gigabytes(fixed.host_kv)}: more, or "
+            "less --kv-memory, would do"
+        )
     room = budgets.device - fixed.total
     if sum(sizes) <= room and num_layers <= budgets.max_resident:
         return Placement((Tier.RESIDENT,) * num_layers, sizes, fixed, 0)
@@ -127,7 +138,7 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
     num_slabs = min(ring // max(sizes), num_layers)
     resident = _most_that_fit(sizes, range(num_layers), room - num_slabs * max(sizes), budgets.max_resident)
     streamed = [index for index in range(num_layers) if index not in resident]
-    host, num_host_slabs = _place_on_host(sizes, streamed, budgets.host)
+    host, num_host_slabs = _place_on_host(sizes, streamed, budgets.host - fixed.host_kv)
     tiers = (Tier.RESIDENT if i in resident else Tier.HOST if i in host else Tier.DISK for i in range(num_layers))
     return Placement(tuple(tiers), sizes, fixed, min(num_slabs, len(streamed)), num_host_slabs)
 

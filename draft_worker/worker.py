@@ -145,7 +145,7 @@ class DraftWorker:
             raise ConfigError(
                 f"--kv-memory: {self._config.kv_memory} bytes hold no session; the longest takes {self._session_bytes}"
             )
-        arena = KVArena(shape, num_rows, self._model.device, rows_to_keep=lambda slot: slot.num_rows)
+        arena = KVArena(shape, shape.empty(num_rows, self._model.device), rows_to_keep=lambda slot: slot.num_rows)
         return SessionPool(arena, window)
 
     def _post(self, future: Future[Any], act: Callable[[], None]) -> None:

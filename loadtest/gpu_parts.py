@@ -18,7 +18,9 @@ from bough.model.attention_cpu import attend_on_cpu
 from bough.model.batch import Batch, Piece, Segment
 from bough.model.device import working_on
 from bough.model.kv import KVSlot
+from bough.model.kv_arena import KVArena
 from bough.model.loading import build_skeleton
+from bough.model.paths import Paths
 from bough.model.runner import ResidentModel
 from bough.placement import Tier
 from bough.tree import Tree
@@ -58,23 +60,25 @@ def _finish(device: torch.device) -> None:
 def attention(device: torch.device) -> dict[str, Any]:
     """The kernel against the reference, 64 rows of a 70B's heads over 1,024 keys in bfloat16; times of both."""
     torch.manual_seed(0)
-    attend = attend_on_cpu
-    if device.type != "cpu":
-        from bough.model.attention_triton import attend_by_triton as attend
     base = 960 if device.type != "cpu" else 60
     keys, values = torch.randn(2, base + 64, 8, 128, device=device, dtype=torch.bfloat16)
     queries = torch.randn(64, 64, 128, device=device, dtype=torch.bfloat16)
     tree = _comb(64)
-    piece = Piece(0, Segment.tree(KVSlot.__new__(KVSlot), base, tree), device)
-    arguments = (queries, keys, values, piece, 128**-0.5, 0, 0.0, None)
+    piece, rules = Piece(0, Segment.tree(KVSlot.__new__(KVSlot), base, tree)), (128**-0.5, 0, 0.0, None)
+    paths = Paths.of([piece], [0], device)
+    by_mask = partial(attend_by_mask, queries, keys, values, paths, *rules)
+    kernel: Callable[[], torch.Tensor] = partial(attend_on_cpu, queries, keys, values, piece, *rules)
+    if device.type != "cpu":
+        from bough.model.attention_triton import attend_by_triton
+
+        kernel = partial(attend_by_triton, queries, keys, values, paths, *rules)
     with working_on(device):
-        difference = float((attend(*arguments).float() - attend_by_mask(*arguments)).abs().max())
+        difference = float((kernel().float() - by_mask()).abs().max())
         return {
-            "kernel": attend.__name__,
             "largest_difference": round(difference, 6),
             "is_close": difference < CLOSE,
-            "kernel_ms": milliseconds(lambda: attend(*arguments), device),
-            "by_mask_ms": milliseconds(lambda: attend_by_mask(*arguments), device),
+            "kernel_ms": milliseconds(kernel, device),
+            "by_mask_ms": milliseconds(by_mask, device),
         }
 
 
@@ -124,7 +128,8 @@ def _tree(size: int = TREE) -> Tree:
 def _tree_logits(model: StreamedModel) -> torch.Tensor:
     """Of a tree's nodes, beside another session's context."""
     shape, prompt = model.skeleton.kv_shape(), list(range(BASE))
-    slot, other = (KVSlot(shape, NUM_ROWS, model.device) for _ in range(2))
+    arena = KVArena(shape, shape.empty(2 * NUM_ROWS, model.device))
+    slot, other = arena.take(NUM_ROWS), arena.take(NUM_ROWS)
     segments = [
         Segment.context(slot, 0, prompt),
         Segment.context(other, 0, [3, 2, 1]),

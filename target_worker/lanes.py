@@ -1,4 +1,4 @@
-"""An accelerator's two lanes of work: one computes, one copies from the host meanwhile. The seam below the copy ring.
+"""An accelerator's two lanes of work: one computes, one copies meanwhile. The seam below what streams.
 
 Work is queued, not awaited: the order within a lane is the order of the calls, and between lanes only marks order it.
 """
@@ -41,7 +41,7 @@ class Copy(NamedTuple):
 
 
 class Lanes(Protocol):
-    """What the copy ring asks of an accelerator."""
+    """What streaming asks of an accelerator."""
 
     @property
     def is_pinned(self) -> bool:
@@ -57,7 +57,7 @@ class Lanes(Protocol):
         ...
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
-        """Queues a copy from host to accelerator that begins once `after` is reached."""
+        """Queues a copy between host and accelerator that begins once `after` is reached."""
         ...
 
     def compute_after(self, mark: Mark) -> None:

@@ -81,6 +81,7 @@ class Metrics:
         self._ideal = self._counter("bough_link_ideal_seconds", "The same bytes at the best speed the link has shown")
         self._wait = self._counter("bough_wait_seconds", "Time during which sweeps waited for weights")
         self._compute = self._counter("bough_compute_seconds", "Time during which sweeps computed")
+        self._kv = self._counter("bough_kv_copied_bytes", "Bytes of keys and values copied from and to the host")
         self._sweeps = self._counter("bough_sweeps", "Passes over the target's layers")
         self._tokens = self._counter("bough_sweep_tokens", "Tokens of context and nodes of trees in these passes")
         efficiency = "Of the last sweep: the time its weights ideally take on the link, over the time it took"
@@ -123,6 +124,7 @@ class Metrics:
         self._ideal.inc(figures.link_ideal_ns * NANO)
         self._wait.inc(figures.wait_ns * NANO)
         self._compute.inc((figures.total_ns - figures.wait_ns) * NANO)
+        self._kv.inc(figures.kv_bytes)
         self._sweeps.inc()
         self._tokens.inc(num_tokens)
         self._recent.append(figures.total_ns * NANO)

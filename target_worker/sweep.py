@@ -13,6 +13,7 @@ from bough.model.device import working_on
 from bough.model.loading import Skeleton, bind_resident, move_buffers
 from bough.model.reproducible import make_reproducible
 from bough.model.source import ReusedMemory
+from target_worker.kv_stage import KVHome, KVInPlace
 from target_worker.tiers import Tiers
 
 MOST_VIEWS = 4096  # layers in slabs whose values are kept: a few kilobytes each, beside the memory that is budgeted
@@ -26,6 +27,7 @@ class SweepFigures(NamedTuple):
     link_ns: int  # the link was at work, since the last sweep ended
     link_bytes: int
     link_ideal_ns: int  # link_bytes at the best speed that the link has shown
+    kv_bytes: int = 0  # of keys and values, copied between host and accelerator beside them
 
 
 class StreamedModel:
@@ -35,8 +37,12 @@ class StreamedModel:
     parameters, run the layer on one chunk of rows after another. What is particular to an architecture stays its own.
     """
 
-    def __init__(self, skeleton: Skeleton, tiers: Tiers, rows: int, device: torch.device) -> None:
+    def __init__(
+        self, skeleton: Skeleton, tiers: Tiers, rows: int, device: torch.device, kv: KVHome | None = None
+    ) -> None:
+        """Keys and values are where `kv` says; in the slots by default."""
         self.skeleton = skeleton
+        self._kv = kv or KVInPlace()
         self.tiers = tiers
         self.rows = make_reproducible(skeleton, rows, device)
         self.device = device
@@ -57,9 +63,9 @@ class StreamedModel:
         Raises:
             StreamError: a layer could not be read; the ring has begun again and the next sweep may succeed.
         """
-        began = time.perf_counter_ns()
+        began, kv_bytes = time.perf_counter_ns(), self._kv.num_bytes
         try:
-            with working_on(self.device):
+            with working_on(self.device), self._kv.sweep(batch) as batch:
                 output = self.skeleton.model(
                     input_ids=batch.input_ids,
                     position_ids=batch.position_ids,
@@ -71,19 +77,20 @@ class StreamedModel:
         except BaseException:
             self.tiers.restart()
             raise
-        return logits, self._account(time.perf_counter_ns() - began)
+        return logits, self._account(time.perf_counter_ns() - began, kv_bytes)
 
-    def _account(self, total_ns: int) -> SweepFigures:
-        """What the link has done since the last sweep."""
+    def _account(self, total_ns: int, kv_bytes: int) -> SweepFigures:
+        """What the link has done since the last sweep; `kv_bytes` were copied before this one."""
         before, self._figures = self._figures, self.tiers.figures()
         link_ns, link_bytes = self._figures.busy_ns - before.busy_ns, self._figures.num_bytes - before.num_bytes
         self._best_speed = max(self._best_speed, link_bytes / link_ns if link_ns else 0.0)
         ideal_ns = round(link_bytes / self._best_speed) if self._best_speed else 0
-        return SweepFigures(total_ns, self._figures.wait_ns - before.wait_ns, link_ns, link_bytes, ideal_ns)
+        wait_ns = self._figures.wait_ns - before.wait_ns
+        return SweepFigures(total_ns, wait_ns, link_ns, link_bytes, ideal_ns, self._kv.num_bytes - kv_bytes)
 
     def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
-            with self.tiers.layer(index) as slab:
+            with self.tiers.layer(index) as slab, self._kv.layer(index):
                 self._bind(index, slab)
                 parts = [
                     forward(hidden_states[:, chunk.begin : chunk.end], chunk=chunk, **_narrow(kwargs, chunk, batch))

@@ -16,17 +16,18 @@ from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, device_name
 from bough.model.kv_arena import KVArena
 from bough.model.loading import DTYPES, build_skeleton
-from bough.model.memory import Limits, activation_bytes, num_kv_rows, resident_bytes, unpacking_bytes
+from bough.model.memory import Limits, fixed_bytes, num_kv_rows, resident_bytes, unpacking_bytes
 from bough.model.pack_folder import read_checksums
 from bough.model.reproducible import describe
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.placement import Fixed, Placement, Tier
+from bough.placement import Placement, Tier
 from bough.records import WorkerLoad
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.budgets import choose_places
 from target_worker.engine import Engine
+from target_worker.kv_stage import KVHome, KVInPlace, KVStage
 from target_worker.metrics import Load, Metrics
 from target_worker.slots import SlotPool
 from target_worker.sweep import StreamedModel
@@ -55,13 +56,13 @@ class TargetWorker:
         self._limits = Limits.of(config, self._skeleton.config)
         self._num_rows = num_kv_rows(self._skeleton.kv_shape(), self._limits, config.kv_memory)
         self._placement = self._place()
-        pool = self._make_pool()
         self._resources = ExitStack()
+        pool, kv = self._make_pool()
         checksums, lanes = read_checksums(checkpoint.folder), lanes_of(self._device)
         tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes)
         self._resources.enter_context(tiers)
         self._tiers = tiers
-        self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device))
+        self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
         self._metrics = Metrics(self._name)
         self._engine = Engine(self._model, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
         self._metrics.watch(self._load)
@@ -143,21 +144,27 @@ class TargetWorker:
             notes.append(f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}")
         return tuple(notes)
 
-    def _make_pool(self) -> SlotPool:
-        shape = self._skeleton.kv_shape()
-        logger.info("KV of %d tokens, %.2f GB", self._num_rows, self._num_rows * shape.row_bytes / 1e9)
-        arena = KVArena(shape, self._num_rows, self._device)
-        return SlotPool(arena, self._config.lease_seconds, time.monotonic)
+    def _make_pool(self) -> tuple[SlotPool, KVHome]:
+        """Slots, and where a sweep finds their keys and values."""
+        shape, num_rows = self._skeleton.kv_shape(), self._num_rows
+        num_bytes = num_rows * shape.row_bytes
+        logger.info("KV of %d tokens, %.2f GB on the %s", num_rows, num_bytes / 1e9, self._config.kv_tier)
+        home: KVHome = KVInPlace()
+        lanes = lanes_of(self._device)
+        if lanes is not None and self._config.kv_tier == "host":
+            self._resources.callback(lanes.close)
+            memory, home = shape.within(lanes.host_memory(num_bytes), num_rows), KVStage(shape, num_rows, lanes)
+        else:
+            memory = shape.empty(num_rows, self._device)
+        return SlotPool(KVArena(shape, memory), self._config.lease_seconds, time.monotonic), home
 
     def _place(self) -> Placement:
         """Decides where each layer lives, and says so."""
         config, skeleton = self._config, self._skeleton
-        fixed = Fixed(
-            resident_bytes(skeleton),
-            self._num_rows * skeleton.kv_shape().row_bytes,
-            activation_bytes(skeleton.config, skeleton.kv_shape(), self._limits),
-            max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers) + unpacking_bytes(skeleton, self._device),
-        )
+        scratch = max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers)
+        scratch += unpacking_bytes(skeleton, self._device)
+        is_gpu = self._device.type != "cpu"
+        fixed = fixed_bytes(config, is_gpu, skeleton.config, skeleton.kv_shape(), resident_bytes(skeleton), scratch)
         return choose_places([layer.num_bytes for layer in self.layers], fixed, config, self._device)
 
     def _warm_up(self) -> None:

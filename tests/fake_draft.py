@@ -63,7 +63,7 @@ def new_engine(model: FakeModel, num_rows: int = 0, window: Window | None = None
     """With windows of 100 tokens, and room for a hundred of the longest by default."""
     window = window or Window(100, 200)
     shape, num_rows = KVShape(1, 1, 1, torch.float32), num_rows or 100 * window.max_rows
-    arena = KVArena(shape, num_rows, model.device, rows_to_keep=lambda slot: slot.num_rows)
+    arena = KVArena(shape, shape.empty(num_rows, model.device), rows_to_keep=lambda slot: slot.num_rows)
     return Engine(model, VOCAB, branch=4, pool=SessionPool(arena, window), ahead_steps=ahead_steps)
 
 

@@ -83,7 +83,7 @@ class Clock:
 
 def new_pool(clock: Clock, num_rows: int = 2 * LIMITS.slot_rows, lease_seconds: float = 60.0) -> SlotPool:
     """With room for two of the longest sessions."""
-    return SlotPool(KVArena(SHAPE, num_rows, CPU), lease_seconds, clock)
+    return SlotPool(KVArena(SHAPE, SHAPE.empty(num_rows, CPU)), lease_seconds, clock)
 
 
 @contextmanager

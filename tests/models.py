@@ -15,7 +15,8 @@ from bough.model.loading import build_skeleton
 from bough.model.pack_folder import read_checksums
 from bough.placement import Budgets, Fixed, place
 from bough.tree import Tree
-from target_worker.lanes import Lanes
+from target_worker.kv_stage import KVStage
+from target_worker.lanes import InlineLanes, Lanes
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
 from target_worker.weights import plan_layer
@@ -31,10 +32,12 @@ def streamed(
     max_resident: int = 0,
     lanes: Lanes | None = None,
     host_layers: int = 0,
+    staged_rows: int = 0,
 ) -> Iterator[StreamedModel]:
     """A model whose layers stream through two slabs, but for `max_resident` of them.
 
-    With `lanes` there is a device with memory of its own, and in the host's room for `host_layers`.
+    With `lanes` there is a device with memory of its own, and in the host's room for `host_layers`. With `staged_rows`
+    keys and values of so many come to it with their layer.
     """
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)
     layers = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
@@ -43,7 +46,8 @@ def streamed(
     budgets = Budgets(device=sum(sizes) * 2, host=host, ring=2 * max(sizes), max_resident=max_resident)
     placement = place(sizes, Fixed(0, 0, 0, 0), budgets)
     with Tiers(layers, placement, 2, read_checksums(folder), lanes) as tiers:
-        yield StreamedModel(skeleton, tiers, rows, CPU)
+        kv = KVStage(skeleton.kv_shape(), staged_rows, InlineLanes()) if staged_rows else None
+        yield StreamedModel(skeleton, tiers, rows, CPU, kv)
 
 
 def new_slot(model: StreamedModel) -> KVSlot:

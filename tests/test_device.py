@@ -10,6 +10,9 @@ import torch
 from bough.config import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.device import choose_device
+from bough.model.kv import KVShape
+from bough.model.loading import load_config
+from bough.model.memory import fixed_bytes
 from bough.placement import Fixed, Tier
 from draft_worker.worker import DraftWorker
 from target_worker import budgets
@@ -78,6 +81,22 @@ def test_a_gpu_has_three_tiers(free: None) -> None:
     assert all(placement.layers(tier) for tier in Tier)
     all_in_ram = choose_places(sizes, fixed, gpu_settings("--host-memory", "200GB"), GPU)
     assert not all_in_ram.layers(Tier.DISK)
+
+
+def test_kv_on_the_host_leaves_the_device_to_layers(free: None, tiny: Path) -> None:
+    """Of 80 layers' KV the device holds two; the host's layers make room for the rest."""
+    config, shape = load_config(tiny), KVShape(80, 8, 128, torch.bfloat16)
+    flags = ("--kv-memory", "8GB", "--kv-tier")
+    there, here = (fixed_bytes(gpu_settings(*flags, tier), True, config, shape, 0, 0) for tier in ("host", "device"))
+    assert (here.kv, here.host_kv) == (there.host_kv, 0)
+    assert there.kv == here.kv // 40
+    sizes = [1_700_000_000] * 80
+    on_host, on_device = (choose_places(sizes, fixed, gpu_settings(), GPU) for fixed in (there, here))
+    assert [len(placed.layers(Tier.RESIDENT)) for placed in (on_host, on_device)] == [10, 7]
+    assert len(on_host.layers(Tier.HOST)) < len(on_device.layers(Tier.HOST))
+    assert on_host.host_bytes <= 80 * GB
+    with pytest.raises(ConfigError, match=r"--host-memory: 5\.00 GB; KV slots kept there take 8\.00 GB"):
+        choose_places(sizes, there, gpu_settings("--host-memory", "5GB"), GPU)
 
 
 def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:

@@ -15,7 +15,7 @@ ROWS = 40
 
 
 def new_arena() -> KVArena:
-    return KVArena(SHAPE, ROWS, torch.device("cpu"))
+    return KVArena(SHAPE, SHAPE.empty(ROWS, torch.device("cpu")))
 
 
 def fill(slot: KVSlot, mark: int) -> None:

@@ -18,7 +18,7 @@ def test_sweeps_are_counted_and_served() -> None:
     metrics.serve("127.0.0.1", 0)
     try:
         for _ in range(2):
-            metrics.observe(64, SweepFigures(2_000_000_000, 500_000_000, 1_800_000_000, 1000, 1_000_000_000))
+            metrics.observe(64, SweepFigures(2_000_000_000, 500_000_000, 1_800_000_000, 1000, 1_000_000_000, 30))
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=5) as reply:
             text = reply.read().decode()
         other = Metrics("other")
@@ -35,6 +35,7 @@ def test_sweeps_are_counted_and_served() -> None:
         "bough_link_ideal_seconds_total": 2.0,
         "bough_wait_seconds_total": 1.0,
         "bough_compute_seconds_total": 3.0,
+        "bough_kv_copied_bytes_total": 60,
         "bough_sweeps_total": 2,
         "bough_sweep_tokens_total": 128,
         "bough_link_efficiency": 0.5,

@@ -19,13 +19,19 @@ def budgets(device: int, host: int = 0, ring: int = 10**9, max_resident: int = 1
     return Budgets(device, host, ring, max_resident)
 
 
-@given(sizes=SIZES, device=st.integers(0, 12_000), host=st.integers(0, 12_000), ring=st.integers(0, 4_000))
-def test_budgets_are_never_exceeded(sizes: list[int], device: int, host: int, ring: int) -> None:
-    fixed = Fixed(100, 200, 50, 7)
+@given(
+    sizes=SIZES,
+    device=st.integers(0, 12_000),
+    host=st.integers(0, 12_000),
+    ring=st.integers(0, 4_000),
+    host_kv=st.sampled_from([0, 3_000]),
+)
+def test_budgets_are_never_exceeded(sizes: list[int], device: int, host: int, ring: int, host_kv: int) -> None:
+    fixed = Fixed(100, 200, 50, 7, host_kv)
     try:
         placement = place(sizes, fixed, budgets(device, host, ring))
     except ConfigError:
-        assert min(device - fixed.total, ring) < MIN_SLABS * max(sizes)
+        assert min(device - fixed.total, ring) < MIN_SLABS * max(sizes) or host < host_kv
         return
     assert placement.device_bytes <= device
     assert placement.host_bytes <= host

@@ -127,7 +127,8 @@ class Recording:
 
 def engine_of(model: SweepModel, streamed_model: StreamedModel) -> Engine:
     limits = Limits(rows=16, max_sweep_tokens=256, max_nodes=32, max_context=200)
-    arena = KVArena(streamed_model.skeleton.kv_shape(), 700, CPU)
+    shape = streamed_model.skeleton.kv_shape()
+    arena = KVArena(shape, shape.empty(700, CPU))
     return Engine(model, SlotPool(arena, 0.001, Clock()), limits, max_waiting=10)
 
 

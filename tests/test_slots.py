@@ -62,7 +62,7 @@ def test_slots_keep_their_promises_whatever_happens(steps: list[tuple[str, int, 
     """Calls, releases, callers that go and passing time, in any order: the integrity check holds after each, every
     session's keys are those of its own text, and a session whose lease runs keeps what it holds."""
     clock = Clock()
-    pool = SlotPool(KVArena(SHAPE, ROWS, CPU), 10.0, clock)
+    pool = SlotPool(KVArena(SHAPE, SHAPE.empty(ROWS, CPU)), 10.0, clock)
     leased: dict[str, float] = {}
     for kind, who, family, length in steps:
         name = f"s{who}"

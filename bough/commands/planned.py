@@ -69,7 +69,7 @@ def make_plan(settings: PlanConfig) -> Plan:
     )
     device_type = "cuda" if is_gpu else "cpu"
     shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
-    fixed = shapes.fixed(settings)
+    fixed = shapes.fixed(settings, is_gpu)
     allowed = budgets(settings, shapes.layer_bytes, _device_budget(settings, is_gpu), settings.host_memory)
     placement = place(shapes.layer_bytes, fixed, allowed)
     speeds = find_speeds(settings, shapes, placement, folder, is_gpu)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AttentionInterface
 
 from bough.model.attention_cpu import KINDS, attend_in_slots, attend_on_cpu
-from bough.model.batch import Chunk, Piece
+from bough.model.batch import Chunk
+from bough.model.paths import Paths
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def attend_by_mask(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    piece: Piece,
+    paths: Paths,
     scale: float,
     window: int,
     softcap: float,
@@ -36,26 +36,33 @@ def attend_by_mask(
 ) -> torch.Tensor:
     """The same on any device, by gathering each row's path: right, but neither lean nor bitwise reproducible.
 
-    The reference for the kernels, and what runs on a GPU where there is no Triton.
+    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). The reference
+    for the kernels, and what runs on a GPU where there is no Triton.
     """
     queries, keys, values = queries.float(), keys.float(), values.float()
-    longest = int(piece.lengths.max())
-    positions = np.arange(longest)
-    tail_index = np.clip(positions - piece.base, 0, max(piece.tail.shape[1] - 1, 0))
-    tail = piece.tail[:, tail_index] if piece.tail.shape[1] else np.zeros((len(piece.lengths), longest), np.int32)
-    where = np.where(positions < piece.base, positions, tail)
-    visible = (positions < piece.lengths[:, None]) & (positions >= (piece.lengths[:, None] - window if window else 0))
-    where_on_device = torch.from_numpy(np.where(visible, where, 0)).to(queries.device)
+    where, visible = _gathered(paths, window)
     group = queries.shape[1] // keys.shape[1]
-    path_keys = keys[where_on_device].repeat_interleave(group, 2)  # (num_rows, longest, num_heads, head_dim)
-    path_values = values[where_on_device].repeat_interleave(group, 2)
+    path_keys = keys[where].repeat_interleave(group, 2)  # (num_rows, longest, num_heads, head_dim)
+    path_values = values[where].repeat_interleave(group, 2)
     scores = torch.einsum("rhd,rphd->rhp", queries, path_keys) * scale
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    hidden = torch.from_numpy(~visible).to(queries.device)[:, None, :]
-    scores = scores.masked_fill(hidden, -torch.inf)
+    scores = scores.masked_fill(~visible[:, None, :], -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[None, :, None].expand(len(scores), -1, 1)), dim=2)
-    return torch.einsum("rhp,rphd->rhd", scores.softmax(-1)[:, :, :longest], path_values)
+    return torch.einsum("rhp,rphd->rhd", scores.softmax(-1)[:, :, : where.shape[1]], path_values)
+
+
+def _gathered(paths: Paths, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(num_rows, longest) the memory rows of each row's path by position, and whether it sees that position."""
+    lengths, bases = paths.lengths[:, None], paths.bases[:, None]
+    positions = torch.arange(int(paths.lengths.max()), device=lengths.device)
+    where = paths.origins[:, None] + positions
+    width = paths.tails.shape[1]
+    if width:
+        in_tail = (positions - bases).clamp(0, width - 1)
+        where = torch.where(positions < bases, where, paths.tails.gather(1, in_tail))
+    visible = (positions < lengths) & (positions >= (lengths - window if window else 0))
+    return torch.where(visible, where, 0), visible
 
 
 def tree_attention(
@@ -79,17 +86,36 @@ def tree_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     queries, keys, values = (numbers[0].transpose(0, 1) for numbers in (query, key, value))
     rules = scaling, sliding_window or 0, softcap or 0.0, None if s_aux is None else s_aux.float()
-    if query.device.type == "cpu" and key.dtype in KINDS:
-        return attend_in_slots(chunk, layer, queries, keys, values, *rules).to(query.dtype)[None], None
-    attend = attend_on_cpu if query.device.type == "cpu" else _gpu_attention()
-    queries = queries.contiguous()
+    if query.device.type == "cpu" and chunk.pieces:
+        attend = attend_in_slots if key.dtype in KINDS else _attend_by_piece
+        return attend(chunk, layer, queries, keys, values, *rules).to(query.dtype)[None], None
+    return _attend_on_paths(chunk, layer, queries.contiguous(), keys, values, *rules)[None], None
+
+
+def _attend_on_paths(
+    chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
+) -> torch.Tensor:
+    """All rows of a chunk at once, where keys and values are an accelerator's."""
+    paths, (held_keys, held_values) = chunk.paths, chunk.memory(layer)
+    num_rows = len(paths.rows)
+    held_keys.index_copy_(0, paths.rows, keys[:num_rows])
+    held_values.index_copy_(0, paths.rows, values[:num_rows])
+    attend = attend_by_mask if queries.device.type == "cpu" else _gpu_attention()
     out = torch.zeros_like(queries)  # padding rows have no path and stay 0
-    for piece in chunk.pieces:
-        piece.slot.write(layer, piece.rows, keys[piece.span], values[piece.span])
-        held_keys = piece.slot.keys[layer, : piece.num_keys]
-        held_values = piece.slot.values[layer, : piece.num_keys]
-        out[piece.span] = attend(queries[piece.span], held_keys, held_values, piece, *rules)
-    return out[None], None
+    out[:num_rows] = attend(queries[:num_rows], held_keys, held_values, paths, *rules)
+    return out
+
+
+def _attend_by_piece(
+    chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
+) -> torch.Tensor:
+    """On the CPU, where slots hold a type that the kernel does not read: converted for each piece."""
+    out, memory = torch.zeros_like(queries), chunk.memory(layer)
+    for piece, begin in zip(chunk.pieces, chunk.begins, strict=True):
+        held_keys, held_values = (rows[begin : begin + piece.num_keys] for rows in memory)
+        held_keys[piece.rows], held_values[piece.rows] = keys[piece.span], values[piece.span]
+        out[piece.span] = attend_on_cpu(queries[piece.span], held_keys, held_values, piece, *rules).to(out.dtype)
+    return out
 
 
 @cache

@@ -274,5 +274,6 @@ def attend_in_slots(
     """All pieces of a chunk at once on the CPU, where slots hold what the kernel reads; shapes as in `_store`."""
     kind = KINDS[keys.dtype]
     bits = [numbers.view(torch.uint16) if kind.nbytes == 2 else numbers for numbers in (keys, values)]
-    _store(chunk.spans, kind, layer, *(numbers.numpy() for numbers in bits))
-    return _attend_over(chunk.spans, layer, keys.shape[1], queries, *rules)
+    spans, number = chunk.spans(layer)
+    _store(spans, kind, number, *(numbers.numpy() for numbers in bits))
+    return _attend_over(spans, number, keys.shape[1], queries, *rules)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from bough.model.batch import Piece
+from bough.model.paths import Paths
 
 BLOCK = 64  # keys that share one step of the running softmax
 MIN_DOT = 16  # rows and columns that a tile of a GPU's matrix units has at least
@@ -20,7 +20,7 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 # What changes from call to call must not be specialised on: each special case is a program of its own, with a rounding
 # of its own.
-_VARYING = ("base", "tail_width", "window", "scale")
+_VARYING = ("tail_width", "window", "scale")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -55,13 +55,14 @@ def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # ty
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # (num_rows, num_heads, head_dim)
-    keys,  # (num_keys, num_kv_heads, head_dim)
+    keys,  # (num_memory_rows, num_kv_heads, head_dim)
     values,  # likewise
-    tail,  # (num_rows, tail_width) int32
-    lengths,  # (num_rows,) int32
+    origins,  # these four as in `Paths`
+    bases,
+    lengths,
+    tails,
     sinks,  # (num_heads,) float32, or anything where HAS_SINKS is not set
     out,  # as queries
-    base,
     tail_width,
     scale,
     window,  # 0 is off
@@ -81,7 +82,7 @@ def _attend(  # type: ignore[no-untyped-def]
     cells = ((row * NUM_KV_HEADS + kv_head) * GROUP + heads[:, None]).to(tl.int64) * HEAD_DIM + dims[None, :]
     is_cell = is_head[:, None] & is_dim[None, :]
     query = tl.load(queries + cells, mask=is_cell, other=0.0)
-    length = tl.load(lengths + row)
+    origin, base, length = tl.load(origins + row), tl.load(bases + row), tl.load(lengths + row)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     highest = tl.full((GROUP_PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PADDED,), tl.float32)
@@ -93,8 +94,8 @@ def _attend(  # type: ignore[no-untyped-def]
         positions = begin + steps
         is_seen = (positions >= first) & (positions < length)
         in_tail = is_seen & (positions >= base)
-        tail_rows = tl.load(tail + row.to(tl.int64) * tail_width + (positions - base), mask=in_tail, other=0)
-        rows = tl.where(in_tail, tail_rows, positions).to(tl.int64)
+        tail_rows = tl.load(tails + row.to(tl.int64) * tail_width + (positions - base), mask=in_tail, other=0)
+        rows = tl.where(in_tail, tail_rows, origin + positions).to(tl.int64)
         places = (rows[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
         is_there = is_seen[:, None] & is_dim[None, :]
         key = tl.load(keys + places, mask=is_there, other=0.0)
@@ -108,13 +109,13 @@ def attend_by_triton(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    piece: Piece,
+    paths: Paths,
     scale: float,
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of a piece's rows; shapes as in `_attend`, any floating types."""
+    """Attention of every row over its path; shapes as in `_attend`, any floating types."""
     out = torch.empty_like(queries)
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
@@ -124,12 +125,13 @@ def attend_by_triton(
         queries,
         keys,
         values,
-        piece.tail_on_device,
-        piece.lengths_on_device,
+        paths.origins,
+        paths.bases,
+        paths.lengths,
+        paths.tails,
         queries if sinks is None else sinks,
         out,
-        piece.base,
-        piece.tail.shape[1],
+        paths.tails.shape[1],
         scale,
         window,
         NUM_KV_HEADS=num_kv_heads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from bough.model.kv import KVSlot
+from bough.model.paths import Paths
 from bough.model.spans import Spans
 from bough.row_counts import RowCounts
 from bough.tree import Tree
@@ -67,29 +69,47 @@ class Segment:
 class Piece:
     """A segment's rows within a chunk, in the form in which attention wants them, made once for all layers."""
 
-    def __init__(self, begin: int, segment: Segment, device: torch.device) -> None:
+    def __init__(self, begin: int, segment: Segment) -> None:
         self.slot = segment.slot
         self.span = slice(begin, begin + len(segment))  # rows of the chunk
-        self.rows = torch.from_numpy(segment.rows.astype(np.int64)).to(device)
+        self.rows = segment.rows.astype(np.int64)
         self.num_keys = int(max(segment.rows.max(), segment.positions.max())) + 1  # slot rows that may be read
         self.base = segment.base
         self.tail = np.ascontiguousarray(segment.tail)
         self.lengths = segment.positions + np.int32(1)  # keys on each row's path
-        self.tail_on_device = torch.from_numpy(self.tail).to(device)  # on the CPU, the same memory
-        self.lengths_on_device = torch.from_numpy(self.lengths).to(device)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that go through a layer together."""
+    """Rows that go through a layer together. Their slots stay where they are meanwhile."""
 
     begin: int  # first row of the batch
     end: int
     pieces: tuple[Piece, ...]
+    device: torch.device
+
+    def spans(self, layer: int) -> tuple[Spans, int]:
+        """The pieces for compiled code on the CPU, and the number of the layer there."""
+        return self._spans, layer
 
     @cached_property
-    def spans(self) -> Spans:
-        """The pieces for compiled code, while their slots stay where they are."""
+    def paths(self) -> Paths:
+        """The pieces for an accelerator, in rows of `memory`."""
+        return Paths.of(self.pieces, self.begins, self.device)
+
+    @property
+    def begins(self) -> Sequence[int]:
+        """Rows of `memory` at which the pieces' slots begin."""
+        return [piece.slot.begin for piece in self.pieces]
+
+    def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, (num_rows, num_kv_heads, head_dim) each, that all slots have rows of."""
+        memory = self.pieces[0].slot.memory
+        assert all(piece.slot.memory is memory for piece in self.pieces), "slots of one arena go into one chunk"
+        return memory.keys[layer], memory.values[layer]
+
+    @cached_property
+    def _spans(self) -> Spans:
         return Spans.of(self.pieces)
 
 
@@ -111,6 +131,12 @@ class Batch:
         begins = range(0, self.num_rows, counts.most)
         self.chunks = tuple(self._chunk(begin, min(begin + counts.most, self.num_rows), device) for begin in begins)
 
+    def seen_as(self, chunks: Sequence[Chunk]) -> Batch:
+        """The same rows in other chunks, one for each of its own: where keys and values are somewhere else."""
+        other = copy.copy(self)
+        other.chunks = tuple(chunks)
+        return other
+
     def _padded(self, arrays: Sequence[IntArray]) -> torch.Tensor:
         padded = np.zeros((1, self.num_rows), dtype=np.int64)
         padded[0, : self.num_tokens] = np.concatenate(arrays)
@@ -125,6 +151,6 @@ class Batch:
         for segment in self.segments:
             first, last = max(begin, offset), min(end, offset + len(segment))
             if first < last:
-                pieces.append(Piece(first - begin, segment.part(first - offset, last - offset), device))
+                pieces.append(Piece(first - begin, segment.part(first - offset, last - offset)))
             offset += len(segment)
-        return Chunk(begin, end, tuple(pieces))
+        return Chunk(begin, end, tuple(pieces), device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -38,22 +39,48 @@ class KVShape:
         """Bytes of keys and values of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
-    def empty(self, num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of so many tokens, (num_layers, num_rows, num_kv_heads, head_dim) each.
+    def size(self, num_rows: int) -> tuple[int, int, int, int]:
+        """Of the keys, and of the values, of so many tokens."""
+        return self.num_layers, num_rows, self.num_kv_heads, self.head_dim
+
+    def empty(self, num_rows: int, device: torch.device) -> KVMemory:
+        """Room for so many tokens.
 
         Rows are written before they are read, and memory never touched is never taken from the system.
         """
-        size = (self.num_layers, num_rows, self.num_kv_heads, self.head_dim)
-        keys, values = (torch.empty(size, dtype=self.dtype, device=device) for _ in range(2))
-        return keys, values
+        return KVMemory(*(torch.empty(self.size(num_rows), dtype=self.dtype, device=device) for _ in range(2)))
+
+    def within(self, memory: memoryview, num_rows: int) -> KVMemory:
+        """Room for so many tokens in memory that somebody has taken, `num_rows` * `row_bytes` or more."""
+        half = num_rows * self.row_bytes // 2
+        parts = (torch.frombuffer(memory[begin : begin + half], dtype=self.dtype) for begin in (0, half))
+        return KVMemory(*(part.view(self.size(num_rows)) for part in parts))
+
+
+class KVMemory(NamedTuple):
+    """Rows of keys and values for every layer; a slot is some of them in a row."""
+
+    keys: torch.Tensor  # (num_layers, num_rows, num_kv_heads, head_dim)
+    values: torch.Tensor  # likewise
 
 
 class KVSlot:
     """Room for `num_rows` tokens of one session, and the tokens whose keys and values are valid."""
 
+    memory: KVMemory  # that it has rows of
+    begin: int  # the first of them
+    keys: torch.Tensor  # (num_layers, num_rows, num_kv_heads, head_dim)
+    values: torch.Tensor  # likewise
+
     def __init__(self, shape: KVShape, num_rows: int, device: torch.device) -> None:
-        self.keys, self.values = shape.empty(num_rows, device)  # (num_layers, num_rows, num_kv_heads, head_dim)
+        """In memory of its own."""
         self.tokens: list[int] = []  # committed tokens: row i holds token i
+        self.place(shape.empty(num_rows, device), 0, num_rows)
+
+    def place(self, memory: KVMemory, begin: int, end: int) -> None:
+        """Gives it these rows instead of those that it had."""
+        self.memory, self.begin = memory, begin
+        self.keys, self.values = memory.keys[:, begin:end], memory.values[:, begin:end]
 
     @property
     def num_rows(self) -> int:
@@ -69,11 +96,6 @@ class KVSlot:
     def length(self) -> int:
         """Number of committed tokens held."""
         return len(self.tokens)
-
-    def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts keys and values, each (num_new, num_kv_heads, head_dim), into the given rows of a layer."""
-        self.keys[layer].index_copy_(0, rows, keys)
-        self.values[layer].index_copy_(0, rows, values)
 
     def require(self, context_start: int, expected_hash: int) -> None:
         """That the first `context_start` tokens are the ones that a caller means.

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from bough.model.kv import KVShape, KVSlot
+from bough.model.kv import KVMemory, KVShape, KVSlot
 
 
 @dataclass(slots=True, eq=False)
@@ -34,15 +32,13 @@ class KVArena:
     def __init__(
         self,
         shape: KVShape,
-        num_rows: int,
-        device: torch.device,
+        memory: KVMemory,
         rows_to_keep: Callable[[KVSlot], int] = committed_rows,
     ) -> None:
         """`rows_to_keep` says how many rows of a slot must survive a move."""
-        self.num_rows = num_rows
+        self.num_rows = memory.keys.shape[1]
         self.row_bytes = shape.row_bytes
-        self._shape, self._device = shape, device
-        self._keys, self._values = shape.empty(num_rows, device)
+        self._shape, self._memory = shape, memory
         self._rows_to_keep = rows_to_keep
         self._placed: list[_Placed] = []  # by place
 
@@ -56,8 +52,8 @@ class KVArena:
         assert num_rows <= self.num_free, "whoever takes a slot has seen to its room"
         index = self._make_gap(num_rows)
         begin = self._end_before(index)
-        slot = KVSlot(self._shape, 0, self._device)
-        slot.keys, slot.values = self._rows(begin, begin + num_rows)
+        slot = KVSlot(self._shape, 0, self._memory.keys.device)
+        slot.place(self._memory, begin, begin + num_rows)
         self._placed.insert(index, _Placed(slot, begin, begin + num_rows))
         return slot
 
@@ -75,7 +71,7 @@ class KVArena:
     def give_back(self, slot: KVSlot) -> None:
         """Takes a slot's rows away from it; it is of no further use."""
         del self._placed[self._index(slot)]
-        slot.keys, slot.values = self._rows(0, 0)
+        slot.place(self._memory, 0, 0)
         slot.tokens.clear()
 
     def check_integrity(self) -> None:
@@ -87,9 +83,6 @@ class KVArena:
             assert placed.slot.length <= placed.slot.num_rows, "a slot holds more tokens than rows"
             end = placed.end
         assert end <= self.num_rows, "more rows than the budget allows"
-
-    def _rows(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._keys[:, begin:end], self._values[:, begin:end]
 
     def _index(self, slot: KVSlot) -> int:
         return next(index for index, placed in enumerate(self._placed) if placed.slot is slot)
@@ -138,7 +131,7 @@ class KVArena:
         slot, num_kept = placed.slot, self._rows_to_keep(placed.slot)
         old_keys, old_values = slot.keys[:, :num_kept], slot.values[:, :num_kept]
         moved, placed.begin, placed.end = begin != placed.begin, begin, begin + num_rows
-        slot.keys, slot.values = self._rows(begin, begin + num_rows)
+        slot.place(self._memory, begin, begin + num_rows)
         if moved:
             for new, old in ((slot.keys, old_keys), (slot.values, old_values)):
                 for layer in range(len(new)):

@@ -19,7 +19,6 @@ from bough.model.loading import Correction, ParameterSlot, Skeleton, bind_reside
 from bough.model.pages import large_pages
 from bough.model.row_products import numbers
 from bough.model.shares import counters
-from bough.model.spans import Spans
 from bough.model.tiles import GROUP
 from bough.model.vectors import LANES
 
@@ -83,7 +82,7 @@ class LeanDecoder:
             self._weights,
             self._sizes,
             self._room_of(_blocks(batch.num_rows)),
-            Spans.of(chunk.pieces),
+            chunk.spans(0)[0],
             logits.numpy(),
         )
         return logits[:num_logits, : self._vocab_size]

@@ -14,7 +14,7 @@ from bough.errors import ConfigError
 from bough.model.kv import KVShape
 from bough.model.loading import Skeleton, max_positions
 from bough.model.packed import BLOCK_BYTES, BLOCK_ELEMENTS
-from bough.placement import Budgets
+from bough.placement import STAGED_LAYERS, Budgets, Fixed
 from bough.row_counts import OWN_MOST
 
 SHARE = 0.8  # of what is free: others live here too
@@ -76,6 +76,22 @@ def num_kv_rows(shape: KVShape, limits: Limits, kv_memory: int) -> int:
             f"{limits.slot_rows * shape.row_bytes}; more memory, or a smaller --max-context or --max-nodes, would do"
         )
     return num_rows
+
+
+def fixed_bytes(
+    settings: TargetConfig, is_gpu: bool, config: PretrainedConfig, shape: KVShape, resident: int, scratch: int
+) -> Fixed:
+    """What a target with these settings takes wherever its layers live, `resident` and `scratch` bytes of it.
+
+    Raises:
+        ConfigError: the memory for KV holds no session, or is to be where there is none.
+    """
+    if settings.kv_tier == "host" and not is_gpu:
+        raise ConfigError("--kv-tier: host; on the CPU host and device have one memory: only device would do")
+    limits = Limits.of(settings, config)
+    kv = num_kv_rows(shape, limits, settings.kv_memory) * shape.row_bytes
+    staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // shape.num_layers, kv)
+    return Fixed(resident, staged, activation_bytes(config, shape, limits), scratch, on_host)
 
 
 def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:

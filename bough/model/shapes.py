@@ -19,7 +19,7 @@ from bough.errors import CheckpointError
 from bough.model.experts import EXPERT_ROWS
 from bough.model.kv import KVShape
 from bough.model.loading import DTYPES, build_empty, describe, load_config
-from bough.model.memory import Limits, activation_bytes, num_kv_rows
+from bough.model.memory import fixed_bytes
 from bough.model.naming import Quantization
 from bough.model.pack import is_packable, packed_bytes
 from bough.model.quantize import GROUP_SIZES
@@ -100,19 +100,13 @@ class ModelShapes:
     rows: RowCounts  # of a chunk
     work: Work
 
-    def fixed(self, settings: TargetConfig) -> Fixed:
+    def fixed(self, settings: TargetConfig, is_gpu: bool) -> Fixed:
         """What a target takes of the device's memory whatever the placement.
 
         Raises:
-            ConfigError: the memory for KV holds no session.
+            ConfigError: the memory for KV holds no session, or is to be where there is none.
         """
-        limits = Limits.of(settings, self.config)
-        return Fixed(
-            self.resident_bytes,
-            num_kv_rows(self.kv, limits, settings.kv_memory) * self.kv.row_bytes,
-            activation_bytes(self.config, self.kv, limits),
-            self.scratch_bytes,
-        )
+        return fixed_bytes(settings, is_gpu, self.config, self.kv, self.resident_bytes, self.scratch_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class Spans(NamedTuple):
             np.array(places, np.int64),
             np.array(ranges, np.int64),
             np.array(parts, np.int64),
-            np.concatenate([piece.rows.numpy() for piece in pieces]),
+            np.concatenate([piece.rows for piece in pieces]),
             np.concatenate([piece.lengths for piece in pieces]),
             np.concatenate([piece.tail.ravel() for piece in pieces]),
         )
