@@ -20,7 +20,6 @@ from bough.messages import GrowCall, GrowResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
 from bough.model.kv_arena import KVArena
-from bough.model.runner import ResidentModel
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad
@@ -44,17 +43,13 @@ class DraftWorker:
         self._dropped = adapter.manifest.dropped_layers if adapter else config.drop_layers
         device = choose_device(config.device)
 
-        def load() -> ResidentModel:
+        def load() -> SessionPool:
             compute_with(config.threads)
-            model = load_draft(checkpoint, config.drop_layers, config.dtype, device, adapter)
-            model.warm_up()
-            return model
+            self._model = load_draft(checkpoint, config.drop_layers, config.dtype, device, adapter)
+            return self._make_pool()
 
-        self._model = on_a_passing_thread(load)
-        skeleton = self._model.skeleton
-        self.vocab_size = skeleton.vocab_size
-        self._max_context = min(config.max_context, skeleton.max_positions)
-        pool = self._make_pool()
+        pool = on_a_passing_thread(load)
+        self.vocab_size = self._model.skeleton.vocab_size
         self._engine = Engine(self._model, self.vocab_size, config.branch, pool, config.ahead_steps)
         self._unanswered = Unanswered(config.max_waiting)
         self._is_draining = False
@@ -138,15 +133,19 @@ class DraftWorker:
         return self._config.max_nodes
 
     def _make_pool(self) -> SessionPool:
-        shape, window = self._model.skeleton.kv_shape(), Window(self._max_context, self._model.skeleton.max_positions)
+        """Memory for sessions, over which the model is warmed up."""
+        skeleton = self._model.skeleton
+        self._max_context = min(self._config.max_context, skeleton.max_positions)
+        shape, window = skeleton.kv_shape(), Window(self._max_context, skeleton.max_positions)
         self._session_bytes = window.max_rows * shape.row_bytes
         num_rows = self._config.kv_memory // shape.row_bytes
         if num_rows < window.max_rows:
             raise ConfigError(
                 f"--kv-memory: {self._config.kv_memory} bytes hold no session; the longest takes {self._session_bytes}"
             )
-        arena = KVArena(shape, shape.empty(num_rows, self._model.device), rows_to_keep=lambda slot: slot.num_rows)
-        return SessionPool(arena, window)
+        memory = shape.empty(num_rows, self._model.device)
+        self._model.warm_up(memory)
+        return SessionPool(KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows), window)
 
     def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
         """Has the thread do something; what goes wrong is told to whoever waits on the future."""

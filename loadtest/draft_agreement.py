@@ -91,7 +91,7 @@ def measure(name: str, target: Path, said: Sequence[Answer]) -> Row:
     began = time.perf_counter()
     model = load_draft(checkpoint, drops, "bfloat16", CPU)
     load_seconds = time.perf_counter() - began
-    model.warm_up()
+    model.warm_up(model.skeleton.kv_shape().empty(1, CPU))
     all_hits = np.concatenate([hits(model, one) for one in said])
     own_bytes = 0 if is_part else sum(file.stat().st_size for file in checkpoint.folder.glob("*.safetensors"))
     top1, top4 = all_hits[:, 0].mean(), all_hits.any(axis=1).mean()

@@ -18,6 +18,7 @@ from bough.model.checkpoint import INDEX_NAME, Checkpoint
 from bough.model.loading import Skeleton, build_skeleton
 from bough.model.memory import Limits, activation_bytes, resident_bytes, unpacking_bytes
 from bough.placement import Budgets, Fixed, Placement, Tier, place
+from target_worker.kv_stage import KVStage
 from target_worker.lanes import Lanes
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
@@ -104,9 +105,12 @@ def layers_without_disk(checkpoint: Checkpoint, machine: Machine, num_rows: int)
 
 
 @contextmanager
-def streamed(checkpoint: Checkpoint, machine: Machine, num_rows: int) -> Iterator[StreamedModel]:
-    """The model as a target runs it, with room for a slot of `num_rows` tokens."""
+def streamed(
+    checkpoint: Checkpoint, machine: Machine, num_rows: int, kv_lanes: Lanes | None = None
+) -> Iterator[StreamedModel]:
+    """The model as a target runs it, with room for slots of `num_rows` tokens; on the host where there are lanes to it."""
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
     placement = placed(skeleton, machine, len(skeleton.layers), num_rows)
     with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.lanes) as tiers:
-        yield StreamedModel(skeleton, tiers, ROWS, machine.device)
+        kv = KVStage(skeleton.kv_shape(), num_rows, kv_lanes) if kv_lanes else None
+        yield StreamedModel(skeleton, tiers, ROWS, machine.device, kv)

@@ -20,7 +20,7 @@ from bough.model.device import working_on
 from bough.model.kv import KVSlot
 from bough.model.kv_arena import KVArena
 from bough.model.loading import build_skeleton
-from bough.model.paths import Paths
+from bough.model.paths import PathArrays
 from bough.model.runner import ResidentModel
 from bough.placement import Tier
 from bough.tree import Tree
@@ -65,7 +65,7 @@ def attention(device: torch.device) -> dict[str, Any]:
     queries = torch.randn(64, 64, 128, device=device, dtype=torch.bfloat16)
     tree = _comb(64)
     piece, rules = Piece(0, Segment.tree(KVSlot.__new__(KVSlot), base, tree)), (128**-0.5, 0, 0.0, None)
-    paths = Paths.of([piece], [0], device)
+    paths = PathArrays.of([piece], [0]).on(device)
     by_mask = partial(attend_by_mask, queries, keys, values, paths, *rules)
     kernel: Callable[[], torch.Tensor] = partial(attend_on_cpu, queries, keys, values, piece, *rules)
     if device.type != "cpu":
@@ -100,17 +100,22 @@ def equality(
     checkpoint = repeated(checkpoint, config.num_hidden_layers, folder / "read")
     layer_bytes = max(layer.num_bytes for layer in planned(build_skeleton(checkpoint, torch.bfloat16)))
     cases, first = [], None
-    for host_layers in (config.num_hidden_layers + 2, 3):  # all that stream; one, and two slabs for the disk's
+    all_stream = config.num_hidden_layers + 2
+    for host_layers, kv_tier in ((all_stream, "device"), (3, "device"), (all_stream, "host")):  # 3: one, and two slabs
         small = replace(machine, host_memory=host_layers * layer_bytes, lanes=new_lanes(machine.device))
-        with streamed(checkpoint, small, NUM_ROWS) as model:
-            logits = _tree_logits(model)
-            equal = sum(
-                torch.equal(logits[node], _plain_logits(model, node)) for node in range(TREE - num_compared, TREE)
-            )
+        kv_lanes = new_lanes(machine.device) if kv_tier == "host" else None
+        with streamed(checkpoint, small, 2 * NUM_ROWS, kv_lanes) as model:
+            new_arena = partial(_arena, model, kv_lanes)
+            logits = _tree_logits(model, new_arena())
+            nodes = range(TREE - num_compared, TREE)
+            equal = sum(torch.equal(logits[node], _plain_logits(model, new_arena(), node)) for node in nodes)
             placement = model.tiers.placement
+        if kv_lanes is not None:
+            kv_lanes.close()
         cases.append(
             {
                 "layers": {tier.value: len(placement.layers(tier)) for tier in Tier},
+                "kv": kv_tier,
                 "compared": num_compared + 1,  # and the whole tree with the first placement's
                 "equal": equal + int(first is None or torch.equal(first, logits)),
             }
@@ -119,16 +124,23 @@ def equality(
     return cases
 
 
+def _arena(model: StreamedModel, kv_lanes: Lanes | None) -> KVArena:
+    """Room for two sessions, where the model looks for them."""
+    shape = model.skeleton.kv_shape()
+    if kv_lanes is None:
+        return KVArena(shape, shape.empty(2 * NUM_ROWS, model.device))
+    return KVArena(shape, shape.within(kv_lanes.host_memory(2 * NUM_ROWS * shape.row_bytes), 2 * NUM_ROWS))
+
+
 def _tree(size: int = TREE) -> Tree:
     rng = np.random.default_rng(1)
     parents = [-1] + [int(rng.integers(max(0, node - 6), node)) for node in range(1, size)]
     return Tree.of([7 + node for node in range(size)], parents, [0.0] * size)
 
 
-def _tree_logits(model: StreamedModel) -> torch.Tensor:
+def _tree_logits(model: StreamedModel, arena: KVArena) -> torch.Tensor:
     """Of a tree's nodes, beside another session's context."""
-    shape, prompt = model.skeleton.kv_shape(), list(range(BASE))
-    arena = KVArena(shape, shape.empty(2 * NUM_ROWS, model.device))
+    prompt = list(range(BASE))
     slot, other = arena.take(NUM_ROWS), arena.take(NUM_ROWS)
     segments = [
         Segment.context(slot, 0, prompt),
@@ -138,9 +150,9 @@ def _tree_logits(model: StreamedModel) -> torch.Tensor:
     return model.sweep(Batch(segments, model.rows, model.device))[0]
 
 
-def _plain_logits(model: StreamedModel, node: int) -> torch.Tensor:
+def _plain_logits(model: StreamedModel, arena: KVArena, node: int) -> torch.Tensor:
     """Of the same node, when its path is decoded one token at a time."""
-    slot, prompt, tree = KVSlot(model.skeleton.kv_shape(), NUM_ROWS, model.device), list(range(BASE)), _tree()
+    slot, prompt, tree = arena.take(NUM_ROWS), list(range(BASE)), _tree()
     model.sweep(Batch([Segment.context(slot, 0, prompt)], model.rows, model.device))
     logits = torch.empty(0)
     for depth, step in enumerate(tree.path(node)):
@@ -150,35 +162,32 @@ def _plain_logits(model: StreamedModel, node: int) -> torch.Tensor:
 
 
 def draft_steps(device: torch.device, config: LlamaConfig, folder: Path) -> list[dict[str, Any]]:
-    """Time of a draft step by its width: as the worker runs it, and replayed as a CUDA graph.
-
-    The worker does not use graphs yet: a replay has the same context length every time. It shows what they would save.
-    """
+    """Time of a draft step by its width: kernel by kernel, and as the worker runs it where graphs can be captured."""
     one_layer = LlamaConfig.from_dict({**config.to_dict(), "num_hidden_layers": 1})
     checkpoint = repeated(
         write_random(folder / "written", one_layer, device), config.num_hidden_layers, folder / "read"
     )
     model = ResidentModel(build_skeleton(checkpoint, torch.bfloat16), device)
-    slot = KVSlot(model.skeleton.kv_shape(), DRAFT_CONTEXT + max(DRAFT_WIDTHS), device)
+    shape, num_rows = model.skeleton.kv_shape(), DRAFT_CONTEXT + max(DRAFT_WIDTHS)
+    arena = KVArena(shape, shape.empty(1 + num_rows, device))
+    arena.take(1)  # the row that is written to in warming up
+    slot = arena.take(num_rows)
+    slot.keys.normal_()
+    slot.values.normal_()
+    trees = [Tree.of(list(range(width)), [-1] + [0] * (width - 1), [0.0] * width) for width in DRAFT_WIDTHS]
+    batches = [Batch([Segment.tree(slot, DRAFT_CONTEXT, tree)], None, device) for tree in trees]
+    eager = [(milliseconds(partial(model.logits, batch), device), model.logits(batch)) for batch in batches]
+    model.warm_up(slot.memory)
     rows = []
-    for width in DRAFT_WIDTHS:
-        tree = Tree.of(list(range(width)), [-1] + [0] * (width - 1), [0.0] * width)
-        batch = Batch([Segment.tree(slot, DRAFT_CONTEXT, tree)], None, device)
-        eager = milliseconds(partial(model.logits, batch), device)
-        rows.append({"width": width, "eager_ms": eager, **_graphed(model, batch)})
+    for batch, (eager_ms, logits) in zip(batches, eager, strict=True):
+        graph_ms = milliseconds(partial(model.logits, batch), device) if model.is_graphed else None
+        difference = float((model.logits(batch) - logits).abs().max())
+        rows.append(
+            {
+                "width": batch.num_tokens,
+                "eager_ms": eager_ms,
+                "graph_ms": graph_ms,
+                "largest_difference": round(difference, 6),  # of logits: matrix products of other row counts
+            }
+        )
     return rows
-
-
-def _graphed(model: ResidentModel, batch: Batch) -> dict[str, Any]:
-    if model.device.type == "cpu":
-        return {"graph_ms": None, "why_no_graph": "the CPU has none"}
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(model.device)
-    try:
-        with torch.cuda.stream(side):
-            model.logits(batch)  # what is prepared once must not be captured
-        torch.cuda.synchronize(model.device)
-        with torch.cuda.graph(graph):
-            model.logits(batch)
-        return {"graph_ms": milliseconds(graph.replay, model.device), "why_no_graph": None}
-    except RuntimeError as exc:
-        return {"graph_ms": None, "why_no_graph": str(exc).splitlines()[0]}

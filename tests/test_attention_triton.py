@@ -20,7 +20,7 @@ import torch
 from bough.model.attention import attend_by_mask
 from bough.model.batch import Piece, Segment
 from bough.model.kv import KVSlot
-from bough.model.paths import Paths
+from bough.model.paths import PathArrays, Paths
 from bough.tree import Tree
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,7 +42,7 @@ def random_tree(rng: np.random.Generator, size: int) -> Tree:
 
 
 def paths_of(*segments: Segment, begins: tuple[int, ...] = (0,)) -> Paths:
-    return Paths.of([Piece(0, segment) for segment in segments], begins, DEVICE)
+    return PathArrays.of([Piece(0, segment) for segment in segments], begins).on(DEVICE)
 
 
 def tree_at(base: int, tree: Tree) -> Segment:

@@ -34,7 +34,10 @@ def test_a_dry_run_goes_through_everything(
     assert [case["layers"] for case in report["equality"]] == [
         {"resident": 1, "host": 5, "disk": 0},
         {"resident": 1, "host": 1, "disk": 4},
+        {"resident": 1, "host": 5, "disk": 0},
     ]
+    assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
+    assert all(row["largest_difference"] == 0 for row in report["draft"]), "nothing differs where there are no graphs"
     assert {(row["bits"], row["tokens"]) for row in report["sweeps"]} == {(16, 1), (16, 8), (4, 1), (4, 8)}
     assert all(row["layers"] == {"resident": 2, "host": 3, "disk": 0} for row in report["sweeps"])
     assert not list(tmp_path.iterdir()), "it clears up"

@@ -33,7 +33,7 @@ from bough.model.attention import attend_by_mask
 from bough.model.attention_cpu import attend_on_cpu
 from bough.model.batch import Batch, Piece, Segment
 from bough.model.kv import KVSlot
-from bough.model.paths import Paths
+from bough.model.paths import PathArrays
 from bough.tree import Tree
 
 
@@ -171,5 +171,5 @@ def test_the_kernel_equals_attention_by_mask(window: int, softcap: float, has_si
     queries = torch.randn(30, 6, 16)
     sinks = torch.randn(6) if has_sinks else None
     mine = attend_on_cpu(queries, keys, values, piece, 0.25, window, softcap, sinks)
-    theirs = attend_by_mask(queries, keys, values, Paths.of([piece], [0], CPU), 0.25, window, softcap, sinks)
+    theirs = attend_by_mask(queries, keys, values, PathArrays.of([piece], [0]).on(CPU), 0.25, window, softcap, sinks)
     torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)

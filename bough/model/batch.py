@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from bough.model.kv import KVSlot
-from bough.model.paths import Paths
+from bough.model.paths import PathArrays, Paths
 from bough.model.spans import Spans
 from bough.row_counts import RowCounts
 from bough.tree import Tree
@@ -95,7 +95,11 @@ class Chunk:
     @cached_property
     def paths(self) -> Paths:
         """The pieces for an accelerator, in rows of `memory`."""
-        return Paths.of(self.pieces, self.begins, self.device)
+        return self.path_arrays().on(self.device)
+
+    def path_arrays(self) -> PathArrays:
+        """The same, not yet there."""
+        return PathArrays.of(self.pieces, self.begins)
 
     @property
     def begins(self) -> Sequence[int]:
@@ -125,9 +129,7 @@ class Batch:
         self.num_tokens = sum(map(len, self.segments))
         counts = rows or RowCounts(self.num_tokens, self.num_tokens)
         self.num_rows = counts.padded(self.num_tokens)
-        self.input_ids = self._padded([segment.tokens for segment in self.segments]).to(device)
-        self.position_ids = self._padded([segment.positions for segment in self.segments]).to(device)
-        self.logit_rows = torch.from_numpy(self._logit_rows()).to(device)
+        self._device = device
         begins = range(0, self.num_rows, counts.most)
         self.chunks = tuple(self._chunk(begin, min(begin + counts.most, self.num_rows), device) for begin in begins)
 
@@ -137,14 +139,41 @@ class Batch:
         other.chunks = tuple(chunks)
         return other
 
-    def _padded(self, arrays: Sequence[IntArray]) -> torch.Tensor:
-        padded = np.zeros((1, self.num_rows), dtype=np.int64)
-        padded[0, : self.num_tokens] = np.concatenate(arrays)
-        return torch.from_numpy(padded)
+    @property
+    def tokens(self) -> IntArray:
+        """(num_tokens,) of all segments."""
+        return np.concatenate([segment.tokens for segment in self.segments])
 
-    def _logit_rows(self) -> NDArray[np.int64]:
+    @property
+    def positions(self) -> IntArray:
+        """(num_tokens,) of all segments."""
+        return np.concatenate([segment.positions for segment in self.segments])
+
+    @cached_property
+    def input_ids(self) -> torch.Tensor:
+        """(1, num_rows) int64 on the device."""
+        return self._padded(self.tokens)
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        """(1, num_rows) int64 on the device."""
+        return self._padded(self.positions)
+
+    @cached_property
+    def logit_rows(self) -> torch.Tensor:
+        """(num_logit_rows,) int64 on the device: rows that want logits."""
         wanted = np.concatenate([np.full(len(segment), segment.wants_logits) for segment in self.segments])
-        return np.flatnonzero(wanted)
+        return torch.from_numpy(np.flatnonzero(wanted)).to(self._device)
+
+    @property
+    def all_want_logits(self) -> bool:
+        """Whether every token's row does."""
+        return all(segment.wants_logits for segment in self.segments)
+
+    def _padded(self, numbers: IntArray) -> torch.Tensor:
+        padded = np.zeros((1, self.num_rows), dtype=np.int64)
+        padded[0, : self.num_tokens] = numbers
+        return torch.from_numpy(padded).to(self._device)
 
     def _chunk(self, begin: int, end: int, device: torch.device) -> Chunk:
         pieces, offset = [], 0

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from bough.model.batch import Piece
 
 
+IntArray = NDArray[np.int32]
+
+
 class Paths(NamedTuple):
     """Every row's path, in rows of the memory that all slots of a chunk are in.
 
@@ -25,8 +28,18 @@ class Paths(NamedTuple):
     lengths: torch.Tensor  # (num_rows,) int32: keys on each row's path
     tails: torch.Tensor  # (num_rows, width) int32: [i, j] is for position bases[i] + j; beyond the path anything
 
+
+class PathArrays(NamedTuple):
+    """The same before it is on a device: int32 throughout."""
+
+    rows: IntArray
+    origins: IntArray
+    bases: IntArray
+    lengths: IntArray
+    tails: IntArray
+
     @classmethod
-    def of(cls, pieces: Sequence[Piece], begins: Sequence[int], device: torch.device) -> Paths:
+    def of(cls, pieces: Sequence[Piece], begins: Sequence[int]) -> PathArrays:
         """Of all rows of some pieces, whose slots begin at these rows of one memory."""
         sizes = [len(piece.lengths) for piece in pieces]
         tails = np.zeros((sum(sizes), max(piece.tail.shape[1] for piece in pieces)), np.int32)
@@ -35,14 +48,15 @@ class Paths(NamedTuple):
             tails[first : first + size, : piece.tail.shape[1]] = begin + piece.tail
             first += size
         origins = np.repeat(np.array(begins, np.int32), sizes)
-
-        def put(array: NDArray[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
-
         return cls(
-            put(origins + np.concatenate([piece.rows for piece in pieces])),
-            put(origins),
-            put(np.repeat(np.array([piece.base for piece in pieces], np.int32), sizes)),
-            put(np.concatenate([piece.lengths for piece in pieces])),
-            put(tails),
+            origins + np.concatenate([piece.rows for piece in pieces]).astype(np.int32),
+            origins,
+            np.repeat(np.array([piece.base for piece in pieces], np.int32), sizes),
+            np.concatenate([piece.lengths for piece in pieces]),
+            tails,
         )
+
+    def on(self, device: torch.device) -> Paths:
+        """As attention takes them."""
+        rows, *others = (torch.from_numpy(array).to(device) for array in self)
+        return Paths(rows.long(), *others)

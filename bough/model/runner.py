@@ -6,7 +6,8 @@ import torch
 
 from bough.model.batch import Batch, Segment
 from bough.model.device import working_on
-from bough.model.kv import KVSlot
+from bough.model.graphs import Capture, GpuCapture, GraphedSteps, graphed_steps
+from bough.model.kv import KVMemory, KVSlot
 from bough.model.lean import LeanDecoder, is_lean
 from bough.model.loading import Correction, Skeleton, bind_all, uncorrected
 from bough.tree import Tree
@@ -21,22 +22,40 @@ class ResidentModel:
     def __init__(self, skeleton: Skeleton, device: torch.device, correct: Correction = uncorrected) -> None:
         self.skeleton = skeleton
         self.device = device
+        self._steps: GraphedSteps | None = None
         self._lean = LeanDecoder(skeleton, correct) if is_lean(skeleton, device) else None
         if self._lean is None:
             bind_all(skeleton, device, correct)
 
-    def warm_up(self) -> None:
-        """Runs one token, so that what is compiled at its first use (seconds, once on a machine) is there."""
-        slot = KVSlot(self.skeleton.kv_shape(), 1, self.device)
+    def warm_up(self, memory: KVMemory, capture: Capture | None = None) -> None:
+        """Runs one token in the first row of a memory, so that what is compiled at its first use (seconds) is there.
+
+        Steps over this memory are then captured; by default as graphs on a GPU, and not at all on the CPU.
+        """
+        slot = KVSlot(self.skeleton.kv_shape(), 0, self.device)
+        slot.place(memory, 0, 1)
         self.logits(Batch([Segment.tree(slot, 0, Tree.root(0))], None, self.device))
+        capture = capture or (GpuCapture() if self.device.type != "cpu" else None)
+        if capture is not None:
+            self._steps = graphed_steps(self.skeleton, memory, self.device, capture)
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether steps are replayed."""
+        return self._steps is not None
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
-        """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`."""
+        """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`.
+
+        Valid until the next call.
+        """
         if self._lean is not None:
             return self._lean.logits(batch)
         (chunk,) = batch.chunks
         with working_on(self.device):
+            if self._steps is not None and self._steps.has(batch):
+                return self._steps.logits(batch)
             output = self.skeleton.model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
