@@ -108,7 +108,7 @@ def layers_without_disk(checkpoint: Checkpoint, machine: Machine, num_rows: int)
 def streamed(
     checkpoint: Checkpoint, machine: Machine, num_rows: int, kv_lanes: Lanes | None = None
 ) -> Iterator[StreamedModel]:
-    """The model as a target runs it, with room for slots of `num_rows` tokens; on the host where there are lanes to it."""
+    """The model as a target runs it, with room for slots of `num_rows` tokens; with `kv_lanes`, on the host."""
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
     placement = placed(skeleton, machine, len(skeleton.layers), num_rows)
     with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.lanes) as tiers:
