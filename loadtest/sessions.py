@@ -1,6 +1,7 @@
 """Many sessions on one offloaded target: tokens per second by number of sessions, second turns, shared prompts, faults.
 
     python -m loadtest.sessions --faults 100
+    python -m loadtest.sessions --prompts-each 3
     python -m loadtest.sessions --target-flags "--gather 0" --target-flags "--gather 1"
 
 On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another. Each repeat
@@ -8,8 +9,8 @@ runs every number of sessions once, in an order of its own, and between them som
 given several times compares ways to run the target, which take turns. Ends with one JSON line, for each way:
 
 throughput_ratio    by number of sessions: tokens per second of all together / of the same prompts alone; quartiles over
-                    the repeats. Reading the prompts and waiting for the last session counts. `steady_ratio`: only while
-                    all sessions were running
+                    the repeats. Reading the prompts and waiting for the last session counts; with --prompts-each every
+                    session asks as often, and its end weighs less. `steady_ratio`: only while all sessions were running
 second_turn_sweeps  time to the first token of a conversation's second turn / time of a sweep, with what was sent: only
                     the new question, or the whole history. `second_turn_cached`: share of the history that was not
                     computed again
@@ -66,26 +67,28 @@ class Bench:
         self._texts = texts
         self._shared_tokens = tokenizer.encode(" ".join(texts * 4))[: arguments.system_tokens]
         self._rests = [tokenizer.encode_chat([("user", text)]) for text in texts[:SHARED_SESSIONS]]
-        prompts = [tokenizer.encode_chat([("user", text)]) for text in texts[: max(arguments.sessions)]]
+        num_prompts = max(arguments.sessions) * arguments.prompts_each
+        prompts = [tokenizer.encode_chat([("user", text)]) for text in texts[:num_prompts]]
         self._prompts = [TokenPrompt(tuple(prompt)) for prompt in prompts]
         self._options = GenerateOptions(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
 
     async def repeat(self, number: int, rng: random.Random) -> None:
         """Everything once, on processes of its own; of the prompts a share of them alone."""
         share = range(number, len(self._prompts), self._arguments.repeats)
-        groups = [range(num) for num in self._arguments.sessions if num > 1]
-        runs = [*groups, *((each,) for each in share)]
+        each = self._arguments.prompts_each
+        groups = [(num, range(num * each)) for num in self._arguments.sessions if num > 1]
+        runs = [*groups, *((1, (number,)) for number in share)]
         rng.shuffle(runs)
         async with launched(self.settings, lambda _: None) as cluster, Client(cluster.address) as client:
-            await together(client, (0,), self._prompts, GenerateOptions(temperature=0.0, max_tokens=8))  # to warm up
-            for numbers in runs:
-                done = await together(client, numbers, self._prompts, self._options)
-                if len(numbers) == 1:
+            await together(client, 1, (0,), self._prompts, GenerateOptions(temperature=0.0, max_tokens=8))  # to warm up
+            for num_sessions, numbers in runs:
+                done = await together(client, num_sessions, numbers, self._prompts, self._options)
+                if num_sessions == 1:
                     self.alone[numbers[0]] = done
                 else:
                     self.groups.append(done)
                 rate = done.num_tokens / done.seconds
-                print(f"{len(numbers):3} sessions: {rate:.2f} tokens per second", file=sys.stderr, flush=True)
+                print(f"{num_sessions:3} sessions: {rate:.2f} tokens per second", file=sys.stderr, flush=True)
             questions = iter(self._texts[::-1])  # each once: what one conversation has computed, another would find
             for kind in ("history", "new") * SECOND_TURNS:
                 self.turns[kind].append(await second_turn(client, next(questions), sends_new=kind == "new"))
@@ -96,7 +99,7 @@ class Bench:
         ratios, steady, rates = defaultdict(list), defaultdict(list), defaultdict(list)
         for group in self.groups:
             alone = [self.alone[number] for number in group.numbers]
-            num = len(group.numbers)
+            num = group.num_sessions
             rates[num].append(group.num_tokens / group.seconds)
             ratios[num].append(rates[num][-1] * sum(a.seconds for a in alone) / sum(a.num_tokens for a in alone))
             steady[num].append(group.steady_rate / statistics.mean(a.steady_rate for a in alone))
@@ -177,6 +180,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft", default="", help="another model than the target's own, less some layers")
     parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="that the draft does without")
     parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="numbers of sessions at once")
+    parser.add_argument("--prompts-each", type=int, default=1, help="that a session asks, one after another")
     parser.add_argument("--max-tokens", type=int, default=48, help="of each output")
     parser.add_argument("--system-tokens", type=int, default=500, help="of the prompt that sessions share")
     parser.add_argument("--repeats", type=int, default=3)
@@ -187,6 +191,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     arguments.target_flags = arguments.target_flags or [""]
+    wanted, there_are = max(arguments.sessions) * arguments.prompts_each, len(load_prompts())
+    if wanted > there_are:
+        parser.error(f"--sessions and --prompts-each: {wanted} prompts are wanted, and there are {there_are}")
     return arguments
 
 

@@ -62,10 +62,11 @@ async def stream(client: Client, prompt: Prompt, options: GenerateOptions) -> St
 
 
 class Together(NamedTuple):
-    """Sessions that ran at once."""
+    """Sessions that ran at once, each with one prompt after another."""
 
-    numbers: tuple[int, ...]  # of their prompts
-    streams: list[Stream]
+    num_sessions: int
+    numbers: tuple[int, ...]  # of all prompts
+    streams: list[Stream]  # in the same order: every session's first one, every session's second one, and so on
     seconds: float  # from the first request to the last token
 
     @property
@@ -75,19 +76,25 @@ class Together(NamedTuple):
     @property
     def steady_rate(self) -> float:
         """Tokens per second from when all had their first token to when the first of them had its last."""
-        begin = max(each.rounds[0][0] for each in self.streams)
-        end = min(each.ended for each in self.streams)
+        begin = max(each.rounds[0][0] for each in self.streams[: self.num_sessions])
+        end = min(each.ended for each in self.streams[-self.num_sessions :])
         num_tokens = sum(each.tokens_between(begin, end) for each in self.streams)
         return num_tokens / (end - begin) if end > begin else 0.0
 
 
 async def together(
-    client: Client, numbers: Sequence[int], prompts: Sequence[Prompt], options: GenerateOptions
+    client: Client, num_sessions: int, numbers: Sequence[int], prompts: Sequence[Prompt], options: GenerateOptions
 ) -> Together:
-    """Runs prompts with these numbers at once, each as a session of its own."""
+    """Deals prompts with these numbers to sessions that run at once; a session asks as soon as it has its answer."""
+
+    async def run(own: Sequence[int]) -> list[Stream]:
+        return [await stream(client, prompts[number], options) for number in own]
+
     began = time.monotonic()
-    streams = await asyncio.gather(*(stream(client, prompts[number], options) for number in numbers))
-    return Together(tuple(numbers), list(streams), max(each.ended for each in streams) - began)
+    dealt = [numbers[first::num_sessions] for first in range(num_sessions)]
+    by_session = await asyncio.gather(*map(run, dealt))
+    streams = [each for turn in zip(*by_session, strict=True) for each in turn]
+    return Together(num_sessions, tuple(numbers), streams, max(each.ended for each in streams) - began)
 
 
 class SecondTurn(NamedTuple):

@@ -10,9 +10,11 @@ import torch
 
 from bough.model.batch import Batch, Chunk
 from bough.model.device import working_on
+from bough.model.lean_parts import is_lean
 from bough.model.loading import Skeleton, bind_resident, move_buffers
-from bough.model.reproducible import make_reproducible
+from bough.model.reproducible import describe, make_reproducible
 from bough.model.source import ReusedMemory
+from target_worker.compiled import CompiledLayers, Place
 from target_worker.kv_stage import KVHome, KVInPlace
 from target_worker.tiers import Tiers
 
@@ -45,12 +47,14 @@ class StreamedModel:
         self._kv = kv or KVInPlace()
         self.tiers = tiers
         self.rows = make_reproducible(skeleton, rows, device)
+        is_whole = self.rows.step < self.rows.most and is_lean(skeleton, device)
+        self._compiled = CompiledLayers(skeleton) if is_whole else None
         self.device = device
         self._figures = tiers.figures()
         self._best_speed = 0.0  # of the link over a sweep, in bytes per nanosecond
         scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
-        self._views: dict[tuple[int, int], tuple[Any, ...]] = {}  # values by layer and address of the slab
+        self._views: dict[Place, tuple[Any, ...]] = {}
         bind_resident(skeleton.resident_slots, skeleton.dtype, device)
         move_buffers(skeleton.model, device)
         for index, layer in enumerate(skeleton.layers):
@@ -91,7 +95,9 @@ class StreamedModel:
     def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
             with self.tiers.layer(index) as slab, self._kv.layer(index):
-                self._bind(index, slab)
+                place = self._bind(index, slab)
+                if self._compiled is not None:
+                    return self._compiled.run(index, place, hidden_states, batch, kwargs["position_embeddings"])
                 parts = [
                     forward(hidden_states[:, chunk.begin : chunk.end], chunk=chunk, **_narrow(kwargs, chunk, batch))
                     for chunk in batch.chunks
@@ -100,8 +106,16 @@ class StreamedModel:
 
         return run
 
-    def _bind(self, index: int, slab: torch.Tensor) -> None:
-        """Values that are views are the same whenever a layer comes to the same slab, and are made once."""
+    @property
+    def arithmetic(self) -> str:
+        """What two targets must have in common to give the same bits, beside device and library."""
+        return f"{describe(self.rows)}{', layers compiled whole' if self._compiled is not None else ''}"
+
+    def _bind(self, index: int, slab: torch.Tensor) -> Place | None:
+        """Values that are views are the same whenever a layer comes to the same slab, and are made once.
+
+        Returns where those are, None where they were made in memory that the next layer's will take.
+        """
         layer, place = self.tiers.layers[index], (index, slab.data_ptr())
         made = self._views.get(place)
         if made is None:
@@ -109,6 +123,7 @@ class StreamedModel:
             if len(self._views) < MOST_VIEWS and not layer.scratch_bytes(self.skeleton.dtype):
                 self._views[place] = made
         layer.put(made)
+        return place if place in self._views else None
 
 
 def _narrow(kwargs: dict[str, Any], chunk: Chunk, batch: Batch) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from bough.model.kv_arena import KVArena
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import Limits, fixed_bytes, num_kv_rows, resident_bytes, unpacking_bytes
 from bough.model.pack_folder import read_checksums
-from bough.model.reproducible import describe
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Placement, Tier
@@ -123,7 +122,7 @@ class TargetWorker:
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
             bough_version=__version__,
-            arithmetic=f"{describe(self._model.rows)}, {device_name(self._device)}, torch {torch.__version__}",
+            arithmetic=f"{self._model.arithmetic}, {device_name(self._device)}, torch {torch.__version__}",
         )
 
     def _load(self) -> Load:
@@ -137,7 +136,7 @@ class TargetWorker:
             notes.append("host memory could not be pinned: copies to the GPU are slower than they might be")
         if not self._tiers.is_direct:
             notes.append("reads go through the page cache: the file system refuses O_DIRECT")
-        notes.append(f"{describe(self._model.rows)}: a row's bits do not depend on what else is in a sweep")
+        notes.append(f"{self._model.arithmetic}: a row's bits do not depend on what else is in a sweep")
         if self._metrics.port >= 0:
             notes.append(f"metrics at http://{self._config.host}:{self._metrics.port}/metrics")
         if unused := self._skeleton.unused:

@@ -14,7 +14,7 @@ from bough.model import runner
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
-from bough.model.lean import is_lean
+from bough.model.lean_parts import is_lean
 from bough.model.loading import build_skeleton
 from bough.model.runner import ResidentModel
 from bough.tree import Tree

@@ -8,7 +8,8 @@ from bough.model.batch import Batch, Segment
 from bough.model.device import working_on
 from bough.model.graphs import Capture, GpuCapture, GraphedSteps, graphed_steps
 from bough.model.kv import KVMemory, KVSlot
-from bough.model.lean import LeanDecoder, is_lean
+from bough.model.lean import LeanDecoder
+from bough.model.lean_parts import is_lean
 from bough.model.loading import Correction, Skeleton, bind_all, uncorrected
 from bough.tree import Tree
 

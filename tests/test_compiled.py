@@ -1,0 +1,65 @@
+"""Layers that a target on the CPU runs compiled whole, against the same model as transformers runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, save_model
+from models import CPU, new_slot, plain_logits, streamed
+from test_lean import CONTEXT, FAMILIES, SIZES, TREE, perturb
+from transformers import Gemma2Config
+
+from bough.model.batch import Batch, Segment
+from bough.model.pack import pack
+from target_worker import sweep
+
+
+def logits_of(folder: Path, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Of two sessions' trees in one batch, after contexts of different length; (14, vocab_size)."""
+    with monkeypatch.context() as patch:
+        if not compiled:
+            patch.setattr(sweep, "is_lean", lambda *_: False)
+        with streamed(folder, dtype) as model:
+            assert model.arithmetic.endswith("compiled whole") == compiled
+            slots = [new_slot(model), new_slot(model)]
+            for slot in slots:
+                slot.keys.fill_(float("nan"))  # what was never written must not be read
+                slot.values.fill_(float("nan"))
+            model.sweep(Batch([Segment.context(slots[0], 0, CONTEXT * 4)], model.rows, CPU))  # in two chunks
+            together = [
+                Segment.tree(slots[0], 4 * len(CONTEXT), TREE),
+                Segment.context(slots[1], 0, CONTEXT[:33]),
+                Segment.tree(slots[1], 33, TREE),
+            ]
+            return model.sweep(Batch(together, model.rows, CPU))[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_are_nearer_the_truth_than_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path, FAMILIES[family])
+    for name, values in (("bias", 1.0), ("norm.weight", 1.0)):
+        perturb(folder, name, values)
+    truth = logits_of(folder, torch.float32, False, monkeypatch)
+    usual = logits_of(folder, torch.bfloat16, False, monkeypatch).float()
+    mine = logits_of(folder, torch.bfloat16, True, monkeypatch).float()
+    assert (mine - truth).abs().mean() < (usual - truth).abs().mean()
+
+
+def test_packed_weights_pass_through_scratch_memory(tmp_path: Path) -> None:
+    """A layer's values are then where the next one's will be: nothing of them may be kept."""
+    folder = save_model(tmp_path / "model", TINY)
+    pack(str(folder), 8, tmp_path / "packed")
+    with streamed(tmp_path / "packed", torch.bfloat16) as model, streamed(folder, torch.bfloat16) as whole:
+        assert model.arithmetic == whole.arithmetic
+        mine, theirs = (torch.stack(plain_logits(each, CONTEXT[:9])).float() for each in (model, whole))
+    assert (mine - theirs).abs().mean() < 0.05 * theirs.std()
+
+
+def test_other_architectures_go_by_way_of_transformers(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, Gemma2Config(**SIZES, head_dim=16))
+    with streamed(folder, torch.bfloat16) as model:
+        assert model.arithmetic == "products of single rows"
