@@ -13,10 +13,9 @@ help:  ## list the commands
 demo: $(READY)  ## the whole pipeline on a real model: build, start, generate with and without speculation, compare
 	@$(BIN)/bough demo
 
-# Two of everything compute at once here, so threads that wait make room sooner than in service (docs/decisions.md). Where
-# there is no GPU, its kernel is interpreted.
+# Two of everything compute at once here, so threads that wait make room sooner than in service (docs/decisions.md).
 test: $(READY)  ## the whole suite
-	@GOMP_SPINCOUNT=1000 TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: $(READY)  ## formatting, lint, types, import rules
 	@$(BIN)/ruff format --check .

@@ -91,7 +91,11 @@ class TargetConfig(WorkerConfig):
         64, parse_count, "rows of every matrix product, where those are a library's and equal sizes make equal bits"
     )
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
-    host_memory: int = setting(0, parse_bytes, "beside a GPU: pinned memory for layers; 0 takes most of what is free")
+    host_memory: int = setting(
+        0,
+        parse_bytes,
+        "beside a GPU: pinned memory for layers, and for KV that is kept there; 0 takes most of what is free",
+    )
     kv_tier: str = setting(
         "device",
         one_of("device", "host"),

@@ -104,14 +104,16 @@ def equality(
     for host_layers, kv_tier in ((all_stream, "device"), (3, "device"), (all_stream, "host")):  # 3: one, and two slabs
         small = replace(machine, host_memory=host_layers * layer_bytes, lanes=new_lanes(machine.device))
         kv_lanes = new_lanes(machine.device) if kv_tier == "host" else None
-        with streamed(checkpoint, small, 2 * NUM_ROWS, kv_lanes) as model:
-            new_arena = partial(_arena, model, kv_lanes)
-            logits = _tree_logits(model, new_arena())
-            nodes = range(TREE - num_compared, TREE)
-            equal = sum(torch.equal(logits[node], _plain_logits(model, new_arena(), node)) for node in nodes)
-            placement = model.tiers.placement
-        if kv_lanes is not None:
-            kv_lanes.close()
+        try:
+            with streamed(checkpoint, small, 2 * NUM_ROWS, kv_lanes) as model:
+                arena = _arena(model, kv_lanes)
+                logits = _tree_logits(model, arena)
+                nodes = range(TREE - num_compared, TREE)
+                equal = sum(torch.equal(logits[node], _plain_logits(model, arena, node)) for node in nodes)
+                placement = model.tiers.placement
+        finally:
+            if kv_lanes is not None:
+                kv_lanes.close()
         cases.append(
             {
                 "layers": {tier.value: len(placement.layers(tier)) for tier in Tier},
@@ -147,7 +149,10 @@ def _tree_logits(model: StreamedModel, arena: KVArena) -> torch.Tensor:
         Segment.context(other, 0, [3, 2, 1]),
         Segment.tree(slot, BASE, _tree()),
     ]
-    return model.sweep(Batch(segments, model.rows, model.device))[0]
+    logits = model.sweep(Batch(segments, model.rows, model.device))[0]
+    for used in (slot, other):
+        arena.give_back(used)
+    return logits
 
 
 def _plain_logits(model: StreamedModel, arena: KVArena, node: int) -> torch.Tensor:
@@ -158,6 +163,7 @@ def _plain_logits(model: StreamedModel, arena: KVArena, node: int) -> torch.Tens
     for depth, step in enumerate(tree.path(node)):
         root = Tree.root(int(tree.tokens[step]))
         logits = model.sweep(Batch([Segment.tree(slot, BASE + depth, root)], model.rows, model.device))[0][0]
+    arena.give_back(slot)
     return logits
 
 

@@ -1,7 +1,7 @@
 """Many sessions on one offloaded target: tokens per second by number of sessions, second turns, shared prompts, faults.
 
     python -m loadtest.sessions --faults 100
-    python -m loadtest.sessions --prompts-each 3
+    python -m loadtest.sessions --sessions 1 2 4 8 --prompts-each 3
     python -m loadtest.sessions --target-flags "--gather 0" --target-flags "--gather 1"
 
 On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another. Each repeat
@@ -89,7 +89,8 @@ class Bench:
                     self.groups.append(done)
                 rate = done.num_tokens / done.seconds
                 print(f"{num_sessions:3} sessions: {rate:.2f} tokens per second", file=sys.stderr, flush=True)
-            questions = iter(self._texts[::-1])  # each once: what one conversation has computed, another would find
+            # Each once, and none of the prompts: what one session has computed, another would find.
+            questions = iter([f"Please answer this: {text}" for text in self._texts])
             for kind in ("history", "new") * SECOND_TURNS:
                 self.turns[kind].append(await second_turn(client, next(questions), sends_new=kind == "new"))
             self.shared.append(await shared_prompt(client, self._shared_tokens, self._rests))

@@ -27,7 +27,7 @@ def choose_places(layer_bytes: Sequence[int], fixed: Fixed, config: TargetConfig
     if device.type != "cpu" and placement.layers(Tier.DISK) and not placement.num_host_slabs:
         raise ConfigError(
             f"--host-memory: {gigabytes(allowed.host)}; layers pass from disk to the GPU through pinned memory, which "
-            f"must hold {MIN_SLABS}: {gigabytes(MIN_SLABS * placement.slab_bytes)} or more would do"
+            f"must hold {MIN_SLABS}: {gigabytes(fixed.host_kv + MIN_SLABS * placement.slab_bytes)} or more would do"
         )
     said = "as told" if config.device_memory else f"{SHARE:.0%} of the {gigabytes(free)} that are free"
     beside = f", {gigabytes(allowed.host)} of the host's" if allowed.host else ""

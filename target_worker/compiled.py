@@ -22,7 +22,7 @@ from bough.model.row_products import numbers
 from bough.model.shares import counters
 from bough.model.vectors import LANES
 
-Place = tuple[int, int]  # a layer, and the address of the slab that it came to
+LayerAt = tuple[int, int]  # a layer, and the address of the slab that it came to
 
 
 class _State(NamedTuple):
@@ -42,13 +42,13 @@ class CompiledLayers:
         self._architecture = skeleton.config.model_type
         self._sizes, self._rooms = sizes_of(skeleton), Rooms(skeleton)
         self._vectors: dict[int, Vectors] = {}
-        self._weights: dict[Place, LayerWeights] = {}
+        self._weights: dict[LayerAt, LayerWeights] = {}
         self._states: list[_State] = []
 
     def run(
         self,
         index: int,
-        place: Place | None,
+        place: LayerAt | None,
         hidden: torch.Tensor,
         batch: Batch,
         rotary: tuple[torch.Tensor, torch.Tensor],
@@ -85,7 +85,7 @@ class CompiledLayers:
         self._states = []
         return out
 
-    def _weights_of(self, index: int, place: Place | None) -> LayerWeights:
+    def _weights_of(self, index: int, place: LayerAt | None) -> LayerWeights:
         if place in self._weights:
             return self._weights[place]
         layer = self._layers[index]

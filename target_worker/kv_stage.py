@@ -2,7 +2,7 @@
 
 An accelerator needs the KV of one layer at a time. So that of long contexts and many sessions may stay on the host: two
 layers' room on the device is enough, one that is computed on, and one that is brought meanwhile. What a sweep adds
-goes back. A layer's KV is a hundredth of its weights or less, so it hardly shows on the link.
+goes back. What crosses the link is what the sweep's sessions hold, and comes on top of the weights.
 """
 
 from __future__ import annotations

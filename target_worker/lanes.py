@@ -1,4 +1,4 @@
-"""An accelerator's two lanes of work: one computes, one copies meanwhile. The seam below what streams.
+"""An accelerator's lanes of work: one computes, another copies meanwhile. The seam below what streams.
 
 Work is queued, not awaited: the order within a lane is the order of the calls, and between lanes only marks order it.
 """
@@ -80,7 +80,7 @@ class CudaLanes:
         self.device = device
         self.is_pinned = True
         self._copying = torch.cuda.Stream(device)
-        self._pinned: list[int] = []  # addresses
+        self._pinned: list[tuple[int, mmap.mmap]] = []  # by address; kept, or another's memory could come to be there
 
     def host_memory(self, num_bytes: int) -> memoryview:
         """Pinned in one piece; without pinning, and with a warning, where the system refuses."""
@@ -91,12 +91,12 @@ class CudaLanes:
         with torch.cuda.device(self.device):
             error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
             if error == 0:
-                self._pinned.append(address)
+                self._pinned.append((address, memory))
                 return memoryview(memory)
             self.is_pinned = False
             logger.warning(
                 "%.2f GB of host memory could not be pinned (CUDA error %d): copies to the GPU will be slower; "
-                "a smaller --host-memory may help",
+                "a smaller --host-memory, or --kv-memory with KV on the host, may help",
                 num_bytes / 1e9,
                 error,
             )
@@ -133,7 +133,7 @@ class CudaLanes:
         """Waits for both streams, then unpins."""
         torch.cuda.synchronize(self.device)
         with torch.cuda.device(self.device):
-            for address in self._pinned:
+            for address, _ in self._pinned:
                 torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
 

@@ -14,7 +14,7 @@ from bough.model.lean_parts import is_lean
 from bough.model.loading import Skeleton, bind_resident, move_buffers
 from bough.model.reproducible import describe, make_reproducible
 from bough.model.source import ReusedMemory
-from target_worker.compiled import CompiledLayers, Place
+from target_worker.compiled import CompiledLayers, LayerAt
 from target_worker.kv_stage import KVHome, KVInPlace
 from target_worker.tiers import Tiers
 
@@ -37,6 +37,7 @@ class StreamedModel:
 
     transformers' own forward runs; only what each layer's `forward` does is replaced: wait for the slab, bind the
     parameters, run the layer on one chunk of rows after another. What is particular to an architecture stays its own.
+    Where `CompiledLayers` can, they run the layer instead.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StreamedModel:
         self._best_speed = 0.0  # of the link over a sweep, in bytes per nanosecond
         scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
-        self._views: dict[Place, tuple[Any, ...]] = {}
+        self._views: dict[LayerAt, tuple[Any, ...]] = {}
         bind_resident(skeleton.resident_slots, skeleton.dtype, device)
         move_buffers(skeleton.model, device)
         for index, layer in enumerate(skeleton.layers):
@@ -70,6 +71,7 @@ class StreamedModel:
         began, kv_bytes = time.perf_counter_ns(), self._kv.num_bytes
         try:
             with working_on(self.device), self._kv.sweep(batch) as batch:
+                batch.send()
                 output = self.skeleton.model(
                     input_ids=batch.input_ids,
                     position_ids=batch.position_ids,
@@ -111,7 +113,7 @@ class StreamedModel:
         """What two targets must have in common to give the same bits, beside device and library."""
         return f"{describe(self.rows)}{', layers compiled whole' if self._compiled is not None else ''}"
 
-    def _bind(self, index: int, slab: torch.Tensor) -> Place | None:
+    def _bind(self, index: int, slab: torch.Tensor) -> LayerAt | None:
         """Values that are views are the same whenever a layer comes to the same slab, and are made once.
 
         Returns where those are, None where they were made in memory that the next layer's will take.

@@ -55,25 +55,29 @@ class TargetWorker:
         self._limits = Limits.of(config, self._skeleton.config)
         self._num_rows = num_kv_rows(self._skeleton.kv_shape(), self._limits, config.kv_memory)
         self._placement = self._place()
+        self._metrics = Metrics(self._name)
         self._resources = ExitStack()
+        try:
+            self._start(checkpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, checkpoint: Checkpoint) -> None:
+        """Takes the memory, and starts the link and the sweep thread."""
+        config = self._config
         pool, kv = self._make_pool()
         checksums, lanes = read_checksums(checkpoint.folder), lanes_of(self._device)
-        tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes)
-        self._resources.enter_context(tiers)
-        self._tiers = tiers
+        self._tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes)
+        tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
-        self._metrics = Metrics(self._name)
         self._engine = Engine(self._model, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
         self._metrics.watch(self._load)
         self._engine.start(lambda: compute_reproducibly_with(config.threads))
         self._resources.callback(self._engine.stop)
         self._resources.callback(self._metrics.close)
-        try:
-            self._metrics.serve(config.host, config.metrics_port)
-            self._warm_up()
-        except BaseException:
-            self.close()
-            raise
+        self._metrics.serve(config.host, config.metrics_port)
+        self._warm_up()
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queues a call for the next sweep that has room."""
@@ -132,7 +136,7 @@ class TargetWorker:
         notes = [f"memory: {self._placement}; {self._placement.fixed}"]
         if self._device.type != "cpu":
             notes.append(f"computes on {self._device}, {device_name(self._device)}")
-        if not self._tiers.is_pinned:
+        if not (self._tiers.is_pinned and (self._kv_lanes is None or self._kv_lanes.is_pinned)):
             notes.append("host memory could not be pinned: copies to the GPU are slower than they might be")
         if not self._tiers.is_direct:
             notes.append("reads go through the page cache: the file system refuses O_DIRECT")
@@ -149,12 +153,13 @@ class TargetWorker:
         num_bytes = num_rows * shape.row_bytes
         logger.info("KV of %d tokens, %.2f GB on the %s", num_rows, num_bytes / 1e9, self._config.kv_tier)
         home: KVHome = KVInPlace()
-        lanes = lanes_of(self._device)
-        if lanes is not None and self._config.kv_tier == "host":
-            self._resources.callback(lanes.close)
-            memory, home = shape.within(lanes.host_memory(num_bytes), num_rows), KVStage(shape, num_rows, lanes)
-        else:
+        self._kv_lanes = lanes_of(self._device) if self._config.kv_tier == "host" else None
+        if self._kv_lanes is None:
             memory = shape.empty(num_rows, self._device)
+        else:
+            self._resources.callback(self._kv_lanes.close)
+            memory = shape.within(self._kv_lanes.host_memory(num_bytes), num_rows)
+            home = KVStage(shape, num_rows, self._kv_lanes)
         return SlotPool(KVArena(shape, memory), self._config.lease_seconds, time.monotonic), home
 
     def _place(self) -> Placement:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from fake_fleet import Fleet, fleet
 
 from bough.commands.up import ensure_demonstration
@@ -19,6 +20,9 @@ from bough.tokenizer import TokenizerFiles
 from loadtest.tiny_model import TINY, save_model, save_tokenizer
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """The GPU's attention kernel: equal to the reference, and its bits a function of a row's own path.
 
-Where there is no GPU, Triton's interpreter runs the kernel, if TRITON_INTERPRET=1 asks for it as `make test` does. That
+Where there is no GPU, Triton's interpreter runs the kernel, if TRITON_INTERPRET=1 asks for it as conftest.py does. That
 the compiler takes it is tested apart; what GPUs make of that is not.
 """
 

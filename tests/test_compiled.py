@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ from models import CPU, new_slot, plain_logits, streamed
 from test_lean import CONTEXT, FAMILIES, SIZES, TREE, perturb
 from transformers import Gemma2Config
 
+from bough.errors import StreamError
 from bough.model.batch import Batch, Segment
 from bough.model.pack import pack
 from target_worker import sweep
+from target_worker.lanes import InlineLanes
 
 
 def logits_of(folder: Path, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
@@ -63,3 +67,40 @@ def test_other_architectures_go_by_way_of_transformers(tmp_path: Path) -> None:
     folder = save_model(tmp_path, Gemma2Config(**SIZES, head_dim=16))
     with streamed(folder, torch.bfloat16) as model:
         assert model.arithmetic == "products of single rows"
+
+
+@pytest.mark.parametrize("staged_rows", [0, 400])
+def test_a_sweep_that_fails_half_way_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged_rows: int
+) -> None:
+    """In a layer that could not be read; keys and values in place, and coming with their layer."""
+    folder = save_model(tmp_path / "model", TINY)
+    with streamed(folder, torch.bfloat16, lanes=InlineLanes(), host_layers=9, staged_rows=staged_rows) as model:
+        slot, real = new_slot(model), model.tiers.layer
+        batch = Batch([Segment.context(slot, 0, CONTEXT), Segment.tree(slot, len(CONTEXT), TREE)], model.rows, CPU)
+        wanted = model.sweep(batch)[0].clone()
+
+        @contextmanager
+        def broken(index: int) -> Iterator[torch.Tensor]:
+            with real(index) as slab:
+                if index == 2:
+                    raise StreamError("layer 2 is broken")
+                yield slab
+
+        other = Batch([Segment.tree(new_slot(model), 0, TREE)], model.rows, CPU)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.tiers, "layer", broken)
+            with pytest.raises(StreamError, match="layer 2 is broken"):
+                model.sweep(other)
+        again = Batch([Segment.context(slot, 0, CONTEXT), Segment.tree(slot, len(CONTEXT), TREE)], model.rows, CPU)
+        assert torch.equal(model.sweep(again)[0], wanted)
+
+
+def test_weights_are_found_again_where_nobody_remembers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More layers in more slabs than are remembered."""
+    folder = save_model(tmp_path / "model", TINY)
+    with streamed(folder, torch.bfloat16) as model:
+        wanted = plain_logits(model, CONTEXT[:5])
+    monkeypatch.setattr(sweep, "MOST_VIEWS", 1)
+    with streamed(folder, torch.bfloat16) as model:
+        assert all(torch.equal(*pair) for pair in zip(plain_logits(model, CONTEXT[:5]), wanted, strict=True))

@@ -102,3 +102,5 @@ def test_kv_on_the_host_leaves_the_device_to_layers(free: None, tiny: Path) -> N
 def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:
     with pytest.raises(ConfigError, match=r"--host-memory: 1\.00 GB; .* must hold 2: 3\.40 GB or more would do"):
         choose_places([1_700_000_000] * 80, Fixed(0, 0, 0, 0), gpu_settings("--host-memory", "1GB"), GPU)
+    with pytest.raises(ConfigError, match=r"--host-memory: 4\.00 GB; .* must hold 2: 5\.40 GB or more would do"):
+        choose_places([1_700_000_000] * 80, Fixed(0, 0, 0, 0, 2 * GB), gpu_settings("--host-memory", "4GB"), GPU)

@@ -33,7 +33,7 @@ def run_again(act: Callable[[], torch.Tensor]) -> Captured:
 
 @pytest.fixture
 def model(tiny: Path) -> ResidentModel:
-    """Of a type that no kernel of ours reads, so that both ways gather paths."""
+    """In float32: in bfloat16 it would be one that is compiled whole, on the CPU."""
     return ResidentModel(build_skeleton(Checkpoint.open(tiny), torch.float32), CPU)
 
 

@@ -68,7 +68,8 @@ def _places(plan: Plan) -> Iterator[str]:
         yield f"  {begin:4}  {letters[begin : begin + MAP_WIDTH]}"
     yield f"        one letter a layer: {legend}"
     disk_bytes = placement.num_bytes(Tier.DISK)
-    yield f"every sweep moves {gigabytes(placement.link_bytes)}, {gigabytes(disk_bytes)} of it from disk"
+    beside = f", and KV of what its sessions hold, {gigabytes(kv)} at most" if (kv := placement.fixed.host_kv) else ""
+    yield f"every sweep moves {gigabytes(placement.link_bytes)}, {gigabytes(disk_bytes)} of it from disk{beside}"
 
 
 def _speeds(plan: Plan) -> Iterator[str]:

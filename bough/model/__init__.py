@@ -1,9 +1,27 @@
 """Running a causal language model on packed trees: what the draft worker and the target worker share."""
 
+import hashlib
 import os
+from pathlib import Path
+
+from bough.demonstration import cache_folder
 
 # How long an OpenMP thread spins before it sleeps, in turns; read once, when torch loads the library, so it is set
 # here, before anything imports torch. The default is milliseconds: as soon as two processes compute on the same
 # processors, threads spin while those that they wait for cannot run, and both become many times slower. A third of
 # this lets them fall asleep between one product and the next (docs/decisions.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+
+def _compiled_folder() -> Path:
+    """For what numba compiles of these files as they are.
+
+    On its own numba looks only at the file that a function stands in, and would go on using what it compiled from
+    others that have changed since: two targets of one version would give different bits.
+    """
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return cache_folder() / "compiled" / digest[:16]
+
+
+os.environ.setdefault("NUMBA_CACHE_DIR", str(_compiled_folder()))

@@ -95,7 +95,7 @@ def tree_attention(
 def _attend_on_paths(
     chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
 ) -> torch.Tensor:
-    """All rows of a chunk at once, where keys and values are an accelerator's."""
+    """All rows of a chunk at once, over paths: on an accelerator, and on the CPU for a chunk that has no pieces."""
     paths, (held_keys, held_values) = chunk.paths, chunk.memory(layer)
     num_rows = len(paths.rows)
     held_keys.index_copy_(0, paths.rows, keys[:num_rows])

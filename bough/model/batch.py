@@ -9,15 +9,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bough.model.kv import KVSlot
-from bough.model.paths import PathArrays, Paths
+from bough.model.paths import IntArray, PathArrays, Paths
 from bough.model.spans import Spans
 from bough.row_counts import RowCounts
 from bough.tree import Tree
-
-IntArray = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +128,13 @@ class Batch:
         self.num_rows = counts.padded(self.num_tokens)
         self._device = device
         begins = range(0, self.num_rows, counts.most)
-        self.chunks = tuple(self._chunk(begin, min(begin + counts.most, self.num_rows), device) for begin in begins)
+        self.chunks = tuple(self._chunk(begin, min(begin + counts.most, self.num_rows)) for begin in begins)
+
+    def send(self) -> None:
+        """Puts what attention wants on an accelerator, before anything is queued there that this would wait for."""
+        if self._device.type != "cpu":
+            for chunk in self.chunks:
+                _ = chunk.paths
 
     def seen_as(self, chunks: Sequence[Chunk]) -> Batch:
         """The same rows in other chunks, one for each of its own: where keys and values are somewhere else."""
@@ -175,11 +178,11 @@ class Batch:
         padded[0, : self.num_tokens] = numbers
         return torch.from_numpy(padded).to(self._device)
 
-    def _chunk(self, begin: int, end: int, device: torch.device) -> Chunk:
+    def _chunk(self, begin: int, end: int) -> Chunk:
         pieces, offset = [], 0
         for segment in self.segments:
             first, last = max(begin, offset), min(end, offset + len(segment))
             if first < last:
                 pieces.append(Piece(first - begin, segment.part(first - offset, last - offset)))
             offset += len(segment)
-        return Chunk(begin, end, tuple(pieces), device)
+        return Chunk(begin, end, tuple(pieces), self._device)

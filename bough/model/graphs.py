@@ -121,15 +121,17 @@ class GpuCapture:
 
     def __call__(self, act: Callable[[], torch.Tensor]) -> Captured:
         """Runs it a few times before it is captured."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        side, graph, own = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        side.wait_stream(own)
         with torch.cuda.stream(side):
             for _ in range(NUM_WARM_UPS):
                 act()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
-            result = act()
+        own.wait_stream(side)
+        try:
+            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+                result = act()
+        finally:
+            torch.cuda.set_stream(own)  # a capture that fails leaves its own
         self._pool = graph.pool()
         return Captured(graph.replay, result)
 
