@@ -1,0 +1,29 @@
+"""Has numba compile the kernels once, before dozens of processes would each do it at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from models import CPU, plain_logits, streamed
+
+from bough.model.checkpoint import Checkpoint
+from bough.model.loading import build_skeleton
+from bough.model.runner import ResidentModel
+from loadtest.tiny_model import TINY, save_model
+
+
+def main() -> None:
+    """Takes a minute or two where nothing is in the cache, and a second where all is."""
+    with TemporaryDirectory() as folder:
+        tiny = save_model(Path(folder) / "tiny", TINY)
+        for dtype in (torch.bfloat16, torch.float32):
+            with streamed(tiny, dtype) as model:
+                plain_logits(model, [1, 2])
+        draft = ResidentModel(build_skeleton(Checkpoint.open(tiny), torch.bfloat16), CPU)
+        draft.warm_up(draft.skeleton.kv_shape().empty(1, CPU))
+
+
+if __name__ == "__main__":
+    main()
