@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import TINY, save_model
 from models import CPU, new_slot, plain_logits, streamed
-from test_lean import CONTEXT, FAMILIES, SIZES, TREE, perturb
+from test_lean import CONTEXT, FAMILIES, SIZES, TREE, perturbed
 from transformers import Gemma2Config
 
 from bough.errors import StreamError
@@ -49,9 +49,7 @@ def logits_of(folder: Path, dtype: torch.dtype, compiled: bool, monkeypatch: pyt
 def test_compiled_layers_are_nearer_the_truth_than_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save_model(tmp_path, FAMILIES[family])
-    for name, values in (("bias", 1.0), ("norm.weight", 1.0)):
-        perturb(folder, name, values)
+    folder = perturbed(tmp_path, family)
     truth = logits_of(folder, torch.float32, False, monkeypatch)
     usual = logits_of(folder, torch.bfloat16, False, monkeypatch).float()
     mine = logits_of(folder, torch.bfloat16, True, monkeypatch).float()

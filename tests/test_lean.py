@@ -62,13 +62,19 @@ def test_the_lean_path_is_as_near_the_truth_as_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A norm, bias, window or half of a rotary embedding left out would put it many times further away."""
-    folder = save_model(tmp_path, FAMILIES[family])
-    for name, values in (("bias", 1.0), ("norm.weight", 1.0)):
-        perturb(folder, name, values)
+    folder = perturbed(tmp_path, family)
     truth = logits_of(folder, torch.float32, False, monkeypatch)
     usual = logits_of(folder, torch.bfloat16, False, monkeypatch)
     lean = logits_of(folder, torch.bfloat16, True, monkeypatch)
     assert (lean - truth).abs().mean() < 1.25 * (usual - truth).abs().mean()
+
+
+def perturbed(folder: Path, family: str) -> Path:
+    """A random model of a family, none of whose parts could be left out unnoticed."""
+    save_model(folder, FAMILIES[family])
+    for ending in ("bias", "norm.weight"):
+        perturb(folder, ending, 1.0)
+    return folder
 
 
 def perturb(folder: Path, ending: str, spread: float) -> None:

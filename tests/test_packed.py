@@ -225,8 +225,8 @@ def test_community_checkpoints_load_as_they_are(
     written = rewrite(tiny, tmp_path / "written", plain, None)
     with streamed(quantized, dtype) as mine, streamed(written, dtype) as theirs:
         left, right = (torch.stack(plain_logits(model, TOKENS)).float() for model in (mine, theirs))
-        if dtype == torch.float32:
-            torch.testing.assert_close(left, right, atol=1e-4, rtol=2e-2)
+        if dtype != torch.bfloat16:
+            torch.testing.assert_close(left, right, atol=1e-4 if dtype == torch.float32 else 5e-2, rtol=2e-2)
         else:  # in bfloat16 layers that are written out are compiled whole, and round otherwise
             assert (left - right).abs().mean() < 0.03 * right.std()
     slots = build_skeleton(Checkpoint.open(quantized), dtype).layer_slots[1]
