@@ -52,7 +52,7 @@ def main() -> None:
     results = []
     for shape in arguments.shapes.split(","):
         outputs, inputs = map(int, shape.split("x"))
-        if not can_multiply((outputs, inputs), dtype):
+        if not can_multiply(inputs, dtype):
             raise SystemExit(f"--shapes: {shape} in {arguments.dtype} is left to the library on this processor")
         count = max(2, COLD_BYTES // (outputs * inputs * dtype.itemsize))
         matrices = [torch.randn(outputs, inputs).to(dtype) for _ in range(count)]

@@ -182,9 +182,9 @@ def attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale,
     a row of `bough.model.shares.counters`.
     """
     num_parts, head_dim = len(spans.parts), out.shape[1] // len(sinks)
-    num_tasks, most_rows = num_parts * num_kv_heads, spans.slots[:, 2].max()
+    num_tasks, most_keys = num_parts * num_kv_heads, spans.ranges[:, 5].max()  # of a slot: its memory may be far more
     for thread in numba.prange(num_threads):
-        place_of = np.full(most_rows, -1, np.int32)
+        place_of = np.full(most_keys, -1, np.int32)
         task = take(taken, thread, num_threads, num_tasks)
         while task < num_tasks:
             part, kv_head = task % num_parts, task // num_parts

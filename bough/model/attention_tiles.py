@@ -15,6 +15,7 @@ from bough.model.vectors import (
     I32,
     I64,
     LANES,
+    NUM_VECTORS,
     WORDS,
     at,
     exp_below_zero,
@@ -26,7 +27,7 @@ from bough.model.vectors import (
 )
 
 WIDTH = 2 * LANES  # dimensions of a head that are computed together
-ROWS = LANES // 2  # and rows
+ROWS = NUM_VECTORS // 4  # and rows, whose sums are half of what registers hold
 
 
 def _weights(_context, scores, peaks, totals):  # type: ignore[no-untyped-def]

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from bough.errors import ConfigError
+from bough.model.vectors import multiplies_pairs
 
 
 def choose_device(name: str) -> torch.device:
@@ -30,9 +31,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What it is; of a CPU the instructions that torch's kernels are chosen by."""
+    """What it is; of a CPU the instructions that torch's kernels and ours are chosen by."""
     if device.type == "cpu":
-        return f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+        dots = " and products of bfloat16" if multiplies_pairs() else ""
+        return f"CPU with {torch.backends.cpu.get_cpu_capability()}{dots}"
     return str(torch.cuda.get_device_name(device))
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bough.model.checkpoint import TensorPlace
+from bough.model.row_products import is_left_to_us, multiply
 from bough.model.source import ReusedMemory, Scratch, Source
 from bough.model.threads import all_threads
 
@@ -103,9 +104,12 @@ def experts_forward(
 def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
     """Rows, a multiple of EXPERT_ROWS of them, times one of an expert's matrices."""
     weight = getattr(module, name)[expert]
-    weight = weight if module.is_transposed else weight.t()
-    with all_threads():
-        out = torch.cat([part @ weight for part in torch.split(rows, EXPERT_ROWS)])
+    weight = weight.t() if module.is_transposed else weight
+    if is_left_to_us(rows, weight):
+        out = multiply(rows, weight, None)
+    else:
+        with all_threads():
+            out = torch.cat([part @ weight.t() for part in torch.split(rows, EXPERT_ROWS)])
     return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
 
 

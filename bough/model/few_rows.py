@@ -7,6 +7,7 @@ these are for those who need not care about the last bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numba
@@ -16,13 +17,40 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bough.model.tiles import GROUP, LINE_BYTES, compiled
-from bough.model.vectors import FLOATS, I64, LANES, SECOND_LEVEL, WORDS, at, dot_pairs, prefetch, shuffled, store
+from bough.model.vectors import (
+    FLOATS,
+    I64,
+    LANES,
+    NUM_VECTORS,
+    SECOND_LEVEL,
+    WORDS,
+    at,
+    dot_pairs,
+    prefetch,
+    shuffled,
+    store,
+)
 
 MOST = 8  # rows that are few
+_NUM_SUMS = NUM_VECTORS // 2  # that registers hold, beside what they are made of
+_MOST_ROWS = _NUM_SUMS // 2  # that are computed with at a time
 
 
 def _sums(b: ir.IRBuilder, rows: Sequence[Any], weights: Sequence[Any], ahead: Any, row_bytes: Any) -> dict[Any, Any]:
     """Of each row (place among `rows`) with each output (place among `weights`), in parts, lane by lane."""
+    num_rows, sums = min(len(rows), _MOST_ROWS), {}
+    num_outputs = min(len(weights), _NUM_SUMS // num_rows)
+    for row, output in product(range(0, len(rows), num_rows), range(0, len(weights), num_outputs)):
+        some = rows[row : row + num_rows], weights[output : output + num_outputs]
+        for place, part in _sums_at_once(b, *some, ahead, row_bytes).items():
+            sums[row + place[0], output + place[1]] = part
+    return sums
+
+
+def _sums_at_once(
+    b: ir.IRBuilder, rows: Sequence[Any], weights: Sequence[Any], ahead: Any, row_bytes: Any
+) -> dict[Any, Any]:
+    """As `_sums`, in registers."""
     entry, line, done = b.block, b.append_basic_block("line"), b.append_basic_block("done")
     b.branch(line)
     b.position_at_end(line)

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from bough.model.loading import Skeleton
 from bough.model.naming import Quantization
-from bough.model.row_products import can_multiply, multiply
+from bough.model.row_products import can_multiply, is_left_to_us, multiply
 from bough.model.threads import all_threads
+from bough.model.tiles import GROUP, LINE_BYTES
 from bough.row_counts import OWN_MOST, RowCounts
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Product = Callable[..., torch.Tensor]  # of rows, a matrix (outputs, inputs), and perhaps a bias
 STEP = 4  # rows that are padded to where products are our own: two threads cut that into whole vectors
 
 
@@ -32,10 +34,12 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
     """
     counts = row_counts(skeleton.model, skeleton.quantization, skeleton.dtype, most, device.type)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
-    product = product_of(counts)
-    for module in (*_linears(decoder.layers), head):
-        if device.type == "cpu":
+    if device.type == "cpu":
+        product = product_of(counts)
+        for module in (*_linears(decoder.layers), head):
             module.forward = partial(_forward, module, product)
+        for module in _others(decoder.layers):
+            module.forward = _with_product(module.forward, product)
     for module in (decoder.norm, head):
         module.forward = _in_counts(module.forward, counts)
     return counts
@@ -50,20 +54,23 @@ def row_counts(
     """
     layers = model.get_decoder().layers
     linears = (*_linears(layers), model.get_output_embeddings())
-    known = {id(module) for module in linears}
-    others = [module for module in layers.modules() if id(module) not in known]
     is_ours = (
         device_type == "cpu"
         and (quantization is None or quantization.method == "bough")
-        and all(can_multiply(module.weight.shape, dtype) for module in linears)
-        and not any(p is not None and p.dim() > 1 for module in others for p in module._parameters.values())
+        and all(can_multiply(module.in_features, dtype) and _is_usual(module, dtype) for module in linears)
+        and not _others(layers)
     )
     return RowCounts(max(most, OWN_MOST) // STEP * STEP, STEP) if is_ours else RowCounts(most, most)
 
 
+def _is_usual(linear: nn.Linear, dtype: torch.dtype) -> bool:
+    """Whether torch cuts a step of rows that come from it, or go to it, into whole vectors."""
+    return linear.out_features >= GROUP and linear.in_features * dtype.itemsize % LINE_BYTES == 0
+
+
 def product_of(counts: RowCounts) -> Product:
     """What computes a linear layer: of rows, its matrix and its bias."""
-    return multiply if counts.step < counts.most else _library_product
+    return multiply if counts.step < counts.most else _fixed_product
 
 
 def describe(counts: RowCounts) -> str:
@@ -75,11 +82,41 @@ def _linears(layers: nn.ModuleList) -> list[nn.Linear]:
     return [module for module in layers.modules() if isinstance(module, nn.Linear)]
 
 
+def _others(layers: nn.ModuleList) -> list[nn.Module]:
+    """That have matrices of their own: experts, and routers to them."""
+    others = [module for module in layers.modules() if not isinstance(module, nn.Linear)]
+    return [module for module in others if any(p is not None and p.dim() > 1 for p in module._parameters.values())]
+
+
+class _Products(TorchFunctionMode):
+    """Has products that are written as calls of `nn.functional.linear` computed by one of ours."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self._product = product
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (self._product if func is nn.functional.linear else func)(*args, **(kwargs or {}))
+
+
+def _with_product(function: Callable[..., Any], product: Product) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Products(product):
+            return function(*args, **kwargs)
+
+    return run
+
+
 def _forward(module: nn.Linear, product: Product, rows: torch.Tensor) -> torch.Tensor:
     return product(rows, module.weight, module.bias)
 
 
-def _library_product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _fixed_product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Of a number of rows that is always the same."""
+    if is_left_to_us(rows, matrix):
+        return multiply(rows, matrix, bias)
     with all_threads():
         return nn.functional.linear(rows, matrix, bias)
 

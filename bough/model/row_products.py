@@ -7,41 +7,54 @@ the sake of bits. Knows no models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numba
 import numpy as np
 import torch
+from torch import nn
 
 from bough.model.project import project
 from bough.model.shares import counters
-from bough.model.tiles import GROUP, LINE_BYTES, lay_out, parallel
-from bough.model.vectors import LANES, has_feature
+from bough.model.tiles import GROUP, WORD_BYTES, lay_out, parallel
+from bough.model.vectors import LANES, multiplies_and_adds
 
-NEEDED = {torch.bfloat16: "avx512bf16", torch.float32: "avx512f"}  # features of a processor
+DTYPES = (torch.bfloat16, torch.float32)
 
 
-def can_multiply(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether this processor has what it takes for matrices (outputs, inputs) of a shape and type."""
-    outputs, inputs = shape
-    is_whole = outputs >= GROUP and inputs * dtype.itemsize % LINE_BYTES == 0
-    return is_whole and dtype in NEEDED and has_feature(NEEDED[dtype])
+def can_multiply(num_inputs: int, dtype: torch.dtype) -> bool:
+    """Whether this processor has what it takes for rows of so many numbers of a type."""
+    return dtype in DTYPES and num_inputs * dtype.itemsize % WORD_BYTES == 0 and multiplies_and_adds()
+
+
+def is_left_to_us(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
+    """Whether a product of a fixed number of rows is ours, too, instead of the library's.
+
+    In float32 it must be: on processors of Intel's without AVX-512, MKL rounds a row by its place among the others.
+    Otherwise it is where the matrix, (outputs, inputs), need not be copied.
+    """
+    is_possible = rows.device.type == "cpu" and can_multiply(rows.shape[-1], rows.dtype)
+    return is_possible and (rows.dtype == torch.float32 or matrix.is_contiguous())
 
 
 def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """(..., outputs) rows times a matrix, plus bias, rounded once; on the threads that numba has.
 
-    rows (..., inputs), matrix (outputs, inputs) contiguous, bias (outputs,), of one type that `can_multiply` allows.
+    rows (..., inputs), matrix (outputs, inputs), bias (outputs,), of one type that `can_multiply` allows. A matrix that
+    is not contiguous is copied first.
     """
-    outputs = matrix.shape[0]
+    num_outputs = matrix.shape[0]
+    outputs = max(num_outputs, GROUP)
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     words = flat.view(torch.int32).numpy() if flat.dtype == torch.bfloat16 else flat.numpy()
     blocks = np.empty((-(-len(words) // LANES), words.shape[1], LANES), words.dtype)
     out = torch.empty(len(blocks) * LANES, outputs, dtype=rows.dtype)
-    added = np.zeros(outputs, np.float32) if bias is None else bias.float().numpy()
+    added = np.zeros(outputs, np.float32)
+    if bias is not None:
+        added[:num_outputs] = bias.float()
+    if num_outputs < GROUP:
+        matrix = nn.functional.pad(matrix, (0, 0, 0, GROUP - num_outputs))
     num_threads = numba.get_num_threads()
-    _multiply(counters(num_threads)[0], num_threads, words, blocks, numbers(matrix), added, numbers(out))
-    return out[: len(words)].view(*rows.shape[:-1], outputs)
+    _multiply(counters(num_threads)[0], num_threads, words, blocks, numbers(matrix.contiguous()), added, numbers(out))
+    return out[: len(words), :num_outputs].reshape(*rows.shape[:-1], num_outputs)
 
 
 def numbers(tensor: torch.Tensor) -> np.ndarray:

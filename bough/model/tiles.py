@@ -21,6 +21,7 @@ from bough.model.vectors import (
     I32,
     I64,
     LANES,
+    NUM_VECTORS,
     SECOND_LEVEL,
     WORDS,
     at,
@@ -182,7 +183,9 @@ def _tile_of(num_blocks: int, num_outputs: int) -> Any:
 
 
 # So many sums as registers hold, beside what they are made of.
-_tile_1, _tile_2, _tile_4 = (_tile_of(num_blocks, GROUP // num_blocks) for num_blocks in (1, 2, 4))
+_NUM_SUMS = NUM_VECTORS // 2
+_OF_1, _OF_2, _OF_4 = (_NUM_SUMS // num_blocks for num_blocks in (1, 2, 4))  # outputs
+_tile_1, _tile_2, _tile_4 = _tile_of(1, _OF_1), _tile_of(2, _OF_2), _tile_of(4, _OF_4)
 compiled = numba.njit(cache=True, error_model="numpy", nogil=True)
 parallel = numba.njit(cache=True, error_model="numpy", nogil=True, parallel=True)
 
@@ -211,12 +214,13 @@ def multiply_groups(blocks, matrix, begin, end, bias, out):  # type: ignore[no-u
         output = min(group * GROUP, len(matrix) - GROUP)  # the last group may compute again what others did
         block = 0
         while block + 4 <= num_blocks:
-            for part in range(0, GROUP, GROUP // 4):
+            for part in range(0, GROUP, _OF_4):
                 _tile_4(blocks, block, matrix, output + part, bias, out)
             block += 4
         if block + 2 <= num_blocks:
-            for part in range(0, GROUP, GROUP // 2):
+            for part in range(0, GROUP, _OF_2):
                 _tile_2(blocks, block, matrix, output + part, bias, out)
             block += 2
         if block < num_blocks:
-            _tile_1(blocks, block, matrix, output, bias, out)
+            for part in range(0, GROUP, _OF_1):
+                _tile_1(blocks, block, matrix, output + part, bias, out)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -32,8 +33,25 @@ _BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def has_feature(name: str) -> bool:
-    """Whether this processor has instructions, by LLVM's name of them."""
+    """Whether there are instructions, by LLVM's name of them, on the processor that numba compiles for."""
+    chosen = numba.config.CPU_FEATURES  # type: ignore[attr-defined]  # None: those of this one
+    if chosen is not None:
+        return f"+{name}" in chosen.split(",")
     return bool(llvmlite.binding.get_host_cpu_features().get(name, False))
+
+
+def multiplies_pairs() -> bool:
+    """Whether one instruction multiplies and adds pairs of bfloat16."""
+    return has_feature("avx512bf16")
+
+
+def multiplies_and_adds() -> bool:
+    """Whether a product is added and rounded once by an instruction; otherwise a library does so, number by number."""
+    return has_feature("fma") or has_feature("neon")
+
+
+# Vectors of LANES that registers hold; where a register is shorter, several of them make a vector.
+NUM_VECTORS = 32 if has_feature("avx512f") else 8
 
 
 def call(builder: ir.IRBuilder, name: str, kind: ir.FunctionType, arguments: Sequence[Any]) -> Any:
@@ -46,12 +64,12 @@ def dot_pairs(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> Any:
 
     That instruction takes numbers too small for their exponent as 0.
     """
-    if has_feature("avx512bf16"):
+    if multiplies_pairs():
         kind = ir.FunctionType(FLOATS, [FLOATS, _BFLOATS, _BFLOATS])
         factors = [builder.bitcast(words, _BFLOATS) for words in (first, second)]
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", kind, [sums, *factors])
     for one, other in zip(widened(builder, first), widened(builder, second), strict=True):
-        sums = builder.fadd(sums, builder.fmul(one, other, flags=["contract"]), flags=["contract"])
+        sums = multiply_add(builder, sums, one, other)
     return sums
 
 
