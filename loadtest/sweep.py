@@ -22,7 +22,6 @@ peak_over_budget_bytes  worst of several memory budgets: peak of the process les
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import subprocess
@@ -33,19 +32,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from bough.client import Client
-from bough.commands.demo import UP_DEFAULTS
-from bough.commands.up import ensure_demonstration, settings_from
+import numpy as np
+
+from bough.commands.up import ensure_demonstration
 from bough.demonstration import demonstration_folder
-from bough.generation import GenerateOptions, TextPrompt, Tokens
-from bough.launch import launched
 from bough.values import parse_bytes
 from loadtest.limits import can_limit, drop_cached, limited
+from loadtest.sweep_rounds import link_busy_at
 
 SIZES = (1, 64, 256)
 SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256", "--max-sweep-tokens", "256"]
 INTERPRETER_BYTES = 600_000_000  # what Python, torch and transformers take before there is a model
-NUM_ROUNDS = 10
 SLOW_TURNS = 2  # a slow link is steady
 
 
@@ -103,10 +100,18 @@ class Measured(NamedTuple):
         return self.streamed / max(self.raw, self.resident + self.reading / (os.cpu_count() or 1))
 
 
-def sweep_turn(model: Path, memory: int, link_speed: int, repeats: int) -> tuple[dict[int, Measured], float, int]:
-    """Of new processes: by number of tokens, transformers' seconds for 64 tokens, and the bytes that cross the link."""
+class Turn(NamedTuple):
+    """Of new processes."""
+
+    by_size: dict[int, list[Measured]]  # number of tokens: one after another
+    transformers: float  # seconds for 64 tokens
+    num_bytes: int  # that cross the link
+
+
+def sweep_turn(model: Path, memory: int, link_speed: int, pairs: int, repeats: int) -> Turn:
+    """Reads, `repeats` sweeps, sweeps in memory, and so on by turns, ending with a read: a disk changes its speed."""
     budget = ["--device-memory", str(memory - INTERPRETER_BYTES), "--ring-memory", "256MB"]
-    flags, measured = ["bough", "--model", str(model), *SMALL], {}
+    flags, measured = ["bough", "--model", str(model), *SMALL], dict[int, list[Measured]]()
     with ExitStack() as stack:
         prefix = stack.enter_context(limited(memory, link_speed, model)) if can_limit() else []
         link = stack.enter_context(Contestant(*flags, "--resident-layers", "0", *budget, prefix=prefix))
@@ -114,15 +119,17 @@ def sweep_turn(model: Path, memory: int, link_speed: int, repeats: int) -> tuple
         transformers = stack.enter_context(Contestant("transformers", str(model), prefix=[]))
         own = transformers.seconds(64, repeats)
         for size in SIZES:
-            before = link.ask("raw")
-            streamed = link.seconds(size, repeats)
-            after = link.ask("raw")
-            raw, reading = ((before[key] + after[key]) / 2 for key in ("seconds", "processor_seconds"))
-            measured[size] = Measured(raw, reading, streamed, everything.seconds(size, repeats))
-    return measured, own, before["bytes"]
+            measured[size], before = [], link.ask("raw")
+            for _ in range(pairs):
+                streamed, resident = link.seconds(size, repeats), everything.seconds(size, repeats)
+                after = link.ask("raw")
+                raw, reading = ((before[key] + after[key]) / 2 for key in ("seconds", "processor_seconds"))
+                measured[size].append(Measured(raw, reading, streamed, resident))
+                before = after
+    return Turn(measured, own, before["bytes"])
 
 
-def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, repeats: int) -> dict[str, Any]:
+def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, pairs: int, repeats: int) -> dict[str, Any]:
     """Streaming within the memory limit, against the bare link and the bare processor, turn by turn.
 
     `link_speed` in bytes per second slows the link down; 0 leaves it as it is. Each turn has processes of its own:
@@ -131,12 +138,13 @@ def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, repeats:
     measured: dict[int, list[Measured]] = {size: [] for size in SIZES}
     resident_ratios: list[float] = []
     for turn in range(turns):
-        by_size, own, num_bytes = sweep_turn(model, memory, link_speed, repeats)
-        resident_ratios.append(by_size[64].resident / own)
-        for size, each in by_size.items():
-            measured[size].append(each)
-            times = f"raw {each.raw:.3f}, streamed {each.streamed:.3f}, resident {each.resident:.3f} s"
-            _tell(f"turn {turn + 1} of {turns}: {size} tokens: {times}: {each.ratio:.3f}")
+        by_size, own, num_bytes = sweep_turn(model, memory, link_speed, pairs, repeats)
+        resident_ratios.append(median(each.resident for each in by_size[64]) / own)
+        for size, some in by_size.items():
+            measured[size] += some
+            for each in some:
+                times = f"raw {each.raw:.3f}, streamed {each.streamed:.3f}, resident {each.resident:.3f} s"
+                _tell(f"turn {turn + 1} of {turns}: {size} tokens: {times}: {each.ratio:.3f}")
 
     def medians(figure: Callable[[Measured], float], digits: int) -> dict[int, float]:
         return {size: round(median(map(figure, turns_of)), digits) for size, turns_of in measured.items()}
@@ -145,6 +153,7 @@ def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, repeats:
     raw_seconds = median(each.raw for each in everyone)
     return {
         "sweep_ratio": medians(lambda each: each.ratio, 3),
+        "sweep_ratio_quartiles": {size: quartiles([each.ratio for each in some]) for size, some in measured.items()},
         "work_ratio": medians(lambda each: each.work_ratio, 3),
         "raw_read_processor_seconds": round(median(each.reading for each in everyone), 3),
         "raw_read_seconds": round(raw_seconds, 4),
@@ -154,6 +163,11 @@ def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, repeats:
         "resident_ratio": round(median(resident_ratios), 3),
         "memory_limited": can_limit(),
     }
+
+
+def quartiles(numbers: Sequence[float]) -> list[float]:
+    """The first and the third."""
+    return [round(float(quartile), 3) for quartile in np.percentile(numbers, (25, 75))]
 
 
 def accelerate_ratio(model: Path, memory: int, turns: int) -> dict[str, Any]:
@@ -212,38 +226,6 @@ def peak_over_budget(model: Path) -> dict[str, Any]:
     return {"peak_over_budget_bytes": max(results.values()), "peaks_over_budgets": results}
 
 
-async def link_busy() -> dict[str, Any]:
-    """The pipeline as `bough demo` starts it, with a ring that holds what arrives while a tree is grown."""
-    os.environ["BOUGH_TARGET_RING_MEMORY"] = "1GB"
-    rounds: list[Tokens] = []
-    async with launched(settings_from(UP_DEFAULTS), _quiet) as cluster, Client(cluster.address) as client:
-        options = GenerateOptions(temperature=0.0, max_tokens=128, ignore_eos=True)
-        async for event in client.generate(TextPrompt("The history of the lighthouse begins with"), options):
-            if isinstance(event, Tokens):
-                rounds.append(event)
-            if len(rounds) > NUM_ROUNDS:
-                break
-    counted = [event.timings for event in rounds[1:]]  # the first also reads the prompt
-    names = ("link", "draft", "wait", "compute", "total")
-    means = {f"{n}_seconds": sum(getattr(t, f"{n}_ns") for t in counted) / NUM_ROUNDS / 1e9 for n in names}
-    return {"link_busy": means["link_seconds"] / means["total_seconds"], **means}
-
-
-def link_busy_at(speeds: Sequence[int], model: Path) -> dict[str, Any]:
-    """The pipeline in a process of its own for each speed of the link in bytes per second; 0 is as it comes."""
-    results = {}
-    for speed in speeds:
-        with limited(read_bytes_per_second=speed, disk_of=model) as prefix:
-            command = [*prefix, sys.executable, "-m", "loadtest.sweep", "--parts", "rounds"]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        results[speed] = json.loads(output.splitlines()[-1])
-    return {
-        "link_busy": round(results[max(speeds)]["link_busy"], 4) if max(speeds) else None,
-        "link_busy_unlimited": round(results[0]["link_busy"], 4),
-        "rounds": {f"{speed / 1e9} GB/s" if speed else "unlimited": figures for speed, figures in results.items()},
-    }
-
-
 def main() -> None:
     """Runs the parts that are asked for, prints their figures, and last all of them in one line."""
     arguments = _arguments()
@@ -258,12 +240,11 @@ def main() -> None:
         _tell(f"== {part}")
         match part:
             case "sweep":
-                new = sweep_ratios(model, arguments.memory, 0, arguments.turns, arguments.repeats)
+                counts = arguments.turns, arguments.pairs, arguments.repeats
+                new = sweep_ratios(model, arguments.memory, 0, *counts)
                 if can_limit():
-                    slow = sweep_ratios(model, arguments.memory, slow_link, SLOW_TURNS, 1)
+                    slow = sweep_ratios(model, arguments.memory, slow_link, SLOW_TURNS, 1, 1)
                     new |= {"sweep_ratio_slow_link": slow["sweep_ratio"], "slow_link": slow}
-            case "rounds":
-                new = asyncio.run(link_busy())
             case "busy":
                 new = link_busy_at([0, slow_link] if can_limit() else [0], model)
             case "accelerate":
@@ -277,10 +258,6 @@ def main() -> None:
     print(json.dumps({"model": model.name, "cores": os.cpu_count(), **figures}))
 
 
-def _quiet(_: str) -> None:
-    """Instead of what the pipeline waits for."""
-
-
 def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -288,11 +265,12 @@ def _tell(text: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ["sweep", "busy", "accelerate", "packed", "memory"]
-    parser.add_argument("--parts", nargs="+", choices=[*parts, "rounds"], default=parts)
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("1.5GB"), help="limit of the control group")
     parser.add_argument("--slow-link", type=float, default=0.8, help="GB/s at which a link is surely the limit")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3, help="sweeps in a row in each turn")
+    parser.add_argument("--pairs", type=int, default=5, help="of raw reads and sweeps in each turn")
+    parser.add_argument("--repeats", type=int, default=1, help="sweeps in a row in each pair, but for the first")
     return parser.parse_args()
 
 

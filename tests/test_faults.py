@@ -95,9 +95,11 @@ async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster
     """No other one is there, and none comes back."""
     with pytest.raises(Unavailable, match="no target"):
         await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "target_worker")), 30)
-    with pytest.raises(Unavailable, match="no target worker can be used"):
+    with pytest.raises(Unavailable, match="no target"):
         await asyncio.wait_for(run(client, LONG, 0, None), 20)
-    assert any("no target worker" in problem for problem in find_problems(await client.server_info()))
+    async with asyncio.timeout(20):  # until its registration has run out
+        while not any("no target worker" in problem for problem in find_problems(await client.server_info())):
+            await asyncio.sleep(0.1)
 
 
 async def test_another_target_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster, client: Client) -> None:

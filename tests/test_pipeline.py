@@ -23,6 +23,8 @@ NUM_PROMPTS = 12
 LENGTH = 64
 PLAIN = Speculation(disabled=True)
 # Shallow trees: on two cores twelve sessions' draft steps are most of the time that these tests take.
+# Large trees take most of it, so fewer sessions have them.
+NUM_PROMPTS_OF = {"64": 8, "256": 4}
 SIZES = {str(budget): Speculation(budget=budget, width=32, depth=4) for budget in (1, 16, 64, 256)}
 GREEDY = GenerateOptions(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 
@@ -88,8 +90,8 @@ async def all_tokens(client: Client, prompts: list[list[int]], options: Generate
 async def test_greedy_output_is_that_of_generate(
     client: Client, prompts: list[list[int]], expected: list[list[int]], size: str
 ) -> None:
-    options = replace(GREEDY, speculation=SIZES.get(size, PLAIN))
-    assert await all_tokens(client, prompts, options) == expected
+    options, count = replace(GREEDY, speculation=SIZES.get(size, PLAIN)), NUM_PROMPTS_OF.get(size, NUM_PROMPTS)
+    assert await all_tokens(client, prompts[:count], options) == expected[:count]
 
 
 async def test_sampled_output_is_the_same_for_every_size(client: Client, prompts: list[list[int]]) -> None:
