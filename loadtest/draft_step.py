@@ -31,7 +31,7 @@ from bough.model.pages import large_pages
 from bough.model.runner import ResidentModel
 from bough.model.threads import compute_with
 from bough.tree import Tree
-from bough.values import parse_layers
+from bough.values import parse_bytes, parse_layers
 from draft_worker.sources import load_draft
 
 CPU = torch.device("cpu")
@@ -58,9 +58,13 @@ def frontier(num_nodes: int, seed: int) -> Tree:
     return Tree.of([1000 + node for node in range(num_nodes)], parents, [0.0] * num_nodes)
 
 
-def measure(model: ResidentModel, context: int, nodes: Sequence[int], turns: int) -> dict[str, list[float]]:
+def measure(
+    model: ResidentModel, kv_bytes: int, context: int, nodes: Sequence[int], turns: int
+) -> dict[str, list[float]]:
     """Seconds of each turn: of the two reads, and of a step by its number of nodes."""
-    slot = KVSlot(model.skeleton.kv_shape(), context + max(nodes), CPU)
+    shape, num_rows = model.skeleton.kv_shape(), context + max(nodes)
+    slot = KVSlot(shape, 0, CPU)
+    slot.place(shape.empty(kv_bytes // shape.row_bytes, CPU), 0, num_rows)  # as among a worker's
     tokens = np.random.default_rng(1).integers(0, model.skeleton.vocab_size, context).tolist()
     model.logits(Batch([Segment.context(slot, 0, tokens)], None, CPU))
 
@@ -97,6 +101,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--context", type=int, default=200)
+    parser.add_argument(
+        "--kv-memory", type=parse_bytes, default=parse_bytes("2GB"), help="that the session is a part of"
+    )
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--turns", type=int, default=21)
     arguments = parser.parse_args()
@@ -105,7 +112,7 @@ def main() -> None:
     checkpoint = Checkpoint.open(str(arguments.model or demonstration_folder(0)))
     compute_with(arguments.threads)
     model = load_draft(checkpoint, parse_layers(arguments.drop_layers), arguments.dtype, CPU)
-    seconds = measure(model, arguments.context, arguments.nodes, arguments.turns)
+    seconds = measure(model, arguments.kv_memory, arguments.context, arguments.nodes, arguments.turns)
     ms = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
     print(f"{weight_bytes(model) / 1e6:.0f} MB of weights; read in {ms['read']:.1f} ms")
     print(f"{'nodes':>5} {'ms':>7} {'quartiles':>15} {'ratio':>6}")

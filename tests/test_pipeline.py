@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,8 @@ NUM_PROMPTS = 12
 LENGTH = 64
 PLAIN = Speculation(disabled=True)
 # Shallow trees: on two cores twelve sessions' draft steps are most of the time that these tests take.
-# Large trees take most of it, so fewer sessions have them.
-NUM_PROMPTS_OF = {"64": 8, "256": 4}
+# Large trees take most of it, so fewer sessions have them, unless BOUGH_ALL_PROMPTS is set.
+NUM_PROMPTS_OF = {} if os.environ.get("BOUGH_ALL_PROMPTS") else {"16": 8, "64": 4, "256": 2}
 SIZES = {str(budget): Speculation(budget=budget, width=32, depth=4) for budget in (1, 16, 64, 256)}
 GREEDY = GenerateOptions(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 

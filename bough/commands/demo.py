@@ -11,7 +11,7 @@ from time import perf_counter
 from bough.cli import argument_parser
 from bough.client import Client
 from bough.commands.talk import Answer
-from bough.commands.up import clear_report, ensure_demonstration, report, settings_from
+from bough.commands.up import clear_report, ensure_demonstration, report, settings_from, tell_of_first_start
 from bough.errors import ConfigError
 from bough.generation import ChatPrompt, Event, GenerateOptions, Message, Speculation, Tokens
 from bough.launch import launched
@@ -29,6 +29,7 @@ async def demo(arguments: argparse.Namespace) -> int:
             f"--max-tokens: {arguments.max_tokens}; at least {MIN_TOKENS} would do: rates need some rounds"
         )
     ensure_demonstration()
+    tell_of_first_start()
     async with launched(settings_from(UP_DEFAULTS), report) as cluster, Client(cluster.address) as client:
         clear_report()
         speculating = Speculation(budget=arguments.budget)

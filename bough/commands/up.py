@@ -15,6 +15,7 @@ from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.errors import ConfigError
 from bough.launch import Child, Cluster, Settings, launched
+from bough.model import compiled_folder
 from bough.tether import tethered
 
 WATCH_SECONDS = 0.5
@@ -27,6 +28,7 @@ async def up(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     if settings.target.model == str(demonstration_folder()):
         ensure_demonstration()
+    tell_of_first_start()
     async with launched(settings, report) as cluster:
         clear_report()
         print(f"ready: {cluster.address} (index {cluster.index_url}; logs in {cluster.folder})")
@@ -111,6 +113,12 @@ def _write_demonstration(folder: Path, copies: int) -> None:
     command = [sys.executable, "-m", "bough.model.demonstration", str(folder), str(copies)]
     if subprocess.run(tethered(command), check=False).returncode != 0:
         raise ConfigError(f"{folder}: the demonstration model could not be written")
+
+
+def tell_of_first_start() -> None:
+    """Why nothing seems to happen for a while."""
+    if not next(compiled_folder().rglob("*.nbc"), None):
+        print("the first start compiles kernels for this processor, which takes a minute or two", file=sys.stderr)
 
 
 def report(text: str) -> None:

@@ -13,7 +13,7 @@ from bough.demonstration import cache_folder
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-def _compiled_folder() -> Path:
+def compiled_folder() -> Path:
     """For what numba compiles of these files as they are.
 
     On its own numba looks only at the file that a function stands in, and would go on using what it compiled from
@@ -24,4 +24,4 @@ def _compiled_folder() -> Path:
     return cache_folder() / "compiled" / digest[:16]
 
 
-os.environ.setdefault("NUMBA_CACHE_DIR", str(_compiled_folder()))
+os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))
