@@ -28,7 +28,7 @@ def largest(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDArra
     return values, tokens
 
 
-@numba.njit(cache=True, parallel=True)
+@numba.njit(fastmath=False, cache=True, parallel=True)
 def _largest(logits, maxima, values, tokens):  # type: ignore[no-untyped-def]
     """Fills values and tokens; the last block is what is left of a row, and always looked through."""
     num_rows, vocab_size = logits.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-_compiled = numba.njit(cache=True, error_model="numpy", inline="always")
+_compiled = numba.njit(fastmath=False, cache=True, error_model="numpy", inline="always")
 
 
 @_compiled

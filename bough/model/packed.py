@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 1 << 24
 BLOCK_BYTES = 32  # at most, for each element of a block while it is made
 BLOCK_ROWS = 32  # blocks are multiples of it, hence whole words of any packing
 
-_parallel = numba.njit(cache=True, error_model="numpy", parallel=True)
+_parallel = numba.njit(fastmath=False, cache=True, error_model="numpy", parallel=True)
 
 # Each kernel writes float32 to a float32 `out`, or bfloat16 to a uint16 one where `is_bf16`.
 

@@ -36,7 +36,7 @@ def _add_one(_context, counter):  # type: ignore[no-untyped-def]
 _count: Any = intrinsic(_add_one)
 
 
-@numba.njit(cache=True, error_model="numpy", nogil=True)
+@numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True)
 def take(taken, thread, num_threads, num_pieces):  # type: ignore[no-untyped-def]
     """A piece that nobody has taken yet, of the thread's own share or else of another's; num_pieces for none."""
     for step in range(num_threads):

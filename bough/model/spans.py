@@ -76,7 +76,7 @@ def _typed_pointer(_context, address, kind, index):  # type: ignore[no-untyped-d
 _pointer: Any = intrinsic(_typed_pointer)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@numba.njit(fastmath=False, cache=True, error_model="numpy")
 def layer_rows(address, kind, layer, num_rows, num_kv_heads, width):  # type: ignore[no-untyped-def]
     """A slot's keys or values of one layer, (num_rows, num_kv_heads, width), of the type of the number `kind`."""
     first = _pointer(address, kind, layer * num_rows * num_kv_heads * width)

@@ -186,8 +186,10 @@ def _tile_of(num_blocks: int, num_outputs: int) -> Any:
 _NUM_SUMS = NUM_VECTORS // 2
 _OF_1, _OF_2, _OF_4 = (_NUM_SUMS // num_blocks for num_blocks in (1, 2, 4))  # outputs
 _tile_1, _tile_2, _tile_4 = _tile_of(1, _OF_1), _tile_of(2, _OF_2), _tile_of(4, _OF_4)
-compiled = numba.njit(cache=True, error_model="numpy", nogil=True)
-parallel = numba.njit(cache=True, error_model="numpy", nogil=True, parallel=True)
+# "fastmath" is said everywhere: where it is not, numba takes it over from whichever function is compiled first of those
+# that call, and sums whose order must not change would be put in another.
+compiled = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True)
+parallel = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True, parallel=True)
 
 
 @compiled
