@@ -7,7 +7,7 @@ they take turns, so that whatever else the machine does falls on all alike; figu
 have new processes in every turn. Ends with one JSON line:
 
 sweep_ratio      for 1, 64 and 256 tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory), in
-                 the same turn; sweep_ratio_slow_link is the same on a link slowed down to --slow-link
+                 the same pair; sweep_ratio_slow_link is the same on a link slowed down to --slow-link
 work_ratio       the same, but reading costs processor time too: sweep / max(raw read, sweep with all weights in memory
                  + processor time of the raw read / cores), which on few cores is the least that is possible
 link_busy        share of ten consecutive rounds with drafting during which the link was reading, a link slowed down to

@@ -19,7 +19,7 @@ from bough.model.source import ReusedMemory, Scratch, Source
 from bough.model.threads import all_threads
 
 NAME = "bough"
-EXPERT_ROWS = 16  # rows of an expert's matrix products: one count for all, so that equal rows give equal bits
+EXPERT_ROWS = 16  # rows of an expert's matrix products: one count for all, wherever torch or a library computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ def experts_forward(
 ) -> torch.Tensor:
     """transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and their weights.
 
-    Experts are added up in the order of their numbers, each from products of EXPERT_ROWS rows: a result depends
-    on its row alone.
+    Experts are added up in the order of their numbers, each from multiples of EXPERT_ROWS rows: a result
+    depends on its row alone.
     """
     result = torch.zeros_like(hidden_states)
     for expert in torch.unique(top_k_index).tolist():

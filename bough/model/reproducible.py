@@ -48,9 +48,9 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
 def row_counts(
     model: PreTrainedModel, quantization: Quantization | None, dtype: torch.dtype, most: int, device_type: str
 ) -> RowCounts:
-    """Always `most` where some product is a library's: on a GPU, of experts, in float16, of unusual sizes.
+    """Always `most` where some product may be a library's: on a GPU, in float16, of weights that are packed transposed.
 
-    Likewise of weights that come out of their packing transposed. `model` may be on the meta device.
+    Likewise where torch might cut a step of rows: with experts, and in unusual sizes. `model` may be on the meta device.
     """
     layers = model.get_decoder().layers
     linears = (*_linears(layers), model.get_output_embeddings())
