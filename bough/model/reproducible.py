@@ -50,7 +50,7 @@ def row_counts(
 ) -> RowCounts:
     """Always `most` where some product may be a library's: on a GPU, in float16, of weights that are packed transposed.
 
-    Likewise where torch might cut a step of rows: with experts, and in unusual sizes. `model` may be on the meta device.
+    Likewise where torch might cut a step of rows: with experts, in unusual sizes. `model` may be on the meta device.
     """
     layers = model.get_decoder().layers
     linears = (*_linears(layers), model.get_output_embeddings())
