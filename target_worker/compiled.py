@@ -15,7 +15,8 @@ import torch
 
 from bough.model.batch import Batch
 from bough.model.lean_layer import LOOPS, LayerWeights, run_layer
-from bough.model.lean_parts import Matrices, Rooms, Vectors, num_blocks, sizes_of, window
+from bough.model.lean_parts import Matrices, Vectors, sizes_of, window
+from bough.model.lean_rooms import Rooms, num_blocks, word_rows
 from bough.model.lean_rows import Floats, collect, spread
 from bough.model.loading import Skeleton
 from bough.model.row_products import numbers
@@ -40,7 +41,7 @@ class CompiledLayers:
         """Of a model for which `bough.model.lean_parts.is_lean` holds."""
         self._layers: Sequence[Any] = skeleton.layers
         self._architecture = skeleton.config.model_type
-        self._sizes, self._rooms = sizes_of(skeleton), Rooms(skeleton)
+        self._sizes, self._rooms = sizes_of(skeleton), Rooms(skeleton, word_rows)
         self._vectors: dict[int, Vectors] = {}
         self._weights: dict[LayerAt, LayerWeights] = {}
         self._states: list[_State] = []

@@ -45,14 +45,14 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
     rows, matrix = random_numbers(seed, num_rows, 32 * lines), random_numbers(seed + 1, outputs, 32 * lines)
     bias, bits = random_numbers(seed + 2, outputs).float(), matrix.view(torch.uint16).numpy()
     right = (rows.double() @ matrix.double().t()).numpy()
-    forms = [blocks_of(rows)] + ([words_of(rows)] if num_rows <= few_rows.MOST else [])
-    for form in forms:
-        out = np.full((-(-num_rows // LANES) * LANES, outputs), np.nan, np.float32)
-        project(counters(2)[0], 2, form, bits, bias.numpy(), out)
+    blocks, whole_blocks = blocks_of(rows), -(-num_rows // LANES) * LANES
+    for count in (num_rows, whole_blocks):  # few as they are, and as those of a block
+        out = np.full((whole_blocks, outputs), np.nan, np.float32)
+        project(counters(2)[0], 2, blocks, count, bits, bias.numpy(), out)
         np.testing.assert_allclose(out[:num_rows], right + bias.numpy(), rtol=1e-4, atol=1e-3)
         whole = outputs // GROUP * GROUP
-        lanes = np.ones((len(forms[0]), whole, LANES), np.float32)
-        project(counters(2)[0], 2, form, bits[:whole], None, lanes)
+        lanes = np.ones((len(blocks), whole, LANES), np.float32)
+        project(counters(2)[0], 2, blocks, count, bits[:whole], None, lanes)
         sums = lanes.transpose(0, 2, 1).reshape(-1, whole)[:num_rows]
         np.testing.assert_allclose(sums, 1 + right[:, :whole], rtol=1e-4, atol=1e-3)
 

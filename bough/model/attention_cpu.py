@@ -12,30 +12,16 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba.extending import overload
 
-from bough.model.attention_tiles import WIDTH, weigh_scores, weigh_values
+from bough.model.attention_tiles import WIDTH, put_head, weigh_scores, weigh_values
 from bough.model.batch import Chunk, Piece
-from bough.model.numbers import rounded
-from bough.model.shares import counters, take
+from bough.model.shares import counters, take, take_next, wait_for_all
 from bough.model.spans import Place, Spans, layer_rows
 from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
 from bough.model.vectors import LANES
 
 # The types of numbers that the kernel reads; bfloat16 comes as its bits.
 KINDS: dict[torch.dtype, np.uint16 | np.float32] = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
-
-
-def _stored(number: Any, kind: Any) -> Any:
-    """A float32 as it is stored among numbers of a kind. Only within kernels."""
-    raise NotImplementedError
-
-
-@overload(_stored, inline="always")
-def _stored_in_kernels(number, kind):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    if isinstance(kind, numba.types.Integer):
-        return lambda number, kind: rounded(number)  # noqa: ARG005
-    return lambda number, kind: number  # noqa: ARG005
 
 
 @compiled
@@ -167,32 +153,43 @@ def _attend_part(queries, keys, values, spans, part, kv_head, scale, window, sof
     weigh_values(scores, 0, values[start : start + num_shared, kv_head], num_rows, heads)
     weigh_values(scores, num_shared, copied[1], num_rows, heads)
     for i in range(num_rows):
-        head, here = heads[i], out[begin + i // group, (kv_head * group + i % group) * head_dim :]
-        for d in range(head_dim):
-            here[d] = _stored(head[d] / totals[i // LANES, i % LANES], here[d])
+        total, place = totals[i // LANES, i % LANES], (kv_head * group + i % group) * head_dim
+        put_head(heads[i, :head_dim], total, begin + i // group, place, out)
+
+
+@compiled
+def share_attention(  # type: ignore[no-untyped-def]
+    taken, thread, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out
+):
+    """A thread's part of `attend`."""
+    num_parts, head_dim = len(spans.parts), out.shape[1] // len(sinks)  # of rows, or of blocks
+    num_tasks, most_keys = num_parts * num_kv_heads, spans.ranges[:, 5].max()  # of a slot: its memory may be far more
+    place_of = np.full(most_keys, -1, np.int32)
+    task = take(taken, thread, num_threads, num_tasks)
+    while task < num_tasks:
+        part, kv_head = task % num_parts, task // num_parts
+        slot = spans.slots[spans.parts[part, 0]]
+        keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
+        values = layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
+        _attend_part(queries, keys, values, spans, part, kv_head, scale, window, softcap, sinks, place_of, out)
+        task = take_next(taken, thread, num_threads, num_tasks)
+    wait_for_all(taken, num_threads, num_tasks)
 
 
 @parallel
 def attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out):  # type: ignore[no-untyped-def]
     """Attention of all rows over their slots, a few rows and one KV head at a time.
 
-    queries (rows, words of all heads) as words, out (rows, num_heads * head_dim), of the kind that slots hold: float32,
-    or bfloat16 as bits, in `queries` two to an int32. `kind` is a number of it. Window 0 and softcap 0 are off; sinks
-    (num_heads,) are scores that weigh nothing, -inf where there are none. Rows of no piece stay as they are. `taken` is
-    a row of `bough.model.shares.counters`.
+    queries (rows, words of all heads) as words of the kind that slots hold: float32, or bfloat16 two to an int32.
+    `kind` is a number of it. `out` is (rows, num_heads * head_dim) of that kind, bfloat16 as its bits; or (blocks,
+    num_heads * head_dim, LANES) float32. Window 0 and softcap 0 are off; sinks (num_heads,) are scores that weigh
+    nothing, -inf where there are none. Rows of no piece stay as they are. `taken` is a row of
+    `bough.model.shares.counters`.
     """
-    num_parts, head_dim = len(spans.parts), out.shape[1] // len(sinks)
-    num_tasks, most_keys = num_parts * num_kv_heads, spans.ranges[:, 5].max()  # of a slot: its memory may be far more
     for thread in numba.prange(num_threads):
-        place_of = np.full(most_keys, -1, np.int32)
-        task = take(taken, thread, num_threads, num_tasks)
-        while task < num_tasks:
-            part, kv_head = task % num_parts, task // num_parts
-            slot = spans.slots[spans.parts[part, 0]]
-            keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
-            values = layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
-            _attend_part(queries, keys, values, spans, part, kv_head, scale, window, softcap, sinks, place_of, out)
-            task = take(taken, thread, num_threads, num_tasks)
+        share_attention(
+            taken, thread, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out
+        )
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""What attention does with scores, in compiled code: weights of them, and weights times values. Rows are lanes."""
+"""What attention does with scores, in compiled code: weights of them, weights times values. Rows are lanes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
+from bough.model.numbers import rounded
 from bough.model.tiles import WORD_BYTES, compiled
 from bough.model.vectors import (
     FLOATS,
@@ -160,3 +161,28 @@ def weigh_values(weights, key, values, num_rows, out):  # type: ignore[no-untype
     for begin in range(0, num_rows, ROWS):
         for column in range(0, values.shape[1], WIDTH):
             _weigh(weights, begin // LANES, begin % LANES, key, values, column, out)
+
+
+def put_head(head: Any, total: Any, row: int, begin: int, out: Any) -> None:
+    """head / total among a row's numbers, from number `begin` on. Only within kernels."""
+    raise NotImplementedError
+
+
+@overload(put_head)
+def _put_head(head, total, row, begin, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    def into_lanes(head, total, row, begin, out):  # type: ignore[no-untyped-def]
+        here, lane = out[row // LANES], row % LANES
+        for d in range(len(head)):
+            here[begin + d, lane] = head[d] / total
+
+    def into_floats(head, total, row, begin, out):  # type: ignore[no-untyped-def]
+        for d in range(len(head)):
+            out[row, begin + d] = head[d] / total
+
+    def into_bits(head, total, row, begin, out):  # type: ignore[no-untyped-def]
+        for d in range(len(head)):
+            out[row, begin + d] = rounded(head[d] / total)
+
+    if out.ndim == 3:
+        return into_lanes
+    return into_floats if isinstance(out.dtype, numba.types.Float) else into_bits

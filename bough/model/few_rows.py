@@ -131,19 +131,16 @@ _tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
 
 
 @compiled
-def are_few(num_rows, blocks):  # type: ignore[no-untyped-def]
-    """Whether the rows of a block, as `bough.model.tiles` has it, are few; their words fill whole lines."""
-    return num_rows <= MOST and blocks.shape[1] % LANES == 0
-
-
-@compiled
 def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
-    """The rows themselves, 1, 2, 4 or 8 of them, (rows, words)."""
-    count = 1
-    while count < num_rows:
+    """The rows themselves, 1, 2, 4 or 8 of them, (rows, words); none where they are not few.
+
+    They must fill whole lines, too. `blocks` as `bough.model.tiles` has them.
+    """
+    count = 0 if num_rows > MOST or blocks.shape[1] % LANES else 1
+    while 0 < count < num_rows:
         count *= 2
     rows = np.empty((count, blocks.shape[1]), np.int32)
-    for word in range(blocks.shape[1]):
+    for word in range(blocks.shape[1] if count else 0):
         for row in range(count):
             rows[row, word] = blocks[0, word, row]
     return rows

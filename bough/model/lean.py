@@ -14,12 +14,12 @@ from torch import nn
 
 from bough.model.batch import Batch
 from bough.model.lean_layer import LOOPS, LayerWeights
-from bough.model.lean_parts import Matrices, Rooms, Vectors, biases, floats, num_blocks, sizes_of, window
+from bough.model.lean_parts import Matrices, Vectors, biases, floats, sizes_of, window
+from bough.model.lean_rooms import Rooms, code_rows, num_blocks, word_rows
 from bough.model.lean_step import Weights, run_step
 from bough.model.loading import Correction, ParameterSlot, Skeleton, bind_resident, uncorrected
-from bough.model.pages import large_pages
-from bough.model.row_products import numbers
 from bough.model.shares import counters
+from bough.model.stacks import Int8Stack, Stack
 from bough.model.vectors import LANES
 
 POSITIONS_STEP = 1024  # rotary tables grow by so many rows
@@ -29,14 +29,17 @@ CPU = torch.device("cpu")
 class LeanDecoder:
     """A model whose weights stand in a few arrays, as compiled code reads them; it keeps no other copy of them."""
 
-    def __init__(self, skeleton: Skeleton, correct: Correction = uncorrected) -> None:
-        """Loads the weights, layer by layer; `correct` may change a layer's before they are put there."""
+    def __init__(self, skeleton: Skeleton, correct: Correction = uncorrected, is_int8: bool = False) -> None:
+        """Loads the weights, layer by layer; `correct` may change a layer's before they are put there.
+
+        With `is_int8` matrices are kept, and multiplied, in 8 bits.
+        """
         self._rotary = skeleton.model.get_decoder().rotary_emb
         self._vocab_size = skeleton.vocab_size
         self._sizes = sizes_of(skeleton)
-        self._weights = _load(skeleton, correct)
+        self._weights = _load(skeleton, correct, Int8Stack if is_int8 else Stack)
         self._cos = self._sin = np.zeros((0, self._sizes.head_dim), np.float32)
-        self._rooms = Rooms(skeleton)
+        self._rooms = Rooms(skeleton, code_rows if is_int8 else word_rows)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -48,13 +51,13 @@ class LeanDecoder:
         logits = torch.empty((num_blocks(num_logits) * LANES, len(self._weights.head_bias)))
         num_threads = numba.get_num_threads()
         run_step(
-            counters(num_threads, len(self._weights.layers.window) * LOOPS + 1),
+            counters(num_threads, len(self._weights.layers.window) * LOOPS + 2),
             num_threads,
             batch.input_ids[0].numpy(),
             self._cos[positions],
             self._sin[positions],
             batch.logit_rows.numpy(),
-            self._weights,
+            *self._weights,
             self._sizes,
             self._rooms.of(num_blocks(batch.num_rows)),
             chunk.spans(0)[0],
@@ -69,46 +72,30 @@ class LeanDecoder:
             self._cos, self._sin = cos[0].float().numpy(), sin[0].float().numpy()
 
 
-def _load(skeleton: Skeleton, correct: Correction) -> Weights:
+def _load(skeleton: Skeleton, correct: Correction, stack: type[Stack] | type[Int8Stack]) -> Weights:
     """Layer by layer, so that no more than one layer is there twice."""
     bind_resident(skeleton.resident_slots, skeleton.dtype, CPU)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
-    embeddings = _Stack(1)
+    embeddings = stack(1)
     embeddings.put(decoder.embed_tokens.weight)
-    output = embeddings if head.weight is decoder.embed_tokens.weight else _Stack(1)
+    output = embeddings if head.weight is decoder.embed_tokens.weight else stack(1)
     if output is not embeddings:
         output.put(head.weight)
     final_norm = floats(decoder.norm.weight)
     head_bias = biases(head)
     _release(skeleton.resident_slots)
-    stacks, vectors, windows = Matrices(*(_Stack(len(skeleton.layers)) for _ in Matrices._fields)), [], []
+    stacks, vectors, windows = Matrices(*(stack(len(skeleton.layers)) for _ in Matrices._fields)), [], []
     for index, (layer, slots) in enumerate(zip(skeleton.layers, skeleton.layer_slots, strict=True)):
         bind_resident(slots, skeleton.dtype, CPU)
         correct(index, layer)
-        for stack, matrix in zip(stacks, Matrices.of(layer), strict=True):
-            stack.put(matrix)
+        for own, matrix in zip(stacks, Matrices.of(layer), strict=True):
+            own.put(matrix)
         vectors.append(Vectors.of(layer))
         windows.append(window(layer, skeleton.config.model_type))
         _release(slots)
     stacked = Vectors(*(np.stack(kind) for kind in zip(*vectors, strict=True)))
-    layers = LayerWeights._make((*stacked, *(stack.numbers for stack in stacks), np.array(windows, np.int64)))
-    return Weights(embeddings.numbers[0], layers, final_norm, output.numbers[0], head_bias)
-
-
-class _Stack:
-    """One matrix after another."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._used = count, 0
-        self.numbers = np.zeros((0, 0, 0), np.uint16)  # (count, outputs, inputs)
-
-    def put(self, matrix: torch.Tensor) -> None:
-        """All are of one shape."""
-        if not len(self.numbers):
-            memory = np.frombuffer(large_pages(self._count * matrix.nbytes), np.uint16)
-            self.numbers = memory.reshape(self._count, *matrix.shape)
-        self.numbers[self._used] = numbers(matrix.detach())
-        self._used += 1
+    layers = LayerWeights._make((*stacked, *(own.matrices for own in stacks), np.array(windows, np.int64)))
+    return Weights(embeddings.matrices[0], layers, final_norm, output.matrices[0], head_bias)
 
 
 def _release(slots: Sequence[ParameterSlot]) -> None:

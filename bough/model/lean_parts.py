@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bough.model.lean_layer import Room, Sizes
+from bough.model.lean_layer import Sizes
 from bough.model.lean_rows import Floats
 from bough.model.loading import Skeleton
-from bough.model.tiles import GROUP
-from bough.model.vectors import LANES
+from bough.model.tiles import GROUP, LINE_BYTES
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of one build; any other goes by way of transformers
 
@@ -32,47 +31,19 @@ def is_lean(skeleton: Skeleton, device: torch.device) -> bool:
     )
 
 
+def can_int8(skeleton: Skeleton) -> bool:
+    """Whether a model that can be run in this way can be in 8 bits, too: in whole lines."""
+    config, kv = skeleton.config, skeleton.kv_shape()
+    widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * kv.head_dim
+    return all(width % LINE_BYTES == 0 for width in widths)
+
+
 def sizes_of(skeleton: Skeleton) -> Sizes:
     """Of all its layers."""
     config, kv = skeleton.config, skeleton.kv_shape()
     first: Any = skeleton.layers[0]
     heads, scale = int(config.num_attention_heads), float(first.self_attn.scaling)
     return Sizes(heads, kv.num_kv_heads, kv.head_dim, scale, config.rms_norm_eps)
-
-
-class Rooms:
-    """Room for what a pass computes, as much as one has wanted yet."""
-
-    def __init__(self, skeleton: Skeleton) -> None:
-        """With room for one block of rows."""
-        self._sizes = sizes_of(skeleton)
-        self._hidden, self._intermediate = int(skeleton.config.hidden_size), int(skeleton.config.intermediate_size)
-        self._room = self._new_room(1)
-
-    def of(self, num_blocks: int) -> Room:
-        """For so many blocks of rows; valid until the next call."""
-        most = len(self._room.hidden)
-        if num_blocks > most:
-            self._room, most = self._new_room(num_blocks), num_blocks
-        return Room._make(array[: len(array) // most * num_blocks] for array in self._room)
-
-    def _new_room(self, blocks: int) -> Room:
-        rows, attended = blocks * LANES, self._sizes.num_heads * self._sizes.head_dim
-        qkv = attended + 2 * self._sizes.num_kv_heads * self._sizes.head_dim
-        queries, heads = (np.zeros((rows, attended), np.uint16) for _ in range(2))
-        return Room(
-            np.zeros((blocks, self._hidden, LANES), np.float32),
-            np.zeros((blocks, self._hidden // 2, LANES), np.int32),
-            np.zeros((rows, qkv), np.float32),
-            queries,
-            queries.view(np.int32),
-            heads,
-            heads.view(np.int32),
-            np.zeros((blocks, attended // 2, LANES), np.int32),
-            np.zeros((blocks, self._intermediate, LANES), np.float32),
-            np.zeros((blocks, self._intermediate, LANES), np.float32),
-            np.zeros((blocks, self._intermediate // 2, LANES), np.int32),
-        )
 
 
 class Matrices(NamedTuple):
@@ -117,11 +88,6 @@ class Vectors(NamedTuple):
             key_norm,
             floats(layer.post_attention_layernorm.weight),
         )
-
-
-def num_blocks(num_rows: int) -> int:
-    """That so many rows fill."""
-    return -(-num_rows // LANES)
 
 
 def biases(*projections: Any) -> Floats:

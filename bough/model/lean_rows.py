@@ -1,8 +1,6 @@
 """What a Llama-like layer does with each row by itself: norms, positions, gates. For compiled code.
 
-Rows are the lanes of vectors, LANES in a block. `is_few` says that there is one block of few rows, which no thread is
-worth: it has forms of its own, in which the compiler may round otherwise. So whoever wants a row's bits to depend on
-the row alone never says so.
+Rows are the lanes of vectors, LANES in a block; what goes into a product is put into the form that it takes.
 """
 
 from __future__ import annotations
@@ -11,22 +9,27 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.numbers import exp_below_zero, rounded, widened
-from bough.model.tiles import lay_out
+from bough.model.lanes import (
+    all_lanes,
+    exp_below_zero,
+    load,
+    magnitude,
+    multiply_add,
+    square_root,
+    store,
+    where_positive,
+)
+from bough.model.numbers import rounded, widened
+from bough.model.operands import LINE, put
+from bough.model.shares import take, take_next, wait_for_all
 from bough.model.vectors import LANES
 
 Floats = NDArray[np.float32]
 Bits = NDArray[np.uint16]  # of bfloat16
-Words = NDArray[np.int32]  # of two
 
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 compiled = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy", nogil=True)
 parallel = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy", nogil=True, parallel=True)
-
-
-@compiled
-def _word(low, high):  # type: ignore[no-untyped-def]
-    return np.int32(np.uint32(rounded(low)) | np.uint32(rounded(high)) << np.uint32(16))
 
 
 @parallel
@@ -49,35 +52,30 @@ def collect(hidden, rows):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _normalise_block(hidden, weight, epsilon, words):  # type: ignore[no-untyped-def]
+def _normalise(block, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
     """RMS norm (arXiv 1910.07467) of a block."""
-    factors = np.zeros(LANES, np.float32)
-    for i in range(len(weight)):
-        for lane in range(LANES):
-            factors[lane] += hidden[i, lane] * hidden[i, lane]
-    for lane in range(LANES):
-        factors[lane] = np.float32(1) / np.sqrt(factors[lane] / np.float32(len(weight)) + epsilon)
-    for word in range(len(words)):
-        low, high = weight[2 * word], weight[2 * word + 1]
-        for lane in range(LANES):
-            factor = factors[lane]
-            first, second = hidden[2 * word, lane] * factor * low, hidden[2 * word + 1, lane] * factor * high
-            words[word, lane] = _word(first, second)
-
-
-@parallel
-def _normalise_blocks(hidden, weight, epsilon, words):  # type: ignore[no-untyped-def]
-    for block in numba.prange(len(hidden)):
-        _normalise_block(hidden[block], weight, epsilon, words[block])
+    here, normed = hidden[block], np.empty((LINE, LANES), np.float32)
+    even, odd = all_lanes(np.float32(0)), all_lanes(np.float32(0))  # sums of squares: one would wait for itself
+    for i in range(0, len(weight), 2):
+        first, second = load(here, i), load(here, i + 1)
+        even, odd = multiply_add(first, first, even), multiply_add(second, second, odd)
+    mean = (even + odd) / all_lanes(np.float32(len(weight)))
+    factor = all_lanes(np.float32(1)) / square_root(mean + all_lanes(np.float32(epsilon)))
+    for begin in range(0, len(weight), LINE):
+        count = min(LINE, len(weight) - begin)
+        for i in range(count):
+            store(normed, i, load(here, begin + i) * factor * all_lanes(weight[begin + i]))
+        put(normed[:count], rows, block, begin)
 
 
 @compiled
-def normalise(is_few, hidden, weight, epsilon, words):  # type: ignore[no-untyped-def]
-    """Words (blocks, hidden / 2, LANES) of the norm of hidden (blocks, hidden, LANES)."""
-    if is_few:
-        _normalise_block(hidden[0], weight, epsilon, words[0])
-    else:
-        _normalise_blocks(hidden, weight, epsilon, words)
+def share_norms(taken, thread, num_threads, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
+    """RMS norms of hidden (blocks, hidden, LANES) as rows of a product: a thread's part."""
+    block = take(taken, thread, num_threads, len(hidden))
+    while block < len(hidden):
+        _normalise(block, hidden, weight, epsilon, rows)
+        block = take_next(taken, thread, num_threads, len(hidden))
+    wait_for_all(taken, num_threads, len(hidden))
 
 
 @compiled
@@ -97,33 +95,24 @@ def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
         out[d + half] = rounded(head[d + half] * cos[d + half] + head[d] * sin[d + half])
 
 
-@parallel
-def _lay_out_blocks(words, blocks):  # type: ignore[no-untyped-def]
-    for block in numba.prange(len(blocks)):
-        lay_out(words, block, blocks)
+@compiled
+def share_laying_out(taken, thread, num_threads, numbers, rows):  # type: ignore[no-untyped-def]
+    """Numbers (blocks, inputs, LANES) as rows of a product: a thread's part."""
+    num_blocks, num_inputs = len(numbers), numbers.shape[1]
+    block = take(taken, thread, num_threads, num_blocks)
+    while block < num_blocks:
+        for begin in range(0, num_inputs, LINE):
+            put(numbers[block, begin : min(begin + LINE, num_inputs)], rows, block, begin)
+        block = take_next(taken, thread, num_threads, num_blocks)
+    wait_for_all(taken, num_threads, num_blocks)
 
 
 @compiled
-def lay_out_rows(is_few, words, blocks):  # type: ignore[no-untyped-def]
-    """Rows (rows, words) in blocks (blocks, words, LANES)."""
-    if is_few:
-        lay_out(words, 0, blocks)
-    else:
-        _lay_out_blocks(words, blocks)
-
-
-@compiled
-def gate_words(gate, up, begin, end, gated):  # type: ignore[no-untyped-def]
-    """gated = silu(gate) * up, for words [begin, end) of a block."""
-    for word in range(begin, end):
-        for lane in range(LANES):
-            gated[word, lane] = _word(
-                _silu(gate[2 * word, lane]) * up[2 * word, lane],
-                _silu(gate[2 * word + 1, lane]) * up[2 * word + 1, lane],
-            )
-
-
-@compiled
-def _silu(x):  # type: ignore[no-untyped-def]
-    power = exp_below_zero(-abs(x))
-    return x * (np.float32(1) if x > 0 else power) / (np.float32(1) + power)
+def gate_line(gate, up, begin, end, gated, block):  # type: ignore[no-untyped-def]
+    """gated = silu(gate) * up, for inputs [begin, end) of a block, LINE at most."""
+    values, zero, one = np.empty((end - begin, LANES), np.float32), all_lanes(np.float32(0)), all_lanes(np.float32(1))
+    for i in range(begin, end):
+        x = load(gate, i)
+        power = exp_below_zero(zero - magnitude(x))
+        store(values, i - begin, x * load(up, i) * where_positive(x, one, power) / (one + power))
+    put(values, gated, block, begin)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 
-from bough.model.few_rows import MOST
-from bough.model.lean_layer import LOOPS, LayerWeights, project_rows, run_layer
-from bough.model.lean_rows import Bits, Floats, compiled, normalise
-from bough.model.numbers import widened
+from bough.model.lean_layer import LOOPS, LayerWeights, share_layer
+from bough.model.lean_rows import Floats, compiled, parallel, share_norms
+from bough.model.operands import put_output
+from bough.model.project import share_product
 from bough.model.vectors import LANES
 
 
 class Weights(NamedTuple):
     """Of a whole model."""
 
-    embeddings: Bits
+    embeddings: Any
     layers: LayerWeights
     final_norm: Floats  # (hidden,)
-    head: Bits
+    head: Any
     head_bias: Floats  # (vocab_size,)
 
 
@@ -27,13 +28,11 @@ class Weights(NamedTuple):
 def _embed(tokens, embeddings, hidden):  # type: ignore[no-untyped-def]
     """Lanes beyond the last token become 0, so that nothing piles up there."""
     for row in range(len(hidden) * LANES):
-        here, lane = hidden[row // LANES], row % LANES
-        if row >= len(tokens):
-            here[:, lane] = 0
-            continue
-        embedding = embeddings[tokens[row]]
-        for i in range(len(embedding)):
-            here[i, lane] = widened(embedding[i])
+        place = hidden[row // LANES, :, row % LANES]
+        if row < len(tokens):
+            put_output(embeddings, tokens[row], place)
+        else:
+            place[:] = 0
 
 
 @compiled
@@ -56,21 +55,30 @@ def _layer_of(layers, layer):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def run_step(taken, num_threads, tokens, cos, sin, logit_rows, weights, sizes, room, spans, logits):  # type: ignore[no-untyped-def]
+def _share_layers(taken, thread, num_threads, num_rows, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+    for layer in range(len(weights.window)):
+        counts, own = taken[layer * LOOPS : (layer + 1) * LOOPS], _layer_of(weights, layer)
+        share_layer(counts, thread, num_threads, num_rows, layer, own, sizes, room, spans, cos, sin)
+
+
+@parallel
+def run_step(  # type: ignore[no-untyped-def]
+    taken, num_threads, tokens, cos, sin, logit_rows, embeddings, layers, norm, head, bias, sizes, room, spans, logits
+):
     """Logits (logit rows in whole blocks, vocab_size) float32 of a batch; cos, sin (rows, head_dim) float32.
 
     Keys and values of all rows are put into their slots. `room` has just the blocks that the rows fill; `taken` counts
-    in num_layers * LOOPS + 1 loops (`bough.model.shares.counters`).
+    in num_layers * LOOPS + 2 loops (`bough.model.shares.counters`).
     """
-    num_rows = len(tokens)
-    _embed(tokens, weights.embeddings, room.hidden)
-    for layer in range(len(weights.layers.window)):
-        counts = taken[layer * LOOPS : (layer + 1) * LOOPS]
-        run_layer(counts, num_threads, num_rows, layer, _layer_of(weights.layers, layer), sizes, room, spans, cos, sin)
+    _embed(tokens, embeddings, room.hidden)
+    for thread in numba.prange(num_threads):
+        _share_layers(taken, thread, num_threads, len(tokens), layers, sizes, room, spans, cos, sin)
     if len(logit_rows) == 0:
         return
-    normalise(num_rows <= MOST, room.hidden, weights.final_norm, np.float32(sizes.epsilon), room.normed)
-    wanted = np.zeros((len(logits) // LANES, room.normed.shape[1], LANES), np.int32)
+    wanted = np.zeros((len(logits) // LANES, room.hidden.shape[1], LANES), np.float32)
     for i in range(len(logit_rows)):
-        wanted[i // LANES, :, i % LANES] = room.normed[logit_rows[i] // LANES, :, logit_rows[i] % LANES]
-    project_rows(taken[-1], num_threads, len(logit_rows), wanted, weights.head, weights.head_bias, logits)
+        wanted[i // LANES, :, i % LANES] = room.hidden[logit_rows[i] // LANES, :, logit_rows[i] % LANES]
+    normed, epsilon = room.normed[: len(wanted)], np.float32(sizes.epsilon)
+    for thread in numba.prange(num_threads):
+        share_norms(taken[-2], thread, num_threads, wanted, norm, epsilon, normed)
+        share_product(taken[-1], thread, num_threads, normed, len(logit_rows), head, bias, logits)

@@ -7,45 +7,92 @@ from typing import Any
 import numba
 from numba.extending import overload
 
-from bough.model.few_rows import multiply_few
-from bough.model.shares import take
+from bough.model.few_rows import few_of, multiply_few
+from bough.model.int8_tiles import multiply_int8
+from bough.model.operands import are_codes, num_outputs_of
+from bough.model.shares import take, take_next, wait_for_all
 from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
 
 PIECES = 8  # of a matrix for each thread, which they take as they come to them
 
 
-def multiply(rows: Any, matrix: Any, begin: int, end: int, bias: Any, out: Any) -> None:
-    """`multiply_groups` of blocks, `multiply_few` of rows that are few. Only within kernels."""
+def multiply(rows: Any, few: Any, num_rows: int, matrix: Any, begin: int, end: int, bias: Any, out: Any) -> None:
+    """`num_rows` rows times groups [begin, end) of a matrix, GROUP outputs in each. Only within kernels.
+
+    Either `out` is (rows in whole blocks, outputs), float32 or, in 16 bits, bfloat16's bits, and takes sums plus `bias`
+    (outputs,); or (blocks, outputs, LANES) float32, to which sums are added, with None for `bias`. `few` is what
+    `form_of` makes of the rows.
+    """
     raise NotImplementedError
 
 
 @overload(multiply)
-def _multiply(rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    if rows.ndim == 3:
-        return lambda rows, matrix, begin, end, bias, out: multiply_groups(rows, matrix, begin, end, bias, out)
-    return lambda rows, matrix, begin, end, bias, out: multiply_few(rows, matrix, begin, end, bias, out)
+def _multiply(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    def by_number(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        if len(few):
+            multiply_few(few, matrix, begin, end, bias, out)
+        else:
+            multiply_groups(rows, matrix, begin, end, bias, out)
+
+    def in_8_bits(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        multiply_int8(rows, num_rows, matrix, begin, end, bias, out)
+
+    def in_32_bits(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        multiply_groups(rows, matrix, begin, end, bias, out)
+
+    if are_codes(rows):
+        return in_8_bits
+    return by_number if rows.dtype == numba.types.int32 else in_32_bits
+
+
+def form_of(rows: Any, num_rows: int) -> Any:
+    """Few rows in 16 bits in the form in which they are multiplied; otherwise of no length. Only within kernels."""
+    raise NotImplementedError
+
+
+@overload(form_of)
+def _form_of(rows, num_rows):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    if rows.dtype == numba.types.int32:
+        return lambda rows, num_rows: few_of(rows, num_rows)
+    return lambda rows, num_rows: rows[:0]  # noqa: ARG005
 
 
 @compiled
 def num_groups_of(matrix):  # type: ignore[no-untyped-def]
     """Groups of its rows."""
-    return (len(matrix) + GROUP - 1) // GROUP
+    return (num_outputs_of(matrix) + GROUP - 1) // GROUP
 
 
 @compiled
-def next_groups(taken, thread, num_threads, num_groups):  # type: ignore[no-untyped-def]
-    """The groups that a thread takes next, [begin, end); none when all are taken."""
-    num_pieces = min(num_groups, PIECES * num_threads)
+def num_pieces_of(num_parts, num_threads):  # type: ignore[no-untyped-def]
+    """In how many pieces threads take so many parts of a matrix."""
+    return min(num_parts, PIECES * num_threads)
+
+
+@compiled
+def parts_of(piece, num_pieces, num_parts):  # type: ignore[no-untyped-def]
+    """Those of a piece, [begin, end)."""
+    return piece * num_parts // num_pieces, (piece + 1) * num_parts // num_pieces
+
+
+@compiled
+def share_product(taken, thread, num_threads, rows, num_rows, matrix, bias, out):  # type: ignore[no-untyped-def]
+    """A thread's part of `project`."""
+    few, num_groups = form_of(rows, num_rows), num_groups_of(matrix)
+    num_pieces = num_pieces_of(num_groups, num_threads)
     piece = take(taken, thread, num_threads, num_pieces)
-    return piece * num_groups // num_pieces, min(piece + 1, num_pieces) * num_groups // num_pieces
+    while piece < num_pieces:
+        begin, end = parts_of(piece, num_pieces, num_groups)
+        multiply(rows, few, num_rows, matrix, begin, end, bias, out)
+        piece = take_next(taken, thread, num_threads, num_pieces)
+    wait_for_all(taken, num_threads, num_pieces)
 
 
 @parallel
-def project(taken, num_threads, rows, matrix, bias, out):  # type: ignore[no-untyped-def]
-    """All groups of a matrix by all threads; `taken` is a row of `bough.model.shares.counters`."""
-    num_groups = num_groups_of(matrix)
+def project(taken, num_threads, rows, num_rows, matrix, bias, out):  # type: ignore[no-untyped-def]
+    """All groups of a matrix by all threads; `taken` is a row of `bough.model.shares.counters`.
+
+    Few rows in 16 bits are computed otherwise: say that they fill their block where that must not be.
+    """
     for thread in numba.prange(num_threads):
-        begin, end = next_groups(taken, thread, num_threads, num_groups)
-        while begin < end:
-            multiply(rows, matrix, begin, end, bias, out)
-            begin, end = next_groups(taken, thread, num_threads, num_groups)
+        share_product(taken, thread, num_threads, rows, num_rows, matrix, bias, out)

@@ -71,4 +71,4 @@ def _multiply(taken, num_threads, words, blocks, matrix, bias, out):  # type: ig
     else:
         for block in numba.prange(num_blocks):
             lay_out(words, block, blocks)
-    project(taken, num_threads, blocks, matrix, bias, out)
+    project(taken, num_threads, blocks, num_blocks * LANES, matrix, bias, out)

@@ -20,11 +20,13 @@ class ResidentModel:
     Through transformers' own modules, or where the architecture and the device allow it through a leaner path of ours.
     """
 
-    def __init__(self, skeleton: Skeleton, device: torch.device, correct: Correction = uncorrected) -> None:
+    def __init__(
+        self, skeleton: Skeleton, device: torch.device, correct: Correction = uncorrected, is_int8: bool = False
+    ) -> None:
         self.skeleton = skeleton
         self.device = device
         self._steps: GraphedSteps | None = None
-        self._lean = LeanDecoder(skeleton, correct) if is_lean(skeleton, device) else None
+        self._lean = LeanDecoder(skeleton, correct, is_int8) if is_lean(skeleton, device) else None
         if self._lean is None:
             bind_all(skeleton, device, correct)
 

@@ -17,7 +17,6 @@ from numba.extending import intrinsic
 
 from bough.model.vectors import (
     FLOATS,
-    I16,
     I32,
     I64,
     LANES,
@@ -28,6 +27,7 @@ from bough.model.vectors import (
     dot_pairs,
     multiply_add,
     prefetch,
+    rounded,
     shuffled,
     splat,
     store,
@@ -38,27 +38,15 @@ LINE_BYTES = 64  # of memory that arrive together
 GROUP = 16  # outputs that are computed one after another, for all rows
 
 
-def _rounded(builder: ir.IRBuilder, floats: Any) -> Any:
-    """To the bits of bfloat16, to nearest and even."""
-
-    def constant(number: int) -> ir.Constant:
-        return ir.Constant(WORDS, [number] * LANES)
-
-    bits = builder.bitcast(floats, WORDS)
-    is_odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    upper = builder.lshr(builder.add(bits, builder.add(is_odd, constant(0x7FFF))), constant(16))
-    return builder.trunc(upper, ir.VectorType(I16, LANES))
-
-
-def _by_rows(builder: ir.IRBuilder, outputs: Sequence[Any]) -> Any:
-    """One vector of all outputs of the first row, then of the second, and so on, from one vector for each output."""
-    vectors, width = list(outputs), 1  # outputs of a row that stand together
+def by_lanes(builder: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
+    """One vector of the first lanes of all vectors, then of their second lanes, and so on."""
+    width = 1  # of what stands together
     while len(vectors) > 1:
         size = LANES * width
         pairs = [
             place
-            for row in range(0, size, width)
-            for begin in (row, size + row)
+            for lane in range(0, size, width)
+            for begin in (lane, size + lane)
             for place in range(begin, begin + width)
         ]
         vectors = [shuffled(builder, *two, pairs) for two in zip(vectors[::2], vectors[1::2], strict=True)]
@@ -126,7 +114,7 @@ class _Tile:
         added = [splat(b, b.load(place, typ=ir.FloatType(), align=4)) for place in places]
         for block in self._blocks:
             totals = [b.fadd(*two) for two in zip(sums[block * size : (block + 1) * size], added, strict=True)]
-            together = _by_rows(b, [_rounded(b, total) if is_rounded else total for total in totals])
+            together = by_lanes(b, [rounded(b, total) if is_rounded else total for total in totals])
             for row in range(LANES):
                 part = shuffled(b, together, together, range(row * size, (row + 1) * size))
                 place = at(b, out, _times(b, block * LANES + row, out_row_bytes))

@@ -29,7 +29,7 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+_BFLOATS, _BYTES = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
 
 
 def has_feature(name: str) -> bool:
@@ -43,6 +43,11 @@ def has_feature(name: str) -> bool:
 def multiplies_pairs() -> bool:
     """Whether one instruction multiplies and adds pairs of bfloat16."""
     return has_feature("avx512bf16")
+
+
+def multiplies_bytes() -> bool:
+    """Whether one instruction multiplies and adds fours of bytes."""
+    return has_feature("avx512vnni")
 
 
 def multiplies_and_adds() -> bool:
@@ -73,11 +78,40 @@ def dot_pairs(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> Any:
     return sums
 
 
+def dot_bytes(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
+    """sums + the dot product of each lane's four bytes, as whole numbers; one factor has signs and the other none."""
+    if multiplies_bytes():
+        kind = ir.FunctionType(WORDS, [WORDS, _BYTES, _BYTES])
+        factors = [builder.bitcast(words, _BYTES) for words in (unsigned, signed)]
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", kind, [sums, *factors])
+
+    def constant(number: int) -> ir.Constant:
+        return ir.Constant(WORDS, [number] * LANES)
+
+    for byte in range(4):
+        first = builder.ashr(builder.shl(signed, constant(24 - 8 * byte)), constant(24))
+        second = builder.and_(builder.lshr(unsigned, constant(8 * byte)), constant(0xFF))
+        sums = builder.add(sums, builder.mul(first, second))
+    return sums
+
+
 def widened(builder: ir.IRBuilder, words: Any) -> tuple[Any, Any]:
     """The first and the second of each lane's two as float32."""
     sixteen, upper = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [0xFFFF0000] * LANES)
     first = builder.bitcast(builder.shl(words, sixteen), FLOATS)
     return first, builder.bitcast(builder.and_(words, upper), FLOATS)
+
+
+def rounded(builder: ir.IRBuilder, floats: Any) -> Any:
+    """Vectors of the bits of bfloat16, to nearest and even."""
+
+    def constant(number: int) -> ir.Constant:
+        return ir.Constant(WORDS, [number] * LANES)
+
+    bits = builder.bitcast(floats, WORDS)
+    is_odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    upper = builder.lshr(builder.add(bits, builder.add(is_odd, constant(0x7FFF))), constant(16))
+    return builder.trunc(upper, ir.VectorType(I16, LANES))
 
 
 def multiply_add(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> Any:

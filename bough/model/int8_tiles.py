@@ -1,0 +1,155 @@
+"""Products of rows with matrices in 8 bits, piece by piece, for compiled code.
+
+Outputs are the lanes of vectors, as a matrix is laid out for it once: what is read is read one line of memory after
+another, and as many rows as there are, and no more, meet it. Products of a line's inputs are added up as whole numbers,
+exactly, then scaled as the rows say, so what becomes of a row depends on the row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from bough.model.operands import LINE, LINE_WORDS
+from bough.model.tiles import WORD_BYTES, by_lanes, compiled
+from bough.model.vectors import (
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    SECOND_LEVEL,
+    WORDS,
+    at,
+    dot_bytes,
+    multiply_add,
+    prefetch,
+    shuffled,
+    splat,
+    store,
+)
+
+_WORD = LANES * WORD_BYTES  # bytes from one word of a block, or of a group, to the next
+_CODES = LINE // 4 * _WORD  # bytes of a line's codes
+
+
+def _sums(b: ir.IRBuilder, num_rows: int, words: Any, group: Any, group_bytes: Any) -> list[Any]:
+    """A vector of sums for each of some rows, the first of which stands at `words`, with a group of outputs."""
+    rows, inputs_end = range(num_rows), b.sub(group_bytes, ir.Constant(I64, _WORD))
+
+    def lanes(offset: Any, kind: ir.Type) -> list[Any]:
+        places = [at(b, at(b, words, offset), ir.Constant(I64, WORD_BYTES * row)) for row in rows]
+        return [splat(b, b.load(place, typ=kind, align=4)) for place in places]
+
+    def plus(offset: Any, number: int) -> Any:
+        return b.add(offset, ir.Constant(I64, number))
+
+    entry, line, word, after, done = b.block, *(b.append_basic_block(n) for n in ("line", "word", "after", "done"))
+    b.branch(line)
+    b.position_at_end(line)
+    begin, row_begin, totals = b.phi(I64), b.phi(I64), [b.phi(FLOATS) for _ in rows]
+    end, row_end = plus(begin, _CODES), plus(row_begin, LINE_WORDS * _WORD)
+    scales_place = plus(row_begin, _CODES)
+    starts = lanes(plus(scales_place, _WORD), I32)
+    b.branch(word)
+    b.position_at_end(word)
+    offset, row_offset, partial = b.phi(I64), b.phi(I64), [b.phi(WORDS) for _ in rows]
+    place = at(b, group, offset)
+    prefetch(b, at(b, place, group_bytes), SECOND_LEVEL)  # of the next group
+    numbers, inputs = b.load(place, typ=WORDS, align=4), lanes(row_offset, I32)
+    sums = [dot_bytes(b, some, row, numbers) for some, row in zip(partial, inputs, strict=True)]
+    following, row_following = plus(offset, _WORD), plus(row_offset, _WORD)
+    b.cbranch(b.icmp_signed("<", following, end), word, after)
+    b.position_at_end(after)
+    whole, scales = [b.sitofp(some, FLOATS) for some in sums], lanes(scales_place, ir.FloatType())
+    line_totals = [multiply_add(b, *three) for three in zip(totals, whole, scales, strict=True)]
+    b.cbranch(b.icmp_signed("<", end, inputs_end), line, done)
+    b.position_at_end(done)
+    zero, zeros = ir.Constant(I64, 0), [ir.Constant(FLOATS, [0.0] * LANES)] * num_rows
+    of_lines = [(begin, zero, end), (row_begin, zero, row_end), *zip(totals, zeros, line_totals, strict=True)]
+    of_words = [(offset, begin, following), (row_offset, row_begin, row_following)]
+    for phis, before, back in (
+        (of_lines, entry, after),
+        ([*of_words, *zip(partial, starts, sums, strict=True)], line, word),
+    ):
+        for phi, first, last in phis:
+            phi.add_incoming(first, before)
+            phi.add_incoming(last, back)
+    scales_of_outputs = b.load(at(b, group, inputs_end), typ=FLOATS, align=4)
+    return [b.fmul(total, scales_of_outputs) for total in line_totals]
+
+
+def _put_rows(b: ir.IRBuilder, sums: Sequence[Any], bias: Any, out: Any, out_row_bytes: Any) -> None:
+    added = b.load(bias, typ=FLOATS, align=4)
+    for row, total in enumerate(sums):
+        store(b, b.fadd(total, added), at(b, out, b.mul(out_row_bytes, ir.Constant(I64, row))))
+
+
+def _add_lanes(b: ir.IRBuilder, sums: Sequence[Any], out: Any) -> None:
+    together = by_lanes(b, sums)
+    for output in range(LANES):
+        part = shuffled(b, together, together, range(output * len(sums), (output + 1) * len(sums)))
+        place = at(b, out, ir.Constant(I64, output * _WORD))
+        store(b, b.fadd(b.load(place, typ=part.type, align=4), part), place)
+
+
+def _tile_of(num_rows: int) -> Any:
+    """A function that compiled code may call: some rows with one group of outputs; see `multiply_int8`."""
+
+    def tile(_context, rows, row, matrix, group, bias, out):  # type: ignore[no-untyped-def]
+        signature = numba.types.void(rows, row, matrix, group, bias, out)
+
+        def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+            def array(place: int) -> tuple[Any, list[Any]]:
+                """Address, and bytes from one entry to the next along each axis."""
+                made = context.make_array(signature.args[place])(context, builder, values[place])
+                return made.data, cgutils.unpack_tuple(builder, made.strides)
+
+            def entry(begin: Any, stride: Any, index: Any) -> Any:
+                return at(builder, begin, builder.mul(stride, index))
+
+            _, row, _, group, _, _ = values
+            lanes = ir.Constant(I64, LANES)
+            block, lane = builder.udiv(row, lanes), builder.urem(row, lanes)
+            lane_bytes = builder.mul(lane, ir.Constant(I64, WORD_BYTES))
+            (words, (block_bytes, *_)), (groups, (group_bytes, *_)) = array(0), array(2)
+            first = at(builder, entry(words, block_bytes, block), lane_bytes)
+            sums = _sums(builder, num_rows, first, entry(groups, group_bytes, group), group_bytes)
+            result, steps = array(5)
+            output = builder.mul(group, lanes)
+            if signature.args[5].ndim == 3:
+                begin = entry(entry(result, steps[0], block), steps[1], output)
+                _add_lanes(builder, sums, at(builder, begin, lane_bytes))
+            else:
+                added, (float_bytes,) = array(4)
+                begin = entry(entry(result, steps[0], row), steps[1], output)
+                _put_rows(builder, sums, entry(added, float_bytes, output), begin, steps[0])
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return intrinsic(tile)
+
+
+MOST = 8  # rows whose sums registers hold, twice, beside what they are made of
+_tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
+
+
+@compiled
+def multiply_int8(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
+    """Rows in 8 bits times groups [begin, end) of a matrix in 8 bits; for `out` see `bough.model.project.multiply`."""
+    for group in range(begin, end):
+        for row in range(0, num_rows, MOST):
+            left = num_rows - row
+            if left > 4:
+                _tile_8(rows, row, matrix, group, bias, out)
+            elif left > 2:
+                _tile_4(rows, row, matrix, group, bias, out)
+            elif left > 1:
+                _tile_2(rows, row, matrix, group, bias, out)
+            else:
+                _tile_1(rows, row, matrix, group, bias, out)
