@@ -15,7 +15,7 @@ from bough.config import DEFAULT_PORT, DistillConfig, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions
 from bough.growth import Scheme
-from bough.values import DTYPE_NAMES
+from bough.values import DRAFT_BITS, DTYPE_NAMES
 
 PLAN_SETTINGS = (
     "draft", "device", "device_memory", "host_memory", "kv_memory", "ring_memory", "resident_layers", "max_context",
@@ -121,6 +121,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drop-layers", help="layers that a substitute leaves out, such as 12-15")
     parser.add_argument("--draft-adapter", help="a substitute that `bough distill` made: its folder")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="data type of the target (default bfloat16)")
+    parser.add_argument("--draft-bits", choices=DRAFT_BITS, help="bits of the draft's products (default auto)")
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
     parser.add_argument("--index-url", default="", help="a running Redis or Valkey; one is started by default")

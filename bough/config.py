@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from bough.errors import ConfigError
 from bough.values import (
+    DRAFT_BITS,
     number,
     one_of,
     parse_bytes,
@@ -76,6 +77,12 @@ class DraftConfig(WorkerConfig):
     )
     adapter: str = setting(
         "", str, "folder that `bough distill` wrote: layers to leave out, and corrections to the rest"
+    )
+    bits: str = setting(
+        "auto",
+        one_of(*DRAFT_BITS),
+        "of weights, in which products are made; auto is 8 on a CPU that has an instruction for them, for models of a "
+        "Llama's build",
     )
     branch: int = setting(16, parse_count, "most children of a node")
     ahead_steps: int = setting(

@@ -9,8 +9,11 @@ from bough.distill.adapter import Adapter
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
 from bough.model.layers import kept_layers
-from bough.model.loading import DTYPES, build_skeleton, uncorrected
+from bough.model.lean_parts import can_int8
+from bough.model.loading import DTYPES, Skeleton, build_skeleton, uncorrected
+from bough.model.operands import LINE
 from bough.model.runner import ResidentModel
+from bough.model.vectors import multiplies_bytes
 
 
 def open_adapter(config: DraftConfig) -> Adapter | None:
@@ -37,17 +40,31 @@ def load_draft(
     dtype: str,
     device: torch.device,
     adapter: Adapter | None = None,
+    bits: str = "16",
 ) -> ResidentModel:
     """Loads the draft model for good. `drop_layers` makes it a substitute; they are counted without identity copies.
 
-    With an adapter, it decides which layers are left out, and corrects the others.
+    With an adapter, it decides which layers are left out, and corrects the others. Products are made in 8 or 16 bits,
+    or as is faster ("auto"); in 8 bits the draft guesses a little otherwise.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: a layer to drop is not there, or the adapter is another model's.
+        ConfigError: a layer to drop is not there, the adapter is another model's, or 8 bits are not possible.
     """
     if adapter is not None:
         adapter.require_base(checkpoint)
         drop_layers = adapter.manifest.dropped_layers
     skeleton = build_skeleton(checkpoint, DTYPES[dtype], kept_layers(checkpoint, drop_layers))
-    return ResidentModel(skeleton, device, adapter.correct if adapter is not None else uncorrected)
+    return ResidentModel(
+        skeleton, device, adapter.correct if adapter is not None else uncorrected, _is_int8(skeleton, device, bits)
+    )
+
+
+def _is_int8(skeleton: Skeleton, device: torch.device, bits: str) -> bool:
+    is_possible = can_int8(skeleton, device)
+    if bits == "8" and not is_possible:
+        raise ConfigError(
+            f"--bits: 8, but {skeleton.describe()} on {device.type} cannot be run so: that takes a model of a Llama's "
+            f"build whose sizes are multiples of {LINE}, in bfloat16 on the CPU; 16 or auto would do"
+        )
+    return is_possible and (bits == "8" or (bits == "auto" and multiplies_bytes()))

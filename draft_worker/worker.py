@@ -45,7 +45,7 @@ class DraftWorker:
 
         def load() -> SessionPool:
             compute_with(config.threads)
-            self._model = load_draft(checkpoint, config.drop_layers, config.dtype, device, adapter)
+            self._model = load_draft(checkpoint, config.drop_layers, config.dtype, device, adapter, config.bits)
             return self._make_pool()
 
         pool = on_a_passing_thread(load)
@@ -112,7 +112,7 @@ class DraftWorker:
             kind="draft",
             worker_id=self._worker_id,
             model_name=self._name,
-            model_description=self._model.skeleton.describe(),
+            model_description=self._model.describe(),
             model_fingerprint=self._fingerprint,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             vocab_size=self.vocab_size,

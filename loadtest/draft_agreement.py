@@ -11,6 +11,7 @@ layers, `drop:` the target itself; anything else is a model folder. Ends with on
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -32,7 +33,7 @@ from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.tokenizer import Tokenizer
 from bough.tree import Tree
-from bough.values import parse_layers
+from bough.values import DRAFT_BITS, parse_layers
 from draft_worker.sources import load_draft
 from loadtest.draft_step import timed
 from loadtest.prompts import load_prompts
@@ -54,6 +55,7 @@ class Row(NamedTuple):
     """One draft."""
 
     draft: str
+    bits: str  # of its products
     own_bytes: int  # on disk; what it shares with the target is not counted
     load_seconds: float
     step_ms: float  # of one node after a short context, median
@@ -83,19 +85,19 @@ def hits(model: ResidentModel, said: Answer) -> np.ndarray:
     return (guesses == torch.tensor(tokens[said.prompt_length :])[:, None]).numpy()
 
 
-def measure(name: str, target: Path, said: Sequence[Answer]) -> Row:
+def measure(name: str, bits: str, target: Path, said: Sequence[Answer]) -> Row:
     """One draft on all answers."""
     is_part = name.startswith(DROP)
     checkpoint = Checkpoint.open(target if is_part else name)
     drops = parse_layers(name.removeprefix(DROP)) if is_part else ()
     began = time.perf_counter()
-    model = load_draft(checkpoint, drops, "bfloat16", CPU)
+    model = load_draft(checkpoint, drops, "bfloat16", CPU, bits=bits)
     load_seconds = time.perf_counter() - began
     model.warm_up(model.skeleton.kv_shape().empty(1, CPU))
     all_hits = np.concatenate([hits(model, one) for one in said])
     own_bytes = 0 if is_part else sum(file.stat().st_size for file in checkpoint.folder.glob("*.safetensors"))
     top1, top4 = all_hits[:, 0].mean(), all_hits.any(axis=1).mean()
-    return Row(name, own_bytes, load_seconds, 1e3 * step_seconds(model, said[0]), top1, top4, len(all_hits))
+    return Row(name, bits, own_bytes, load_seconds, 1e3 * step_seconds(model, said[0]), top1, top4, len(all_hits))
 
 
 def step_seconds(model: ResidentModel, said: Answer) -> float:
@@ -113,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafts", nargs="+", help="model folders, or drop:LAYERS")
     parser.add_argument("--target", type=Path, help="SmolLM2 as it is by default")
+    parser.add_argument("--bits", nargs="+", choices=DRAFT_BITS, default=["16"], help="of each draft's products")
     parser.add_argument("--num", type=int, default=24, help="prompts")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -127,13 +130,13 @@ def main() -> None:
     teacher = load_draft(Checkpoint.open(target), (), "bfloat16", CPU)
     said = [answer(teacher, prompt, arguments.max_tokens, files.eos_token_ids) for prompt in prompts]
     del teacher
-    print(f"{'draft':>30} {'MB':>6} {'load s':>6} {'step ms':>7} {'top-1':>6} {'top-4':>6}")
+    print(f"{'draft':>30} {'bits':>4} {'MB':>6} {'load s':>6} {'step ms':>7} {'top-1':>6} {'top-4':>6}")
     rows = []
-    for name in arguments.drafts:
-        row = measure(name, target, said)
+    for name, bits in itertools.product(arguments.drafts, arguments.bits):
+        row = measure(name, bits, target, said)
         rows.append(row)
         print(
-            f"{name[-30:]:>30} {row.own_bytes / 1e6:6.1f} {row.load_seconds:6.2f} {row.step_ms:7.1f} "
+            f"{name[-30:]:>30} {bits:>4} {row.own_bytes / 1e6:6.1f} {row.load_seconds:6.2f} {row.step_ms:7.1f} "
             f"{row.top1:6.3f} {row.top4:6.3f}",
             flush=True,
         )

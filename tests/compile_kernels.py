@@ -9,10 +9,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 from models import CPU, plain_logits, streamed
+from transformers import LlamaConfig
 
 from bough.model.checkpoint import Checkpoint
 from bough.model.loading import build_skeleton
 from bough.model.runner import ResidentModel
+from draft_worker.sources import load_draft
 from loadtest.tiny_model import TINY, save_model
 
 
@@ -22,14 +24,26 @@ def compile_for(dtype: torch.dtype) -> None:
         tiny = save_model(Path(folder) / "tiny", TINY)
         with streamed(tiny, dtype) as model:
             plain_logits(model, [1, 2])
-        draft = ResidentModel(build_skeleton(Checkpoint.open(tiny), dtype), CPU)
-        draft.warm_up(draft.skeleton.kv_shape().empty(1, CPU))
+        warm_up(ResidentModel(build_skeleton(Checkpoint.open(tiny), dtype), CPU))
+
+
+def warm_up(draft: ResidentModel) -> None:
+    draft.warm_up(draft.skeleton.kv_shape().empty(1, CPU))
+
+
+def compile_in_8_bits() -> None:
+    """All that a draft calls whose products are in 8 bits."""
+    with TemporaryDirectory() as folder:
+        tiny = save_model(Path(folder) / "tiny", LlamaConfig(**{**TINY.to_dict(), "intermediate_size": 64}))
+        warm_up(load_draft(Checkpoint.open(tiny), (), "bfloat16", CPU, bits="8"))
 
 
 def main() -> None:
     """Takes a minute or two where nothing is in the cache, and seconds where all is."""
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
-        list(processes.map(compile_for, (torch.bfloat16, torch.float32)))
+        works = [processes.submit(compile_for, dtype) for dtype in (torch.bfloat16, torch.float32)]
+        for work in [*works, processes.submit(compile_in_8_bits)]:
+            work.result()
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     orchestrator_flags = ["--draft", NO_DRAFT if draft == NO_DRAFT else "workers"]
     return Settings(
         target=parse(TargetConfig, "target_worker", target_flags, os.environ),
-        draft=_draft_config(arguments.draft_dtype, target, draft, drops, adapter),
+        draft=_draft_config(arguments.draft_dtype, arguments.draft_bits, target, draft, drops, adapter),
         orchestrator=replace(
             parse(OrchestratorConfig, "orchestrator", orchestrator_flags, os.environ), port=arguments.port
         ),
@@ -64,7 +64,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 
 def _draft_config(
-    dtype: str | None, target: str, draft: str | None, drops: str | None, adapter: str | None
+    dtype: str | None, bits: str | None, target: str, draft: str | None, drops: str | None, adapter: str | None
 ) -> DraftConfig | None:
     """Settings of the draft worker; None where there is to be none."""
     if draft == NO_DRAFT:
@@ -78,7 +78,7 @@ def _draft_config(
             "--draft-adapter with what `bough distill` made of the target, or --drop-layers for a substitute as it is; "
             "or none, to guess from a session's own text only"
         )
-    flags = ["--model", draft or target, *_given("--dtype", dtype)]
+    flags = ["--model", draft or target, *_given("--dtype", dtype), *_given("--bits", bits)]
     flags += [*_given("--drop-layers", drops), *_given("--adapter", adapter)]
     return parse(DraftConfig, "draft_worker", flags, os.environ)
 

@@ -15,7 +15,7 @@ import torch
 
 from bough.model.attention_tiles import WIDTH, put_head, weigh_scores, weigh_values
 from bough.model.batch import Chunk, Piece
-from bough.model.shares import counters, take, take_next, wait_for_all
+from bough.model.shares import as_thread, counters, take, take_next, wait_for_all
 from bough.model.spans import Place, Spans, layer_rows
 from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
 from bough.model.vectors import LANES
@@ -186,7 +186,8 @@ def attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale,
     nothing, -inf where there are none. Rows of no piece stay as they are. `taken` is a row of
     `bough.model.shares.counters`.
     """
-    for thread in numba.prange(num_threads):
+    for number in numba.prange(num_threads):
+        thread = as_thread(number)
         share_attention(
             taken, thread, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out
         )

@@ -95,6 +95,8 @@ def _load(skeleton: Skeleton, correct: Correction, stack: type[Stack] | type[Int
         _release(slots)
     stacked = Vectors(*(np.stack(kind) for kind in zip(*vectors, strict=True)))
     layers = LayerWeights._make((*stacked, *(own.matrices for own in stacks), np.array(windows, np.int64)))
+    unused = np.zeros(-len(head_bias) % LANES, np.float32)  # outputs that fill a last group in 8 bits
+    head_bias = np.concatenate([head_bias, unused]) if stack is Int8Stack else head_bias
     return Weights(embeddings.matrices[0], layers, final_norm, output.matrices[0], head_bias)
 
 

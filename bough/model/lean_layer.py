@@ -26,7 +26,7 @@ from bough.model.lean_rows import (
 from bough.model.numbers import rounded
 from bough.model.operands import LINE, num_outputs_of
 from bough.model.project import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
-from bough.model.shares import take, take_next, wait_for_all
+from bough.model.shares import as_thread, take, take_next, wait_for_all
 from bough.model.spans import layer_rows
 from bough.model.tiles import GROUP
 
@@ -186,5 +186,6 @@ def run_layer(taken, num_threads, num_rows, layer, weights, sizes, room, spans, 
     Few rows in 16 bits, as `num_rows` has them, are computed otherwise: count whole blocks where that must not be.
     cos, sin (rows, head_dim) float32; `taken` counts in LOOPS loops (`bough.model.shares.counters`).
     """
-    for thread in numba.prange(num_threads):
+    for number in numba.prange(num_threads):
+        thread = as_thread(number)
         share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin)

@@ -10,7 +10,8 @@ import torch
 from bough.model.lean_layer import Sizes
 from bough.model.lean_rows import Floats
 from bough.model.loading import Skeleton
-from bough.model.tiles import GROUP, LINE_BYTES
+from bough.model.operands import LINE
+from bough.model.tiles import GROUP
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of one build; any other goes by way of transformers
 
@@ -31,11 +32,13 @@ def is_lean(skeleton: Skeleton, device: torch.device) -> bool:
     )
 
 
-def can_int8(skeleton: Skeleton) -> bool:
-    """Whether a model that can be run in this way can be in 8 bits, too: in whole lines."""
+def can_int8(skeleton: Skeleton, device: torch.device) -> bool:
+    """Whether a model can be run in this way with products in 8 bits: what goes into them fills whole lines."""
+    if not is_lean(skeleton, device):
+        return False
     config, kv = skeleton.config, skeleton.kv_shape()
     widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * kv.head_dim
-    return all(width % LINE_BYTES == 0 for width in widths)
+    return all(width % LINE == 0 for width in widths) and kv.num_kv_heads * kv.head_dim % GROUP == 0
 
 
 def sizes_of(skeleton: Skeleton) -> Sizes:

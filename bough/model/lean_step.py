@@ -11,6 +11,7 @@ from bough.model.lean_layer import LOOPS, LayerWeights, share_layer
 from bough.model.lean_rows import Floats, compiled, parallel, share_norms
 from bough.model.operands import put_output
 from bough.model.project import share_product
+from bough.model.shares import as_thread
 from bough.model.vectors import LANES
 
 
@@ -71,7 +72,8 @@ def run_step(  # type: ignore[no-untyped-def]
     in num_layers * LOOPS + 2 loops (`bough.model.shares.counters`).
     """
     _embed(tokens, embeddings, room.hidden)
-    for thread in numba.prange(num_threads):
+    for number in numba.prange(num_threads):
+        thread = as_thread(number)
         _share_layers(taken, thread, num_threads, len(tokens), layers, sizes, room, spans, cos, sin)
     if len(logit_rows) == 0:
         return
@@ -79,6 +81,7 @@ def run_step(  # type: ignore[no-untyped-def]
     for i in range(len(logit_rows)):
         wanted[i // LANES, :, i % LANES] = room.hidden[logit_rows[i] // LANES, :, logit_rows[i] % LANES]
     normed, epsilon = room.normed[: len(wanted)], np.float32(sizes.epsilon)
-    for thread in numba.prange(num_threads):
+    for number in numba.prange(num_threads):
+        thread = as_thread(number)
         share_norms(taken[-2], thread, num_threads, wanted, norm, epsilon, normed)
         share_product(taken[-1], thread, num_threads, normed, len(logit_rows), head, bias, logits)

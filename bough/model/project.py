@@ -10,7 +10,7 @@ from numba.extending import overload
 from bough.model.few_rows import few_of, multiply_few
 from bough.model.int8_tiles import multiply_int8
 from bough.model.operands import are_codes, num_outputs_of
-from bough.model.shares import take, take_next, wait_for_all
+from bough.model.shares import as_thread, take, take_next, wait_for_all
 from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
 
 PIECES = 8  # of a matrix for each thread, which they take as they come to them
@@ -94,5 +94,6 @@ def project(taken, num_threads, rows, num_rows, matrix, bias, out):  # type: ign
 
     Few rows in 16 bits are computed otherwise: say that they fill their block where that must not be.
     """
-    for thread in numba.prange(num_threads):
+    for number in numba.prange(num_threads):
+        thread = as_thread(number)
         share_product(taken, thread, num_threads, rows, num_rows, matrix, bias, out)

@@ -23,7 +23,9 @@ class ResidentModel:
     def __init__(
         self, skeleton: Skeleton, device: torch.device, correct: Correction = uncorrected, is_int8: bool = False
     ) -> None:
+        """`is_int8` makes products in 8 bits, where `bough.model.lean_parts.can_int8` says that it is possible."""
         self.skeleton = skeleton
+        self._is_int8 = is_int8
         self.device = device
         self._steps: GraphedSteps | None = None
         self._lean = LeanDecoder(skeleton, correct, is_int8) if is_lean(skeleton, device) else None
@@ -41,6 +43,10 @@ class ResidentModel:
         capture = capture or (GpuCapture() if self.device.type != "cpu" else None)
         if capture is not None:
             self._steps = graphed_steps(self.skeleton, memory, self.device, capture)
+
+    def describe(self) -> str:
+        """What kind of model it is, for people."""
+        return self.skeleton.describe() + (", products in 8 bits" if self._is_int8 else "")
 
     @property
     def is_graphed(self) -> bool:

@@ -76,6 +76,12 @@ _compiled = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=Tr
 
 
 @_compiled
+def as_thread(number):  # type: ignore[no-untyped-def]
+    """What a parallel loop counts, as a number with a sign: what it calls would otherwise be compiled for both."""
+    return np.int64(number)
+
+
+@_compiled
 def take(taken, thread, num_threads, num_pieces):  # type: ignore[no-untyped-def]
     """A piece that nobody has taken yet, of the thread's own share or else of another's; num_pieces for none."""
     for step in range(num_threads):
