@@ -1,11 +1,12 @@
 """What a draft step costs beside reading the draft's weights from memory once, by nodes in the frontier.
 
-    python -m loadtest.draft_step --drop-layers 3,14
+    python -m loadtest.draft_step --drop-layers 3,14 --bits 16 8
 
-Turn by turn: a read of as many bytes as the weights take (summed by torch, on the same threads; in large pages as the
-weights are, and in small ones), then a step of each size after the same context. Medians over turns, and quartiles of
-the step's; ends with one JSON line, which has the ratio of the fastest too: on a shared machine the least disturbed.
-Steps are the model's alone: choosing which nodes to expand is not in them.
+Turn by turn: a read of as many bytes as the checkpoint's weights take in memory (summed by torch, on the same threads;
+in large pages as the weights are, and in small ones), then with products in each number of bits a step of each size
+after the same context. Medians over turns, and quartiles of the step's; ends with one JSON line, which has the ratio of
+the fastest too: on a shared machine the least disturbed. In 8 bits half as much is read, so `ratio_to_own_read` also
+compares with a read of that. Steps are the model's alone: choosing which nodes to expand is not in them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bough.model.pages import large_pages
 from bough.model.runner import ResidentModel
 from bough.model.threads import compute_with
 from bough.tree import Tree
-from bough.values import parse_bytes, parse_layers
+from bough.values import DRAFT_BITS, parse_bytes, parse_layers
 from draft_worker.sources import load_draft
 
 CPU = torch.device("cpu")
@@ -58,10 +59,8 @@ def frontier(num_nodes: int, seed: int) -> Tree:
     return Tree.of([1000 + node for node in range(num_nodes)], parents, [0.0] * num_nodes)
 
 
-def measure(
-    model: ResidentModel, kv_bytes: int, context: int, nodes: Sequence[int], turns: int
-) -> dict[str, list[float]]:
-    """Seconds of each turn: of the two reads, and of a step by its number of nodes."""
+def steps(model: ResidentModel, kv_bytes: int, context: int, nodes: Sequence[int]) -> dict[int, Callable[[], object]]:
+    """By number of nodes, a step after the same context."""
     shape, num_rows = model.skeleton.kv_shape(), context + max(nodes)
     slot = KVSlot(shape, 0, CPU)
     slot.place(shape.empty(kv_bytes // shape.row_bytes, CPU), 0, num_rows)  # as among a worker's
@@ -72,11 +71,18 @@ def measure(
         tree = frontier(num_nodes, num_nodes)
         return lambda: model.logits(Batch([Segment.tree(slot, context, tree)], None, CPU))
 
-    num_bytes = weight_bytes(model)
+    return {num_nodes: step(num_nodes) for num_nodes in nodes}
+
+
+def reads(num_bytes: int) -> dict[str, Callable[[], object]]:
+    """Of so many bytes, and of half of them."""
     large = torch.frombuffer(large_pages(num_bytes // 4 * 4), dtype=torch.float32).fill_(1)
-    small = torch.ones(num_bytes // 4)
-    parts: dict[str, Callable[[], object]] = {"read": large.sum, "read in small pages": small.sum}
-    parts |= {str(num_nodes): step(num_nodes) for num_nodes in nodes}
+    small, half = torch.ones(num_bytes // 4), large[: len(large) // 2]
+    return {"read": large.sum, "read in small pages": small.sum, "read of half": half.sum}
+
+
+def measure(parts: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    """Seconds of each turn."""
     for part in parts.values():
         part()  # compiles, and makes room
     seconds: dict[str, list[float]] = {name: [] for name in parts}
@@ -84,6 +90,11 @@ def measure(
         for name, part in parts.items():
             seconds[name].append(timed(part))
     return seconds
+
+
+def name_of(bits: str, nodes: int) -> str:
+    """Of a step."""
+    return f"{nodes} nodes in {bits} bits"
 
 
 def processor() -> str:
@@ -106,29 +117,41 @@ def main() -> None:
     )
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--turns", type=int, default=21)
+    parser.add_argument("--bits", nargs="+", choices=DRAFT_BITS, default=["16", "8"], help="of products")
     arguments = parser.parse_args()
     if arguments.model is None:
         ensure_demonstration(0)
     checkpoint = Checkpoint.open(str(arguments.model or demonstration_folder(0)))
     compute_with(arguments.threads)
-    model = load_draft(checkpoint, parse_layers(arguments.drop_layers), arguments.dtype, CPU)
-    seconds = measure(model, arguments.kv_memory, arguments.context, arguments.nodes, arguments.turns)
+    drops = parse_layers(arguments.drop_layers)
+    models = {bits: load_draft(checkpoint, drops, arguments.dtype, CPU, bits=bits) for bits in arguments.bits}
+    num_bytes = max(map(weight_bytes, models.values()))
+    parts = reads(num_bytes)
+    for bits, model in models.items():
+        own = steps(model, arguments.kv_memory, arguments.context, arguments.nodes)
+        parts |= {name_of(bits, nodes): step for nodes, step in own.items()}
+    seconds = measure(parts, arguments.turns)
     ms = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
-    print(f"{weight_bytes(model) / 1e6:.0f} MB of weights; read in {ms['read']:.1f} ms")
-    print(f"{'nodes':>5} {'ms':>7} {'quartiles':>15} {'ratio':>6}")
-    for nodes in map(str, arguments.nodes):
-        low, _, high = statistics.quantiles(seconds[nodes], n=4)
-        print(f"{nodes:>5} {ms[nodes]:7.1f} {low * 1e3:7.1f}-{high * 1e3:.1f} {ms[nodes] / ms['read']:6.2f}")
+    print(f"{num_bytes / 1e6:.0f} MB of weights; read in {ms['read']:.1f} ms, half of them in {ms['read of half']:.1f}")
+    print(f"{'bits':>4} {'nodes':>5} {'ms':>7} {'quartiles':>15} {'ratio':>6}")
+    for bits in models:
+        for nodes in arguments.nodes:
+            low, middle, high = (1e3 * second for second in statistics.quantiles(seconds[name_of(bits, nodes)], n=4))
+            print(f"{bits:>4} {nodes:>5} {middle:7.1f} {low:7.1f}-{high:.1f} {middle / ms['read']:6.2f}")
+
+    def ratios(bits: str, of: Callable[[str], float], read: str) -> dict[str, float]:
+        return {str(nodes): round(of(name_of(bits, nodes)) / of(read), 3) for nodes in arguments.nodes}
+
+    own_reads = {bits: "read of half" if model.is_int8 else "read" for bits, model in models.items()}
     print(
         json.dumps(
             {
-                "draft_step_ratio": {str(n): round(ms[str(n)] / ms["read"], 3) for n in arguments.nodes},
-                "ratio_of_fastest": {
-                    str(n): round(min(seconds[str(n)]) / min(seconds["read"]), 3) for n in arguments.nodes
-                },
+                "draft_step_ratio": {bits: ratios(bits, ms.__getitem__, "read") for bits in models},
+                "ratio_of_fastest": {bits: ratios(bits, lambda name: min(seconds[name]), "read") for bits in models},
+                "ratio_to_own_read": {bits: ratios(bits, ms.__getitem__, own_reads[bits]) for bits in models},
                 "milliseconds": {name: round(value, 2) for name, value in ms.items()},
-                "weight_bytes": weight_bytes(model),
-                "model": model.skeleton.describe(),
+                "weight_bytes": num_bytes,
+                "models": {bits: model.describe() for bits, model in models.items()},
                 "context": arguments.context,
                 "turns": arguments.turns,
                 "threads": arguments.threads,

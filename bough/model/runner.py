@@ -25,7 +25,7 @@ class ResidentModel:
     ) -> None:
         """`is_int8` makes products in 8 bits, where `bough.model.lean_parts.can_int8` says that it is possible."""
         self.skeleton = skeleton
-        self._is_int8 = is_int8
+        self.is_int8 = is_int8
         self.device = device
         self._steps: GraphedSteps | None = None
         self._lean = LeanDecoder(skeleton, correct, is_int8) if is_lean(skeleton, device) else None
@@ -46,7 +46,7 @@ class ResidentModel:
 
     def describe(self) -> str:
         """What kind of model it is, for people."""
-        return self.skeleton.describe() + (", products in 8 bits" if self._is_int8 else "")
+        return self.skeleton.describe() + (", products in 8 bits" if self.is_int8 else "")
 
     @property
     def is_graphed(self) -> bool:
