@@ -12,6 +12,7 @@ import torch
 from bough import __version__
 from bough.config import TargetConfig
 from bough.messages import Context, VerifyCall, VerifyResult, WorkerInfo
+from bough.model import files_hash
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, device_name
 from bough.model.kv_arena import KVArena
@@ -108,6 +109,7 @@ class TargetWorker:
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
         figures = self._engine.pool.figures()
+        ground = self._model.arithmetic, device_name(self._device), f"torch {torch.__version__}", f"code {files_hash()}"
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,
@@ -126,7 +128,7 @@ class TargetWorker:
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
             bough_version=__version__,
-            arithmetic=f"{self._model.arithmetic}, {device_name(self._device)}, torch {torch.__version__}",
+            arithmetic=", ".join(ground),
         )
 
     def _load(self) -> Load:

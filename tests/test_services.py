@@ -28,6 +28,7 @@ from bough.generation import (
 )
 from bough.growth import Scheme
 from bough.launch import Cluster
+from bough.model import files_hash
 from bough.pairing import fetch_tokenizer
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from bough.prefix import block_hashes, prefix_hash
@@ -258,7 +259,9 @@ async def test_health_and_reflection_on_all_three(tiny_cluster: Cluster) -> None
 async def test_what_the_server_says_of_itself(client: Client) -> None:
     model, server, loads = await client.model_info(), await client.server_info(), await client.loads()
     assert (model.vocab_size, model.max_context, model.eos_token_ids) == (262, 512, (261,))
-    assert {worker.info.kind for worker in server.workers} == {"draft", "target"}
+    arithmetic = {worker.info.kind: worker.info.arithmetic for worker in server.workers}
+    assert arithmetic.keys() == {"draft", "target"}
+    assert arithmetic["target"].endswith(f"code {files_hash()}")  # sessions do not move to what may round otherwise
     assert server.index_problem == ""
     assert loads.num_requests_running == 0
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from functools import cache
 from pathlib import Path
 
 from bough.demonstration import cache_folder
@@ -13,15 +14,20 @@ from bough.demonstration import cache_folder
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
+@cache
+def files_hash() -> str:
+    """Of these files as they were when they were imported: others might round otherwise."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
 def compiled_folder() -> Path:
     """For what numba compiles of these files as they are.
 
     On its own numba looks only at the file that a function stands in, and would go on using what it compiled from
-    others that have changed since: two targets of one version would give different bits.
+    others that have changed since.
     """
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return cache_folder() / "compiled" / digest[:16]
+    return cache_folder() / "compiled" / files_hash()
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))
