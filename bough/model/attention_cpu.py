@@ -15,6 +15,7 @@ import torch
 
 from bough.model.attention_tiles import WIDTH, put_head, weigh_scores, weigh_values
 from bough.model.batch import Chunk, Piece
+from bough.model.lanes import all_lanes, larger, load, store
 from bough.model.shares import as_thread, counters, take, take_next, wait_for_all
 from bough.model.spans import Place, Spans, layer_rows
 from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
@@ -62,43 +63,43 @@ def _hide(spans, piece, begin, end, window, group, start, num_shared, place_of, 
 
     scores (blocks, keys, LANES); the query heads of a row are neighbours.
     """
-    hidden, base = np.empty(num_copied, np.float32), spans.ranges[piece, 2]
+    hidden, base = np.full((len(scores), num_copied, LANES), -np.inf, np.float32), spans.ranges[piece, 2]
     for row in range(begin, end):
         first, length = _reach(spans, row, window)
-        hidden[:] = -np.inf
-        for position in range(max(first, start + num_shared), min(base, length)):
-            hidden[position - start - num_shared] = 0
         tail = _tail_of(spans, piece, row)
-        for position in range(max(base, first), length):
-            hidden[place_of[spans.tails[tail + position]]] = 0
         for i in range((row - begin) * group, (row - begin + 1) * group):
             block, lane = i // LANES, i % LANES
             for j in range(max(0, first - start)):
                 scores[block, j, lane] = -np.inf
             for j in range(max(0, length - start), num_shared):
                 scores[block, j, lane] = -np.inf
-            for j in range(num_copied):
-                scores[block, num_shared + j, lane] += hidden[j]
+            for position in range(max(first, start + num_shared), min(base, length)):
+                hidden[block, position - start - num_shared, lane] = 0
+            for position in range(max(base, first), length):
+                hidden[block, place_of[spans.tails[tail + position]], lane] = 0
+    for block in range(len(scores)):
+        for j in range(num_copied):
+            store(scores[block], num_shared + j, load(scores[block], num_shared + j) + load(hidden[block], j))
 
 
 @compiled
 def _softmax(scores, scale, softcap, sinks, totals):  # type: ignore[no-untyped-def]
-    """Weights of a block's scores (keys, LANES) in their place, and their sums in `totals` (LANES,), which are zeros.
+    """Weights of a block's scores (keys, LANES) in their place, and their sums in `totals` (1, LANES), which are zeros.
 
     Sinks (1, LANES) weigh along, and become what they weigh.
     """
-    peaks = sinks[0].copy()
+    peak, factor = load(sinks, 0), all_lanes(scale)
     for j in range(len(scores)):
-        for lane in range(LANES):
-            scores[j, lane] *= scale
+        store(scores, j, load(scores, j) * factor)
         if softcap > 0:
             for lane in range(LANES):
                 if scores[j, lane] > -np.inf:
                     scores[j, lane] = softcap * np.tanh(scores[j, lane] / softcap)
-        for lane in range(LANES):
-            peaks[lane] = max(peaks[lane], scores[j, lane])
-    weigh_scores(sinks, peaks, totals)
-    weigh_scores(scores, peaks, totals)
+        peak = larger(peak, load(scores, j))
+    peaks = np.empty((1, LANES), np.float32)
+    store(peaks, 0, peak)
+    weigh_scores(sinks, peaks[0], totals[0])
+    weigh_scores(scores, peaks[0], totals[0])
 
 
 @compiled
@@ -144,7 +145,8 @@ def _attend_part(queries, keys, values, spans, part, kv_head, scale, window, sof
     _hide(spans, piece, begin, end, window, group, start, num_shared, place_of, num_copied, scores)
     for j in range(num_committed - num_shared, num_kept):
         place_of[kept[j]] = -1
-    totals, own_sinks = np.zeros((len(asked), LANES), np.float32), np.zeros((len(asked), 1, LANES), np.float32)
+    totals = np.zeros((len(asked), 1, LANES), np.float32)
+    own_sinks = np.zeros_like(totals)
     for i in range(num_rows):
         own_sinks[i // LANES, 0, i % LANES] = sinks[kv_head * group + i % group]
     for block in range(len(asked)):
@@ -153,7 +155,7 @@ def _attend_part(queries, keys, values, spans, part, kv_head, scale, window, sof
     weigh_values(scores, 0, values[start : start + num_shared, kv_head], num_rows, heads)
     weigh_values(scores, num_shared, copied[1], num_rows, heads)
     for i in range(num_rows):
-        total, place = totals[i // LANES, i % LANES], (kv_head * group + i % group) * head_dim
+        total, place = totals[i // LANES, 0, i % LANES], (kv_head * group + i % group) * head_dim
         put_head(heads[i, :head_dim], total, begin + i // group, place, out)
 
 

@@ -172,8 +172,10 @@ def put_head(head: Any, total: Any, row: int, begin: int, out: Any) -> None:
 def _put_head(head, total, row, begin, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
     def into_lanes(head, total, row, begin, out):  # type: ignore[no-untyped-def]
         here, lane = out[row // LANES], row % LANES
+        for d in range(len(head)):  # by itself, a loop of vectors
+            head[d] /= total
         for d in range(len(head)):
-            here[begin + d, lane] = head[d] / total
+            here[begin + d, lane] = head[d]
 
     def into_floats(head, total, row, begin, out):  # type: ignore[no-untyped-def]
         for d in range(len(head)):

@@ -1,7 +1,7 @@
 """Vectors of LANES numbers as values in compiled code: loops over lanes would be compiled number by number.
 
-`load` and `store` move a row of an array (rows, LANES), whose numbers are neighbours in memory; operators and functions
-compute lane by lane, in float32 or in int32. No lane knows of another. All of it only within kernels.
+`load` and `store` move LANES neighbours in memory, a row of an array (rows, LANES) or what follows a number of a row;
+operators and functions compute lane by lane, in float32 or in int32. No lane knows of another. Only within kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic, models, overload, register_model
 
 from bough.model import vectors
-from bough.model.vectors import FLOATS, LANES, WORDS, at
+from bough.model.vectors import FLOATS, I16, LANES, WORDS, at
 
 
 class Lanes(types.Type):
@@ -25,8 +25,8 @@ class Lanes(types.Type):
         super().__init__(f"{LANES} of {kind}")
 
 
-_FLOATS, _WORDS = Lanes("float32"), Lanes("int32")
-_CODE = {_FLOATS: FLOATS, _WORDS: WORDS}
+_FLOATS, _WORDS, _BITS = Lanes("float32"), Lanes("int32"), Lanes("bfloat16's bits")
+_CODE = {_FLOATS: FLOATS, _WORDS: WORDS, _BITS: ir.VectorType(I16, LANES)}
 Code = Callable[..., Any]  # what writes LLVM's code for an operation, given a builder and values
 
 
@@ -112,8 +112,8 @@ def _pair(builder: ir.IRBuilder, low: Any, high: Any) -> Any:
     return builder.or_(low, builder.shl(high, ir.Constant(WORDS, [16] * LANES)))
 
 
-load: Any = intrinsic(_load_row)  # of an array, a row
-store: Any = intrinsic(_store_row)  # into an array, a row; of numbers of as many bytes
+load: Any = intrinsic(_load_row)  # of an array, from an index on
+store: Any = intrinsic(_store_row)  # into an array of numbers of as many bytes, from an index on
 all_lanes: Any = intrinsic(_same)  # the same number, a float32 or an int32
 multiply_add: Any = _of_three(_called("fma"))  # first * second + third, rounded once
 larger: Any = _of_two(_called("maxnum"))
@@ -122,6 +122,7 @@ square_root: Any = _of_one(_called("sqrt"))
 nearest: Any = _of_one(_nearest, _WORDS)  # whole numbers
 exp_below_zero: Any = _of_one(vectors.exp_below_zero)  # e to the power of numbers that are not above 0
 pair: Any = _of_two(_pair, _WORDS)  # words of two bfloat16, rounded
+bits: Any = _of_one(vectors.rounded, _BITS)  # of bfloat16, rounded
 where_positive: Any = _of_three(
     lambda builder, numbers, then, otherwise: builder.select(
         builder.fcmp_ordered(">", numbers, ir.Constant(FLOATS, [0.0] * LANES)), then, otherwise

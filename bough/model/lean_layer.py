@@ -20,10 +20,10 @@ from bough.model.lean_rows import (
     gate_line,
     parallel,
     rotate,
+    round_to,
     share_laying_out,
     share_norms,
 )
-from bough.model.numbers import rounded
 from bough.model.operands import LINE, num_outputs_of
 from bough.model.project import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
 from bough.model.shares import as_thread, take, take_next, wait_for_all
@@ -95,8 +95,7 @@ def _place(part, kv_head, layer, weights, sizes, room, spans, cos, sin):  # type
         key = qkv[begin : begin + head_dim]
         rotate(key, weights.key_norm, epsilon, cos[row], sin[row], keys[stored, kv_head])
         begin += num_kv_heads * head_dim
-        for d in range(head_dim):
-            values[stored, kv_head, d] = rounded(qkv[begin + d])
+        round_to(qkv[begin : begin + head_dim], values[stored, kv_head])
 
 
 @compiled

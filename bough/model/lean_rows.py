@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from bough.model.lanes import (
     all_lanes,
+    bits,
     exp_below_zero,
     load,
     magnitude,
@@ -89,10 +90,26 @@ def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
         factor = np.float32(1) / np.sqrt(total / np.float32(len(head)) + epsilon)
         for d in range(len(head)):
             head[d] *= factor * norm[d]
-    for d in range(half):
-        out[d] = rounded(head[d] * cos[d] - head[d + half] * sin[d])
-    for d in range(half):
-        out[d + half] = rounded(head[d + half] * cos[d + half] + head[d] * sin[d + half])
+    if half % LANES == 0:
+        for d in range(0, half, LANES):
+            low, high = load(head, d), load(head, d + half)
+            store(out, d, bits(low * load(cos, d) - high * load(sin, d)))
+            store(out, d + half, bits(high * load(cos, d + half) + low * load(sin, d + half)))
+    else:
+        for d in range(half):
+            out[d] = rounded(head[d] * cos[d] - head[d + half] * sin[d])
+            out[d + half] = rounded(head[d + half] * cos[d + half] + head[d] * sin[d + half])
+
+
+@compiled
+def round_to(numbers, out):  # type: ignore[no-untyped-def]
+    """Bits of bfloat16."""
+    if len(numbers) % LANES == 0:
+        for d in range(0, len(numbers), LANES):
+            store(out, d, bits(load(numbers, d)))
+    else:
+        for d in range(len(numbers)):
+            out[d] = rounded(numbers[d])
 
 
 @compiled
