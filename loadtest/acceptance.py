@@ -37,17 +37,24 @@ from bough.config import DraftConfig, parse
 from bough.demonstration import demonstration_folder
 from bough.growth import BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
 from bough.messages import Context, GrowCall, Verdict, VerifyCall
+from bough.model.checkpoint import Checkpoint
+from bough.model.threads import compute_with
 from bough.sampling import SamplingParams
 from bough.shapes import best_chains, best_shape, expected_tokens, expected_tokens_of_chains
 from bough.tokenizer import Tokenizer
 from bough.tree import Tree
+from bough.values import parse_layers
+from draft_worker.sources import load_draft
 from draft_worker.worker import DraftWorker
-from loadtest.acceptance_report import Row, interval, plot, prediction_error, table
+from loadtest import draft_step
+from loadtest.acceptance_report import Row, interval, plot, prediction_error, table, tokens_per_round
 from loadtest.acceptance_target import LazyTarget
+from loadtest.draft_step import CPU
 from loadtest.prompts import load_prompts
 
 RANKS = 32  # children whose acceptance is measured
 LEVELS = 18  # of shapes and chains, at most
+STEP_TURNS = 21  # in which draft steps are timed
 
 
 class Contestant(NamedTuple):
@@ -262,19 +269,12 @@ def main() -> None:
     if arguments.plot:
         plot(rows, arguments.plot)
     settings = {name: getattr(arguments, name) for name in ("num", "max_tokens", "seed", "drop_layers")}
-    figures = {
-        f"{row['temperature']}": {
-            str(name): {
-                str(r["nodes"]): r["tokens_per_round"]
-                for r in rows
-                if r["contestant"] == name and r["temperature"] == row["temperature"]
-            }
-            for name in dict.fromkeys(r["contestant"] for r in rows if r["temperature"] == row["temperature"])
-        }
-        for row in rows
-    }
+    compute_with(arguments.threads)
+    model = load_draft(Checkpoint.open(folder), parse_layers(arguments.drop_layers), "bfloat16", CPU, bits="auto")
+    step_ratio = draft_step.measure({"auto": model}, (1, 2, 4, 8, 16), STEP_TURNS).ratios("auto")
+    figures = {"tokens_per_round": tokens_per_round(rows), "draft_step_ratio": step_ratio}
     errors = {f"prediction_error{which}": prediction_error(rows, f"predicted{which}") for which in ("", "_before")}
-    print(json.dumps({**settings, "tokens_per_round": figures, **errors, "rows": rows}))
+    print(json.dumps({**settings, **figures, **errors, "rows": rows}))
 
 
 def _arguments() -> argparse.Namespace:

@@ -61,3 +61,12 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         panel.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
+
+
+def tokens_per_round(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """By temperature, contestant and nodes."""
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        contestants = figures.setdefault(str(row["temperature"]), {})
+        contestants.setdefault(str(row["contestant"]), {})[str(row["nodes"])] = row["tokens_per_round"]
+    return figures

@@ -12,6 +12,7 @@ compares with a read of that. Steps are the model's alone: choosing which nodes 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -81,15 +83,45 @@ def reads(num_bytes: int) -> dict[str, Callable[[], object]]:
     return {"read": large.sum, "read in small pages": small.sum, "read of half": half.sum}
 
 
-def measure(parts: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each turn."""
+class Measured(NamedTuple):
+    """Seconds of reads and steps, turn by turn."""
+
+    num_bytes: int  # of the weights as the checkpoint has them
+    models: dict[str, str]  # what they are, by the bits of their products
+    own_reads: dict[str, str]  # the read of what their steps read
+    nodes: Sequence[int]
+    seconds: dict[str, list[float]]
+
+    def milliseconds(self) -> dict[str, float]:
+        """Medians."""
+        return {name: 1e3 * statistics.median(times) for name, times in self.seconds.items()}
+
+    def ratios(
+        self, bits: str, read: str = "read", of: Callable[[list[float]], float] = statistics.median
+    ) -> dict[str, float]:
+        """Of a step to a read, by nodes."""
+        steps = {nodes: of(self.seconds[name_of(bits, nodes)]) for nodes in self.nodes}
+        return {str(nodes): round(step / of(self.seconds[read]), 3) for nodes, step in steps.items()}
+
+
+def measure(
+    models: dict[str, ResidentModel], nodes: Sequence[int], turns: int, context: int = 200, kv_bytes: int = 2 * 10**9
+) -> Measured:
+    """Models by the bits of their products; a session's keys and values are among `kv_bytes`, as in a worker."""
+    num_bytes = max(map(weight_bytes, models.values()))
+    parts = reads(num_bytes)
+    for bits, model in models.items():
+        own = steps(model, kv_bytes, context, nodes)
+        parts |= {name_of(bits, num_nodes): step for num_nodes, step in own.items()}
     for part in parts.values():
         part()  # compiles, and makes room
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(turns):
         for name, part in parts.items():
             seconds[name].append(timed(part))
-    return seconds
+    descriptions = {bits: model.describe() for bits, model in models.items()}
+    own_reads = {bits: "read of half" if model.is_int8 else "read" for bits, model in models.items()}
+    return Measured(num_bytes, descriptions, own_reads, nodes, seconds)
 
 
 def name_of(bits: str, nodes: int) -> str:
@@ -125,33 +157,25 @@ def main() -> None:
     compute_with(arguments.threads)
     drops = parse_layers(arguments.drop_layers)
     models = {bits: load_draft(checkpoint, drops, arguments.dtype, CPU, bits=bits) for bits in arguments.bits}
-    num_bytes = max(map(weight_bytes, models.values()))
-    parts = reads(num_bytes)
-    for bits, model in models.items():
-        own = steps(model, arguments.kv_memory, arguments.context, arguments.nodes)
-        parts |= {name_of(bits, nodes): step for nodes, step in own.items()}
-    seconds = measure(parts, arguments.turns)
-    ms = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
-    print(f"{num_bytes / 1e6:.0f} MB of weights; read in {ms['read']:.1f} ms, half of them in {ms['read of half']:.1f}")
+    measured = measure(models, arguments.nodes, arguments.turns, arguments.context, arguments.kv_memory)
+    ms = measured.milliseconds()
+    print(
+        f"{measured.num_bytes / 1e6:.0f} MB of weights, read in {ms['read']:.1f} ms; half in {ms['read of half']:.1f}"
+    )
     print(f"{'bits':>4} {'nodes':>5} {'ms':>7} {'quartiles':>15} {'ratio':>6}")
-    for bits in models:
-        for nodes in arguments.nodes:
-            low, middle, high = (1e3 * second for second in statistics.quantiles(seconds[name_of(bits, nodes)], n=4))
-            print(f"{bits:>4} {nodes:>5} {middle:7.1f} {low:7.1f}-{high:.1f} {middle / ms['read']:6.2f}")
-
-    def ratios(bits: str, of: Callable[[str], float], read: str) -> dict[str, float]:
-        return {str(nodes): round(of(name_of(bits, nodes)) / of(read), 3) for nodes in arguments.nodes}
-
-    own_reads = {bits: "read of half" if model.is_int8 else "read" for bits, model in models.items()}
+    for bits, nodes in itertools.product(models, arguments.nodes):
+        times = measured.seconds[name_of(bits, nodes)]
+        low, middle, high = (1e3 * second for second in statistics.quantiles(times, n=4))
+        print(f"{bits:>4} {nodes:>5} {middle:7.1f} {low:7.1f}-{high:.1f} {middle / ms['read']:6.2f}")
     print(
         json.dumps(
             {
-                "draft_step_ratio": {bits: ratios(bits, ms.__getitem__, "read") for bits in models},
-                "ratio_of_fastest": {bits: ratios(bits, lambda name: min(seconds[name]), "read") for bits in models},
-                "ratio_to_own_read": {bits: ratios(bits, ms.__getitem__, own_reads[bits]) for bits in models},
+                "draft_step_ratio": {bits: measured.ratios(bits) for bits in models},
+                "ratio_of_fastest": {bits: measured.ratios(bits, of=min) for bits in models},
+                "ratio_to_own_read": {bits: measured.ratios(bits, measured.own_reads[bits]) for bits in models},
                 "milliseconds": {name: round(value, 2) for name, value in ms.items()},
-                "weight_bytes": num_bytes,
-                "models": {bits: model.describe() for bits, model in models.items()},
+                "weight_bytes": measured.num_bytes,
+                "models": measured.models,
                 "context": arguments.context,
                 "turns": arguments.turns,
                 "threads": arguments.threads,

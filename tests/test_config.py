@@ -134,3 +134,12 @@ def test_the_draft_that_is_shipped_fits_the_demonstration_model() -> None:
     settings = settings_from(argument_parser().parse_args(flags))
     assert settings.draft is not None
     assert Adapter.open(settings.draft.adapter).manifest.top1 >= 0.70
+
+
+@pytest.mark.parametrize(("flags", "bits"), [([], "auto"), (["--draft-bits", "16"], "16")])
+def test_bits_of_a_drafts_products(flags: list[str], bits: str) -> None:
+    draft = settings_from(argument_parser().parse_args(["up", *flags])).draft
+    assert draft is not None
+    assert draft.bits == bits
+    with pytest.raises(ConfigError, match=r"--bits: '4': .*16"):
+        parse(DraftConfig, "draft_worker", [*to_flags(draft), "--bits", "4"], {})
