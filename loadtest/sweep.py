@@ -7,7 +7,8 @@ they take turns, so that whatever else the machine does falls on all alike; figu
 have new processes in every turn. Ends with one JSON line:
 
 sweep_ratio      for 1, 64 and 256 tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory), in
-                 the same pair; sweep_ratio_slow_link is the same on a link slowed down to --slow-link
+                 the same pair, sweeps and reads each after another of their kind; sweep_ratio_slow_link is the same on
+                 a link slowed down to --slow-link
 work_ratio       the same, but reading costs processor time too: sweep / max(raw read, sweep with all weights in memory
                  + processor time of the raw read / cores), which on few cores is the least that is possible
 link_busy        share of ten consecutive rounds with drafting during which the link was reading, a link slowed down to
@@ -73,6 +74,11 @@ class Contestant:
         sweeps = self.ask("sweep", num_tokens, repeats + 1)[1:]
         return float(sum(sweep["seconds"] for sweep in sweeps) / repeats)
 
+    def raw(self) -> Any:
+        """The second of two raw reads right after one another: after a pause a disk is faster than it is for long."""
+        self.ask("raw")
+        return self.ask("raw")
+
     def _answer(self) -> Any:
         assert self._process.stdout is not None, "it was opened"
         line = self._process.stdout.readline()
@@ -119,10 +125,10 @@ def sweep_turn(model: Path, memory: int, link_speed: int, pairs: int, repeats: i
         transformers = stack.enter_context(Contestant("transformers", str(model), prefix=[]))
         own = transformers.seconds(64, repeats)
         for size in SIZES:
-            measured[size], before = [], link.ask("raw")
+            measured[size], before = [], link.raw()
             for _ in range(pairs):
                 streamed, resident = link.seconds(size, repeats), everything.seconds(size, repeats)
-                after = link.ask("raw")
+                after = link.raw()
                 raw, reading = ((before[key] + after[key]) / 2 for key in ("seconds", "processor_seconds"))
                 measured[size].append(Measured(raw, reading, streamed, resident))
                 before = after
