@@ -75,7 +75,7 @@ class Contestant:
         return float(sum(sweep["seconds"] for sweep in sweeps) / repeats)
 
     def raw(self) -> Any:
-        """The second of two raw reads right after one another: after a pause a disk is faster than it is for long."""
+        """The second of two raw reads right after one another: the ring may still be reading beside the first."""
         self.ask("raw")
         return self.ask("raw")
 

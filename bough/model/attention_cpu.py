@@ -84,7 +84,7 @@ def _hide(spans, piece, begin, end, window, group, start, num_shared, place_of, 
 
 @compiled
 def _softmax(scores, scale, softcap, sinks, totals):  # type: ignore[no-untyped-def]
-    """Weights of a block's scores (keys, LANES) in their place, and their sums in `totals` (1, LANES), which are zeros.
+    """Weights of a block's scores (keys, LANES) in their place, and their sums in `totals` (LANES,), which are zeros.
 
     Sinks (1, LANES) weigh along, and become what they weigh.
     """
@@ -96,10 +96,10 @@ def _softmax(scores, scale, softcap, sinks, totals):  # type: ignore[no-untyped-
                 if scores[j, lane] > -np.inf:
                     scores[j, lane] = softcap * np.tanh(scores[j, lane] / softcap)
         peak = larger(peak, load(scores, j))
-    peaks = np.empty((1, LANES), np.float32)
+    peaks = np.empty(LANES, np.float32)
     store(peaks, 0, peak)
-    weigh_scores(sinks, peaks[0], totals[0])
-    weigh_scores(scores, peaks[0], totals[0])
+    weigh_scores(sinks, peaks, totals)
+    weigh_scores(scores, peaks, totals)
 
 
 @compiled
@@ -145,8 +145,7 @@ def _attend_part(queries, keys, values, spans, part, kv_head, scale, window, sof
     _hide(spans, piece, begin, end, window, group, start, num_shared, place_of, num_copied, scores)
     for j in range(num_committed - num_shared, num_kept):
         place_of[kept[j]] = -1
-    totals = np.zeros((len(asked), 1, LANES), np.float32)
-    own_sinks = np.zeros_like(totals)
+    totals, own_sinks = np.zeros((len(asked), LANES), np.float32), np.zeros((len(asked), 1, LANES), np.float32)
     for i in range(num_rows):
         own_sinks[i // LANES, 0, i % LANES] = sinks[kv_head * group + i % group]
     for block in range(len(asked)):
@@ -155,7 +154,7 @@ def _attend_part(queries, keys, values, spans, part, kv_head, scale, window, sof
     weigh_values(scores, 0, values[start : start + num_shared, kv_head], num_rows, heads)
     weigh_values(scores, num_shared, copied[1], num_rows, heads)
     for i in range(num_rows):
-        total, place = totals[i // LANES, 0, i % LANES], (kv_head * group + i % group) * head_dim
+        total, place = totals[i // LANES, i % LANES], (kv_head * group + i % group) * head_dim
         put_head(heads[i, :head_dim], total, begin + i // group, place, out)
 
 

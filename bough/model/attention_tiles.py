@@ -1,4 +1,4 @@
-"""What attention does with scores, in compiled code: weights of them, weights times values. Rows are lanes."""
+"""What attention does with scores, in compiled code: weights of them, and weights times values. Rows are lanes."""
 
 from __future__ import annotations
 
