@@ -23,9 +23,10 @@ import torch
 
 from bough.config import TargetConfig, parse
 from bough.messages import Context, VerifyCall
+from bough.model.pages import large_pages
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from target_worker.disk import Disk, Slab, pageable_memory
+from target_worker.disk import Disk, Slab
 from target_worker.worker import TargetWorker
 
 NUM_RAW_SLABS = 16
@@ -90,7 +91,7 @@ class Bough:
         """Reads what crosses the link in a sweep, and computes nothing."""
         layers = [self._worker.layers[index] for index in self._worker.streamed_layers]
         while len(self._slabs) < NUM_RAW_SLABS:
-            self._slabs.append(Slab.over(pageable_memory(max(layer.num_bytes for layer in layers))))
+            self._slabs.append(Slab.over(large_pages(max(layer.num_bytes for layer in layers))))
             self._slabs[-1].bytes.numpy()[:] = 0  # memory that is not there yet would be charged to the link
         slabs = self._slabs
         disk = Disk(extent.file for layer in layers for extent in layer.extents)

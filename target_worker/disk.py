@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from bough.errors import StreamError
-from bough.model.pages import large_pages
 from target_worker.weights import ALIGNMENT, Extent, LayerWeights
 
 logger = logging.getLogger(__name__)
@@ -41,11 +40,6 @@ class Slab(NamedTuple):
     def over(cls, memory: memoryview) -> Slab:
         """Of memory that is there."""
         return cls(torch.frombuffer(memory, dtype=torch.uint8), memory)
-
-
-def pageable_memory(num_bytes: int) -> memoryview:
-    """Page-aligned memory, taken from the system when it is first written to."""
-    return memoryview(large_pages(num_bytes))
 
 
 class _File(NamedTuple):

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from target_worker.disk import pageable_memory
+from bough.model.pages import large_pages
 
 logger = logging.getLogger(__name__)
 
@@ -80,19 +79,17 @@ class CudaLanes:
         self.device = device
         self.is_pinned = True
         self._copying = torch.cuda.Stream(device)
-        self._pinned: list[tuple[int, mmap.mmap]] = []  # by address; kept, or another's memory could come to be there
+        self._pinned: list[tuple[int, memoryview]] = []  # by address; kept, or another's memory could come to be there
 
     def host_memory(self, num_bytes: int) -> memoryview:
         """Pinned in one piece; without pinning, and with a warning, where the system refuses."""
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # pinning goes page by page
+        memory = large_pages(num_bytes)  # pinning goes page by page
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         with torch.cuda.device(self.device):
             error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
             if error == 0:
                 self._pinned.append((address, memory))
-                return memoryview(memory)
+                return memory
             self.is_pinned = False
             logger.warning(
                 "%.2f GB of host memory could not be pinned (CUDA error %d): copies to the GPU will be slower; "
@@ -102,7 +99,7 @@ class CudaLanes:
             )
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)  # CUDA remembers the error for the next launch: let it be this one
-        return memoryview(memory)
+        return memory
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         """From torch's allocator."""
@@ -165,7 +162,7 @@ class InlineLanes:
 
     def host_memory(self, num_bytes: int) -> memoryview:
         """Ordinary."""
-        return pageable_memory(num_bytes)
+        return large_pages(num_bytes)
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         """Ordinary."""

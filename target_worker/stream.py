@@ -16,7 +16,8 @@ from types import TracebackType
 import torch
 
 from bough.errors import StreamError
-from target_worker.disk import Allocate, Disk, Piece, ReadError, Slab, cut, pageable_memory, stream_error
+from bough.model.pages import large_pages
+from target_worker.disk import Allocate, Disk, Piece, ReadError, Slab, cut, stream_error
 from target_worker.weights import LayerWeights
 
 
@@ -41,7 +42,7 @@ class Ring:
         disk: Disk,
         num_slabs: int,
         num_threads: int,
-        allocate: Allocate = pageable_memory,
+        allocate: Allocate = large_pages,
     ) -> None:
         self.layers = tuple(layers)
         self.num_slabs = num_slabs

@@ -8,9 +8,10 @@ from types import TracebackType
 
 import torch
 
+from bough.model.pages import large_pages
 from bough.placement import Placement, Tier
 from target_worker.copy_ring import DeviceRing
-from target_worker.disk import Slab, pageable_memory
+from target_worker.disk import Slab
 from target_worker.host import HostLayers
 from target_worker.lanes import CudaLanes, Lanes
 from target_worker.stream import LinkFigures
@@ -44,7 +45,7 @@ class Tiers:
             placement.num_slabs if lanes is None else placement.num_host_slabs,
             num_threads,
             checksums or {},
-            pageable_memory if lanes is None else lanes.host_memory,
+            large_pages if lanes is None else lanes.host_memory,
         )
         self._resources = ExitStack()
         self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8 on the device, where that has its own memory
@@ -84,7 +85,7 @@ class Tiers:
         """Puts resident layers on the device, one by one through a slab that is not kept."""
         resident = self.placement.layers(Tier.RESIDENT)
         if resident:
-            staging = Slab.over(pageable_memory(max(self.layers[index].num_bytes for index in resident)))
+            staging = Slab.over(large_pages(max(self.layers[index].num_bytes for index in resident)))
             for index in resident:
                 data = self._host.read(index, staging)
                 self._resident[index] = lanes.device_memory(len(data)).copy_(data)

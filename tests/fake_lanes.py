@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from target_worker.disk import pageable_memory
+from bough.model.pages import large_pages
 from target_worker.lanes import Copy, Mark
 
 
@@ -53,7 +53,7 @@ class FakeLanes:
         self._thread.start()
 
     def host_memory(self, num_bytes: int) -> memoryview:
-        return pageable_memory(num_bytes)
+        return large_pages(num_bytes)
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)

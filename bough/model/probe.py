@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 import os
 import tempfile
 import threading
@@ -21,6 +20,7 @@ import torch
 from bough.errors import ConfigError
 from bough.model.checkpoint import TensorPlace
 from bough.model.packed import Packed
+from bough.model.pages import large_pages
 from bough.model.quantize import GROUP_SIZES, SCALE_BYTES
 from bough.model.reproducible import Product
 from bough.model.source import FreshMemory
@@ -195,11 +195,11 @@ def _read_speed(files: Sequence[Path], num_threads: int, what: str) -> Speed:
 def _read_until(pieces: Iterator[tuple[int, int]], lock: threading.Lock, deadline: float) -> int:
     """Bytes that one thread has read."""
     total = 0
-    with mmap.mmap(-1, PIECE_BYTES) as memory:
-        while perf_counter() < deadline:
-            with lock:
-                descriptor, offset = next(pieces)
-            total += os.preadv(descriptor, [memory], offset)
+    memory = large_pages(PIECE_BYTES)
+    while perf_counter() < deadline:
+        with lock:
+            descriptor, offset = next(pieces)
+        total += os.preadv(descriptor, [memory], offset)
     return total
 
 
