@@ -58,6 +58,15 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_no_rows_leave_no_trace(kind: torch.dtype) -> None:
+    """Not even where the first row would be: memory that is not the result's."""
+    matrix, around = numbers(random_numbers(1, GROUP, 64).to(kind)), np.full((LANES, GROUP), 7, np.float32)
+    blocks = blocks_of(random_numbers(2, 0, 64).to(kind))
+    project(counters(2)[0], 2, blocks, 0, matrix, np.zeros(GROUP, np.float32), around[:0])
+    assert (around == 7).all()
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_keys", [0, 1, 22])
 def test_weights_times_values(num_keys: int, kind: torch.dtype) -> None:
     """Right, and the same bits however the keys are divided among calls."""

@@ -136,7 +136,7 @@ def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
 
     They must fill whole lines, too. `blocks` as `bough.model.tiles` has them.
     """
-    count = 0 if num_rows > MOST or blocks.shape[1] % LANES else 1
+    count = 1 if 0 < num_rows <= MOST and blocks.shape[1] % LANES == 0 else 0
     while 0 < count < num_rows:
         count *= 2
     rows = np.empty((count, blocks.shape[1]), np.int32)
