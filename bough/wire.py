@@ -146,6 +146,8 @@ def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
         sampling=sampling_to_wire(call.sampling),
         scheme=SCHEMES[call.scheme],
         max_length=call.max_length,
+        caller=call.caller,
+        num_running=call.num_running,
     )
 
 
@@ -157,7 +159,17 @@ def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, ma
     sampling = sampling_from_wire(message.sampling)
     sampling.validate(vocab_size)
     context = context_from_wire(message.context, vocab_size)
-    return m.VerifyCall(context, message.epoch, message.round, tree, sampling, scheme, message.max_length)
+    return m.VerifyCall(
+        context,
+        message.epoch,
+        message.round,
+        tree,
+        sampling,
+        scheme,
+        message.max_length,
+        message.caller,
+        message.num_running,
+    )
 
 
 def verify_result_to_wire(result: m.VerifyResult) -> target_pb2.VerifyReply:

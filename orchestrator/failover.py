@@ -82,7 +82,7 @@ class Failover:
         while True:
             try:
                 timeout_seconds = session.patience.within(self.config.target_timeout)
-                return await target.client.verify(session, tree, scheme, timeout_seconds)
+                return await target.client.verify(session, tree, scheme, target.num_running, timeout_seconds)
             except Exhausted:
                 if not session.patience.queue_seconds:
                     raise

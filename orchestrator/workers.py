@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -94,15 +95,24 @@ class TargetClient(WorkerClient):
 
     def __init__(self, address: str) -> None:
         super().__init__(address, target_pb2_grpc.TargetStub)
+        self._caller = uuid.uuid4().hex
 
     async def verify(
-        self, session: Session, tree: Tree, scheme: Scheme, timeout_seconds: float
+        self, session: Session, tree: Tree, scheme: Scheme, num_running: int, timeout_seconds: float
     ) -> tuple[VerifyResult, Timed]:
-        """The verdict on a tree, and how long the call took."""
+        """The verdict on a tree, and how long the call took; `num_running` sessions run there now."""
 
         async def call(context: Context) -> VerifyResult:
             verify = VerifyCall(
-                context, session.epoch, session.round, tree, session.sampling, scheme, session.max_length
+                context,
+                session.epoch,
+                session.round,
+                tree,
+                session.sampling,
+                scheme,
+                session.max_length,
+                self._caller,
+                num_running,
             )
             request = wire.verify_call_to_wire(verify)
             return wire.verify_result_from_wire(await self._errors(self._stub.Verify(request, timeout=timeout_seconds)))

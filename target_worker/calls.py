@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -30,6 +31,10 @@ class Calls:
     def __iter__(self) -> Iterator[Job]:
         """In order of arrival."""
         return iter(self._jobs.values())
+
+    def by_caller(self) -> Counter[str]:
+        """How many there are of each caller."""
+        return Counter(job.call.caller for job in self)
 
     def admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         """Takes a call in, or answers it at once where its answer is known.

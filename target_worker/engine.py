@@ -168,7 +168,7 @@ class Engine:
         """Acts on all mail, waiting for some while there is nothing to sweep; False once told to stop."""
         self._calls.drop_unwanted()  # whose slots those that come may need
         while True:
-            seconds = self._gathering.seconds(time.perf_counter()) if self._calls else None
+            seconds = self._gathering.seconds(time.perf_counter(), self._calls.by_caller()) if self._calls else None
             try:
                 mail = self._inbox.get(timeout=seconds)
             except queue.Empty:
@@ -180,7 +180,7 @@ class Engine:
     def _admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         if future.cancelled():
             return
-        self._gathering.arrived(call.context.session_id, arrived_ns * NANO)
+        self._gathering.arrived(call.context.session_id, arrived_ns * NANO, call.caller, call.num_running)
         self._calls.admit(call, future, arrived_ns)
 
     def _prepare(self) -> list[Part[Job]]:
@@ -243,5 +243,5 @@ class Engine:
         path = (0, *verdict.accepted_nodes)
         self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
         self.pool.count(len(job.call.context.tokens), job.num_computed)
-        self._gathering.answered(job.session.session_id, time.perf_counter())
+        self._gathering.answered(job.session.session_id, time.perf_counter(), job.call.caller)
         self._calls.answer(job, job.result(verdict))

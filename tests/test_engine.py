@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.errors import Exhausted, InvalidRequest, NotFound, PrefixMissing, StaleEpoch, StreamError, Unavailable
+from bough.messages import VerifyResult
 from bough.model.batch import Batch
 from bough.model.kv import KVSlot
 from bough.sampling import SamplingParams
@@ -384,3 +386,26 @@ def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:
             for name, call in calls.items():
                 tokens[name].append(call.result(5).verdict.bonus_token)
         assert sum(batch.num_tokens == 2 for batch in model.batches) >= 3
+
+
+def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(clock: Clock) -> None:
+    """One session ran alone, and then a caller says that it runs two, and then one again."""
+    model = FakeModel(
+        figures=SweepFigures(3_600_000_000_000, 0, 0, 0, 0)
+    )  # as if it took an hour: whoever waits, waits
+    with running(model, new_pool(clock), patience=1.0) as engine:
+
+        def call(name: str, tokens: list[int], round_: int, num_running: int) -> Future[VerifyResult]:
+            verify = verify_call(name, tokens, len(tokens) - 1, round_)
+            return engine.verify(replace(verify, caller="o", num_running=num_running))
+
+        for round_ in range(3):
+            call("a", [*range(1, round_ + 2)], round_, 1).result(5)
+            time.sleep(0.5)  # three times this is waited for whoever drafts
+        calls = [call("a", [1, 2, 3, 4], 3, 2)]
+        time.sleep(0.1)
+        calls.append(call("b", [1], 0, 2))
+        for each in calls:
+            each.result(5)
+        assert [batch.num_tokens for batch in model.batches] == [1, 1, 1, 2]
+        call("a", [1, 2, 3, 4, 5], 4, 1).result(0.4)

@@ -130,3 +130,16 @@ async def test_who_was_fenced_off_does_not_fight(fakes: Fleet) -> None:
         await until(lambda: not requests._recorder._logs)
     assert seen.token_ids == expected(fakes)
     assert target.held["s"]
+
+
+async def test_a_target_hears_how_many_sessions_run_there(fakes: Fleet) -> None:
+    """So that it need not wait for those that have ended."""
+    target, _ = await fakes.target("t1")
+    _, process = await fakes.orchestrator()
+    async with Client(process.address) as client:
+        ends = [replace(OPTIONS, request_id="", max_tokens=count) for count in (2, 20)]
+        await asyncio.wait_for(asyncio.gather(*(read(client, options) for options in ends)), 30)
+    (caller,) = {call.caller for call in target.calls}
+    assert caller
+    assert max(call.num_running for call in target.calls) == 2
+    assert target.calls[-1].num_running == 1, "the other has ended"

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("context", "epoch", "round", "tree", "sampling", "scheme", "max_length")
+    __slots__ = ("context", "epoch", "round", "tree", "sampling", "scheme", "max_length", "caller", "num_running")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,8 @@ class VerifyRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SCHEME_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.Context
     epoch: int
     round: int
@@ -23,7 +25,9 @@ class VerifyRequest(_message.Message):
     sampling: _common_pb2.SamplingParams
     scheme: _common_pb2.VerificationScheme
     max_length: int
-    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., max_length: _Optional[int] = ...) -> None: ...
+    caller: str
+    num_running: int
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., max_length: _Optional[int] = ..., caller: _Optional[str] = ..., num_running: _Optional[int] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
     __slots__ = ("accepted_nodes", "bonus_token", "logprobs", "held_length", "timings", "cached_length")
