@@ -85,6 +85,7 @@ class VerifyCall:
     max_length: int = 0  # tokens that the session may grow to in this request; 0 is as many as a session may have
     caller: str = ""  # one word for all calls of an orchestrator
     num_running: int = 0  # sessions that the caller runs at this worker, this one included; 0 does not say
+    worker_id: str = ""  # of the worker that is meant: another may have come to its address; "" is whoever is there
 
 
 class Verdict(NamedTuple):

@@ -148,6 +148,7 @@ def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
         max_length=call.max_length,
         caller=call.caller,
         num_running=call.num_running,
+        worker_id=call.worker_id,
     )
 
 
@@ -169,6 +170,7 @@ def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, ma
         message.max_length,
         message.caller,
         message.num_running,
+        message.worker_id,
     )
 
 

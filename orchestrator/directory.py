@@ -221,7 +221,9 @@ class Directory:
         """A new worker is asked what it is; who had its address before has left it."""
         try:
             if record.kind == "target":
-                self._targets[record.worker_id] = await _introduce(record, TargetClient(record.address))
+                self._targets[record.worker_id] = await _introduce(
+                    record, TargetClient(record.address, record.worker_id)
+                )
             elif record.kind == "draft":
                 self._drafts[record.worker_id] = await _introduce(record, DraftClient(record.address))
             else:

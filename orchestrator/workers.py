@@ -93,9 +93,9 @@ class DraftClient(WorkerClient):
 class TargetClient(WorkerClient):
     """bough.v1.Target at an address."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, worker_id: str) -> None:
         super().__init__(address, target_pb2_grpc.TargetStub)
-        self._caller = uuid.uuid4().hex
+        self._worker_id, self._caller = worker_id, uuid.uuid4().hex
 
     async def verify(
         self, session: Session, tree: Tree, scheme: Scheme, num_running: int, timeout_seconds: float
@@ -113,6 +113,7 @@ class TargetClient(WorkerClient):
                 session.max_length,
                 self._caller,
                 num_running,
+                self._worker_id,
             )
             request = wire.verify_call_to_wire(verify)
             return wire.verify_result_from_wire(await self._errors(self._stub.Verify(request, timeout=timeout_seconds)))

@@ -11,6 +11,7 @@ import torch
 
 from bough import __version__
 from bough.config import TargetConfig
+from bough.errors import Unavailable
 from bough.messages import Context, VerifyCall, VerifyResult, WorkerInfo
 from bough.model import files_hash
 from bough.model.checkpoint import Checkpoint
@@ -81,7 +82,13 @@ class TargetWorker:
         self._warm_up()
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
-        """Queues a call for the next sweep that has room."""
+        """Queues a call for the next sweep that has room.
+
+        Raises:
+            Unavailable: another worker is meant, which had this one's address.
+        """
+        if call.worker_id not in ("", self._worker_id):
+            raise Unavailable(f"worker_id: {call.worker_id!r} is not here; at this address is {self._worker_id} now")
         return self._engine.verify(call)
 
     def release(self, session_id: str, epoch: int = 0) -> Future[None]:

@@ -17,7 +17,7 @@ import grpc
 
 from bough import __version__, wire
 from bough.config import OrchestratorConfig, parse
-from bough.errors import NotFound, PrefixMissing, StaleEpoch
+from bough.errors import NotFound, PrefixMissing, StaleEpoch, Unavailable
 from bough.heartbeat import registered
 from bough.messages import GrowResult, Timings, VerifyCall, VerifyResult, WorkerInfo
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, generation_pb2_grpc, target_pb2, target_pb2_grpc
@@ -104,6 +104,8 @@ class FakeTarget(FakeWorker):
 
     async def Verify(self, request: target_pb2.VerifyRequest, context: Any) -> target_pb2.VerifyReply:
         call = wire.verify_call_from_wire(request, VOCAB, MAX_NODES)
+        if call.worker_id != self.worker_id:
+            raise Unavailable(f"worker_id: {call.worker_id} is not here")
         await self.before(call)
         result = self._verify(call)
         await self.after(call)

@@ -219,6 +219,16 @@ async def test_an_unknown_session_is_told_what_is_held(target: target_pb2_grpc.T
         await target.Release(common_pb2.ReleaseRequest(session_id="unknown"))  # it has taken no slot
 
 
+async def test_a_call_that_is_meant_for_another_worker_is_refused(target: target_pb2_grpc.TargetStub) -> None:
+    """It was at this address before, perhaps with another model: a connection goes to whoever is there now."""
+    with pytest.raises(grpc.aio.AioRpcError, match="worker_id: 'target-1-a' is not here") as caught:
+        await target.Verify(verify_request(worker_id="target-1-a"))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    info = await target.GetServerInfo(common_pb2.GetServerInfoRequest())
+    await target.Verify(verify_request(worker_id=info.worker_id))
+    await target.Release(common_pb2.ReleaseRequest(session_id="bad-input"))
+
+
 async def test_a_draft_refuses_sizes_that_make_no_sense(draft: draft_pb2_grpc.DraftStub) -> None:
     good = verify_request()
     request = draft_pb2.GrowRequest(
