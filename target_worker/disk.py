@@ -17,7 +17,7 @@ from target_worker.weights import ALIGNMENT, Extent, LayerWeights
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 * 1024 * 1024  # one read: each costs a turn of the interpreter, which sweeps need as well
+PIECE_BYTES = 8 * 1024 * 1024  # one read: smaller ones cost processors more, which sweeps need as well
 
 Allocate = Callable[[int], memoryview]  # of page-aligned memory, by the number of its bytes
 
@@ -63,18 +63,21 @@ class Disk:
         for file in self._files.values():
             os.close(file.descriptor)
 
+    def place_of(self, piece: Piece) -> tuple[int, int, int, int, int]:
+        """Descriptor, offset, bytes, how many of them are needed, and where they belong in the layer's slab."""
+        extent = piece.extent
+        needed = min(piece.num_bytes, extent.needed_bytes - piece.begin)
+        descriptor = self._files[extent.file].descriptor
+        return descriptor, extent.offset + piece.begin, piece.num_bytes, needed, extent.slab_offset + piece.begin
+
     def read(self, piece: Piece, slab: Slab) -> None:
         """Reads a piece to its place in a slab.
 
         Raises:
             ReadError: with the offset that could not be read.
         """
-        extent, done = piece.extent, 0
-        start = extent.slab_offset + piece.begin
-        target = slab.view[start : start + piece.num_bytes]
-        needed = min(piece.num_bytes, extent.needed_bytes - piece.begin)
-        offset = extent.offset + piece.begin
-        descriptor = self._files[extent.file].descriptor
+        descriptor, offset, num_bytes, needed, begin = self.place_of(piece)
+        target, done = slab.view[begin : begin + num_bytes], 0
         while done < needed:
             try:
                 count = os.preadv(descriptor, [target[done:]], offset + done)

@@ -35,10 +35,10 @@ def on_a_passing_thread(function: Callable[[], Result]) -> Result:
 
 
 def hand_over_soon() -> None:
-    """For a process in which threads read while one computes.
+    """For a process in which one thread computes while others have a little to do now and then: calls, copies.
 
-    A thread whose read is done waits for Python's interpreter until the one that computes has been asked to let go of
-    it: by default for 5 ms, in which nothing is read.
+    Each waits for Python's interpreter until the one that computes has been asked to let go of it: by default for 5 ms,
+    in which nothing is sent, received or copied.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
 
