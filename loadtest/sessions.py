@@ -15,6 +15,8 @@ second_turn_sweeps  time to the first token of a conversation's second turn / ti
                     the new question, or the whole history. `second_turn_cached`: share of the history that was not
                     computed again
 shared_prompt       a system prompt that eight sessions begin with at once: how many times it was computed
+long_prompt         a prompt that comes while four sessions have answers under way: their longest pause meanwhile, and
+                    when it had its own first token, both by the typical time between two of their rounds
 unequal_streams     streams whose tokens are not those that the same prompt gets alone; with --faults also those of
                     `loadtest.chaos`, whose figures are then in `chaos`
 """
@@ -46,11 +48,22 @@ from bough.tokenizer import Tokenizer
 from loadtest.chaos import Plan, run_chaos
 from loadtest.chaos_streams import Answer, Received, Tally
 from loadtest.prompts import load_prompts
-from loadtest.sessions_runs import SecondTurn, SharedPrompt, Stream, Together, second_turn, shared_prompt, together
+from loadtest.sessions_runs import (
+    LongPrompt,
+    SecondTurn,
+    SharedPrompt,
+    Stream,
+    Together,
+    long_prompt,
+    second_turn,
+    shared_prompt,
+    together,
+)
 from loadtest.tiny_model import save_model
 
 SHARED_SESSIONS = 8
 SECOND_TURNS = 2  # conversations of each kind in a repeat
+OTHERS = 4  # sessions beside a long prompt
 
 
 class Bench:
@@ -62,11 +75,13 @@ class Bench:
         self.groups: list[Together] = []
         self.turns: dict[str, list[SecondTurn]] = defaultdict(list)
         self.shared: list[SharedPrompt] = []
+        self.long: list[LongPrompt] = []
         self._arguments = arguments
         texts = load_prompts()
         self._texts = texts
         self._shared_tokens = tokenizer.encode(" ".join(texts * 4))[: arguments.system_tokens]
         self._rests = [tokenizer.encode_chat([("user", text)]) for text in texts[:SHARED_SESSIONS]]
+        self._others = [TokenPrompt(tuple(rest)) for rest in self._rests[:OTHERS]]
         num_prompts = max(arguments.sessions) * arguments.prompts_each
         prompts = [tokenizer.encode_chat([("user", text)]) for text in texts[:num_prompts]]
         self._prompts = [TokenPrompt(tuple(prompt)) for prompt in prompts]
@@ -94,6 +109,8 @@ class Bench:
             for kind in ("history", "new") * SECOND_TURNS:
                 self.turns[kind].append(await second_turn(client, next(questions), sends_new=kind == "new"))
             self.shared.append(await shared_prompt(client, self._shared_tokens, self._rests))
+            backwards = self._shared_tokens[::-1]  # which nobody has computed before
+            self.long.append(await long_prompt(client, self._others, backwards, self._options))
 
     def figures(self) -> dict[str, Any]:
         """For the JSON line."""
@@ -112,6 +129,7 @@ class Bench:
             "second_turn_sweeps": {k: _quartile([turn.sweeps for turn in turns]) for k, turns in self.turns.items()},
             "second_turn_cached": {k: min(turn.cached_share for turn in turns) for k, turns in self.turns.items()},
             "shared_prompt": [each._asdict() for each in self.shared],
+            "long_prompt": [each._asdict() for each in self.long],
         }
 
     def tally(self) -> Tally:

@@ -1,13 +1,15 @@
-"""What `loadtest.sessions` measures: several sessions at once, second turns, and a system prompt that all share."""
+"""What `loadtest.sessions` measures: several sessions at once, second turns, a system prompt that all share, and a long
+prompt beside others' answers."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from bough.client import Client
@@ -147,3 +149,33 @@ async def shared_prompt(client: Client, shared: Sequence[int], rests: Sequence[S
     computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
     times = (computed - sum(map(len, rests))) / len(shared)
     return SharedPrompt(sum(usage.prompt_tokens for usage in usages), computed, times)
+
+
+class LongPrompt(NamedTuple):
+    """What a prompt costs that is read while others have answers under way."""
+
+    prompt_tokens: int
+    longest_pause_sweeps: float  # of the others: time between two rounds meanwhile / typical time between two before
+    first_token_sweeps: float  # of the prompt's own
+
+
+async def long_prompt(
+    client: Client, others: Sequence[Prompt], tokens: Sequence[int], options: GenerateOptions
+) -> LongPrompt:
+    """The prompt comes when the others have had a few rounds, as many as one more of them takes for some tokens."""
+
+    async def later() -> Stream:
+        some, few = (replace(options, max_tokens=count) for count in (16, 2))
+        await stream(client, others[0], some)
+        return await stream(client, TokenPrompt(tuple(tokens)), few)
+
+    long, *answers = await asyncio.gather(later(), *(stream(client, prompt, options) for prompt in others))
+    pauses = [
+        (after, after - before)
+        for each in answers
+        for before, after in itertools.pairwise(moment for moment, _ in each.rounds)
+    ]
+    end = long.began + long.first_token_seconds
+    typical = statistics.median(pause for after, pause in pauses if after <= long.began)
+    meanwhile = max((pause for after, pause in pauses if long.began < after <= end), default=0.0)
+    return LongPrompt(len(tokens), meanwhile / typical, long.first_token_seconds / typical)

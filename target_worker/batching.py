@@ -1,7 +1,8 @@
 """What goes into a sweep. Sizes in, sizes out: knows no model, no slots and no clock.
 
 A sweep has room for so many tokens. Trees go whole or wait; contexts go in pieces. Whoever is in the middle of an
-answer comes before those who have just begun, but those keep a share, and nobody is passed over for long.
+answer comes before those who have just begun, but those keep a share, and nobody is passed over for long. Up to the
+knee tokens cost nothing, as the link takes as long; beyond, whoever waits for an answer pays for another's prompt.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ class Part(NamedTuple, Generic[AnyWaiting]):
         return self.num_context + (self.job.num_nodes if self.has_tree else 0)
 
 
-def choose(jobs: Sequence[AnyWaiting], max_tokens: int) -> list[Part[AnyWaiting]]:
+def choose(jobs: Sequence[AnyWaiting], max_tokens: int, knee: float) -> list[Part[AnyWaiting]]:
     """Parts of one sweep, `max_tokens` together at most. Every tree must fit an empty sweep.
+
+    Beside answers under way contexts fill the sweep up to the knee, or take as many tokens as those trees have: so
+    prompts double the time of a sweep at most.
 
     With n calls waiting, a call has a part in the n-th sweep at the latest: whoever was passed over most often comes
     first, those before it were passed over as often, and each of them comes after it as soon as it had a part.
@@ -59,7 +63,12 @@ def choose(jobs: Sequence[AnyWaiting], max_tokens: int) -> list[Part[AnyWaiting]
         if job.num_left == 0 and (job.num_nodes <= room - reserved or place == 0):
             parts.append(Part(job, 0, has_tree=True))
             room -= job.num_nodes
-    return parts + _contexts([job for job in line if job.num_left], room, share)
+    contexts = [job for job in line if job.num_left]
+    if parts and contexts:
+        num_nodes = max_tokens - room
+        room = int(min(room, max(knee - num_nodes, num_nodes)))
+        share = min(share, max(1, room // len(contexts)))
+    return parts + _contexts(contexts, room, share)
 
 
 def _contexts(line: Sequence[AnyWaiting], room: int, share: int) -> list[Part[AnyWaiting]]:

@@ -196,7 +196,8 @@ class Engine:
 
     def _choose(self) -> list[Part[Job]]:
         jobs = [*self._calls]
-        parts = choose_shared(jobs, self._max_sweep_tokens, self._model.rows.most, self._pace.seconds)
+        pace, rows = self._pace, self._model.rows
+        parts = choose_shared(jobs, self._max_sweep_tokens, pace.knee, rows.most, pace.seconds)
         for job in jobs:
             job.num_passed_over += 1
         return parts

@@ -47,17 +47,21 @@ class _Follower(NamedTuple):
 
 
 def choose_shared(
-    jobs: Sequence[AnySharing], max_tokens: int, min_tokens: int, sweep_seconds: Callable[[int], float]
+    jobs: Sequence[AnySharing],
+    max_tokens: int,
+    knee: float,
+    min_tokens: int,
+    sweep_seconds: Callable[[int], float],
 ) -> list[Part[AnySharing]]:
     """As `choose`, without computing the same tokens twice where they are at least `min_tokens`.
 
     `sweep_seconds` predicts the time of a sweep from its number of tokens.
     """
-    alone = choose(jobs, max_tokens)
+    alone = choose(jobs, max_tokens, knee)
     followers = _followers(jobs, min_tokens)
     while followers:
         waiting = {id(follower.job) for follower in followers}
-        parts = choose([job for job in jobs if id(job) not in waiting], max_tokens)
+        parts = choose([job for job in jobs if id(job) not in waiting], max_tokens, knee)
         content = _content(followers, parts, alone, sweep_seconds)
         if len(content) == len(followers):
             return parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +45,7 @@ Chooser = Callable[[list[Call]], list[Part[Call]]]
 
 
 def plainly(calls: list[Call]) -> list[Part[Call]]:
-    return choose(calls, ROOM)
+    return choose(calls, ROOM, inf)
 
 
 def linear(num_tokens: int) -> float:
@@ -59,7 +60,7 @@ def sharing(calls: list[Call]) -> Chooser:
         for call in waiting:
             shared = (min(common_length(call.text.tokens, other.text.tokens), other.num_held) for other in calls)
             call.num_held = max(call.num_held, *shared)
-        return choose_shared(waiting, ROOM, ROWS, linear)
+        return choose_shared(waiting, ROOM, inf, ROWS, linear)
 
     return chooser
 
@@ -90,14 +91,17 @@ def run(calls: list[Call], chooser: Chooser, num_sweeps: int = 10_000) -> int:
     return num_tokens
 
 
+knees = st.sampled_from([inf, 40.0, 20.0, 0.5])
 sizes = st.lists(st.tuples(st.integers(0, 300), st.integers(1, MAX_NODES)), min_size=1, max_size=12)
 
 
 @settings(max_examples=120, deadline=None)
-@given(sizes)
-def test_everyone_who_waits_gets_on_within_as_many_sweeps_as_there_are_calls(mix: list[tuple[int, int]]) -> None:
+@given(sizes, knees)
+def test_everyone_who_waits_gets_on_within_as_many_sweeps_as_there_are_calls(
+    mix: list[tuple[int, int]], knee: float
+) -> None:
     calls = [prompt(length, nodes, start=1000 * n) for n, (length, nodes) in enumerate(mix)]
-    num_tokens = run(calls, plainly)
+    num_tokens = run(calls, lambda waiting: choose(waiting, ROOM, knee))
     assert num_tokens == sum(length + nodes for length, nodes in mix)
     for call in calls:
         gaps = [after - before for before, after in zip([-1, *call.sweeps], call.sweeps, strict=False)]
@@ -105,15 +109,15 @@ def test_everyone_who_waits_gets_on_within_as_many_sweeps_as_there_are_calls(mix
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, MAX_NODES), min_size=1, max_size=10), st.lists(st.integers(1, 400), max_size=4))
-def test_nobody_starves_where_others_come_again_and_again(trees: list[int], prompts: list[int]) -> None:
+@given(st.lists(st.integers(1, MAX_NODES), min_size=1, max_size=10), st.lists(st.integers(1, 400), max_size=4), knees)
+def test_nobody_starves_where_others_come_again_and_again(trees: list[int], prompts: list[int], knee: float) -> None:
     """Sessions that decode without end, and prompts among them: a fixed order once kept the last ones out for good."""
     decoding = [Call(Text([]), nodes) for nodes in trees]
     calls = [*decoding, *(prompt(length) for length in prompts)]
     last = dict.fromkeys(map(id, calls), 0)
     order = list(calls)
     for number in range(1, 200):
-        parts = choose(order, ROOM)
+        parts = choose(order, ROOM, knee)
         for call in order:
             call.num_passed_over += 1
         for part in parts:
@@ -130,6 +134,21 @@ def test_a_tree_comes_before_a_long_prompt_and_the_prompt_gets_the_rest() -> Non
     long, tree = prompt(1000), Call(Text([]), 24)
     parts = plainly([long, tree])
     assert {id(part.job): part.num_tokens for part in parts} == {id(tree): 24, id(long): 40}
+
+
+def test_a_prompt_beside_answers_under_way_fills_the_sweep_up_to_the_knee() -> None:
+    long, tree = prompt(1000), Call(Text([]), 4)
+
+    def sizes(calls: list[Call], knee: float) -> list[int]:
+        return [part.num_tokens for part in choose(calls, ROOM, knee)]
+
+    assert sizes([tree, long], 30.0) == [4, 26]
+    assert sizes([tree, long], 3.0) == [4, 4], "past the knee as much as the answers take"
+    assert sizes([tree, long], 1000.0) == [4, ROOM - 4]
+    assert sizes([long], 30.0) == [ROOM], "nobody waits for an answer but who asked"
+    assert sizes([tree, prompt(1000), prompt(1000)], 24.0) == [4, 15, 5], (
+        "each has half a share, and the first the rest"
+    )
 
 
 def test_many_trees_leave_a_prompt_its_share() -> None:
@@ -162,7 +181,7 @@ def test_two_that_fit_one_sweep_wait_where_products_are_the_limit() -> None:
     calls = [Call(Text([*range(20), 1000 + n])) for n in range(2)]
 
     def slow(waiting: list[Call]) -> list[Part[Call]]:
-        return choose_shared(waiting, ROOM, ROWS, lambda num_tokens: num_tokens * 1.0)
+        return choose_shared(waiting, ROOM, inf, ROWS, lambda num_tokens: num_tokens * 1.0)
 
     assert [part.job for part in slow(calls)] == calls[:1]
 
@@ -228,3 +247,13 @@ def test_the_pace_is_the_links_or_the_products() -> None:
         pace.observe(16, SweepFigures(1_000_000_000, 600_000_000, 900_000_000, 1, 1))
     assert abs(pace.seconds(8) - 0.9) < 1e-6
     assert abs(pace.seconds(80) - 10 * 0.2) < 1e-6
+
+
+def test_the_knee_is_where_products_take_as_long_as_the_link_at_its_best() -> None:
+    pace = Pace(RowCounts(8, 8))
+    assert pace.knee == inf, "nothing is known"
+    pace.observe(16, SweepFigures(1_000_000_000, 0, 0, 0, 0))
+    assert pace.knee == inf, "and where there is no link nothing is for free"
+    for _ in range(60):
+        pace.observe(16, SweepFigures(1_000_000_000, 600_000_000, 1_000_000_000, 1, 800_000_000))
+    assert abs(pace.knee - 0.8 / (0.4 / 16)) < 1e-6
