@@ -54,13 +54,15 @@ class Link(NamedTuple):
     slab_bytes: int
     room: int  # an eventfd with at least one count for each read that may begin: a semaphore
     arrived: int  # an eventfd that is raised when a layer has arrived, and when no read is under way any more
+    one: Ints  # by how much: the kernel reads it here, and a local array could be gone by then
 
     @classmethod
     def of(cls, reads: Sequence[Read], num_slabs: int, memory: int, slab_bytes: int, room: int, arrived: int) -> Link:
         """Of the reads of all layers, in order."""
         lock, counts, missing = (np.zeros(size, np.int64) for size in (2 * APART, 8, num_slabs))
         numbers, num_reads = np.array(reads, np.int64), np.bincount([read.layer for read in reads]).astype(np.int64)
-        return cls(lock, counts, missing, numbers, num_reads, memory, slab_bytes, room, arrived)
+        one = np.ones(1, np.int64)
+        return cls(lock, counts, missing, numbers, num_reads, memory, slab_bytes, room, arrived, one)
 
 
 @compiled
@@ -95,7 +97,6 @@ def _begin(link):  # type: ignore[no-untyped-def]
 @compiled
 def end_read(link, number, is_well):  # type: ignore[no-untyped-def]
     """After a read; one that went wrong stops all others until `restart`."""
-    one = np.ones(1, np.int64)
     hold(link.lock)
     slab = _layer_of(link, number) % len(link.missing)
     link.counts[IN_FLIGHT] -= 1
@@ -108,7 +109,7 @@ def end_read(link, number, is_well):  # type: ignore[no-untyped-def]
     is_news = link.missing[slab] == 0 or link.counts[IN_FLIGHT] == 0 or not is_well
     let_go(link.lock)
     if is_news:
-        _write(link.arrived, one.ctypes.data, 8)
+        _write(link.arrived, link.one.ctypes.data, 8)
 
 
 @compiled
