@@ -83,7 +83,7 @@ class VerifyCall:
     sampling: SamplingParams
     scheme: Scheme = Scheme.TARGET
     max_length: int = 0  # tokens that the session may grow to in this request; 0 is as many as a session may have
-    caller: str = ""  # one word for all calls of an orchestrator
+    caller: str = ""  # one word for all calls of an orchestrator to this worker
     num_running: int = 0  # sessions that the caller runs at this worker, this one included; 0 does not say
     worker_id: str = ""  # of the worker that is meant: another may have come to its address; "" is whoever is there
 

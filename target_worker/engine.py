@@ -180,8 +180,8 @@ class Engine:
     def _admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         if future.cancelled():
             return
+        self._calls.admit(call, future, arrived_ns)  # a call that is refused is no news of its session
         self._gathering.arrived(call.context.session_id, arrived_ns * NANO, call.caller, call.num_running)
-        self._calls.admit(call, future, arrived_ns)
 
     def _prepare(self) -> list[Part[Job]]:
         """What goes into the next sweep."""
@@ -196,8 +196,9 @@ class Engine:
 
     def _choose(self) -> list[Part[Job]]:
         jobs = [*self._calls]
-        pace, rows = self._pace, self._model.rows
-        parts = choose_shared(jobs, self._max_sweep_tokens, pace.knee, rows.most, pace.seconds)
+        pace, chunk = self._pace, self._model.rows.most
+        knee = max(pace.knee, chunk)  # that much is computed at once, and how long rows take is seen there
+        parts = choose_shared(jobs, self._max_sweep_tokens, knee, chunk, pace.seconds)
         for job in jobs:
             job.num_passed_over += 1
         return parts

@@ -38,8 +38,9 @@ class _Caller:
     """What a caller says of itself."""
 
     num_running: int = 0  # sessions; 0 where it does not say
+    said: float = 0.0  # when
     num_new: int = 0  # of these, such as nothing was heard of yet
-    since: float = 0.0  # when there were last more of those than before
+    since: float = 0.0  # when it last spoke of more of those than before
 
 
 class Gathering:
@@ -48,7 +49,8 @@ class Gathering:
     def __init__(self, patience: float) -> None:
         """Waits at most `patience` times the last sweep's time; 0 is never."""
         self._patience = patience
-        self._longest = 0.0  # wait
+        self._longest = 0.0  # wait before a sweep
+        self._began: float | None = None  # to wait
         self._return = _Typical()  # from an answer to the next call
         self._beginning = _Typical()  # from the news of a session to its first call
         self._answered: dict[str, tuple[str, float]] = {}  # whose each is, and when, of those that are not back
@@ -56,7 +58,7 @@ class Gathering:
 
     def swept(self, seconds: float) -> None:
         """A sweep has taken so long."""
-        self._longest = self._patience * seconds
+        self._longest, self._began = self._patience * seconds, None
 
     def answered(self, session_id: str, now: float, caller: str = "") -> None:
         """A session has its answer."""
@@ -73,8 +75,8 @@ class Gathering:
             self._return.observe(min(when - answered, 2 * self._longest))
         elif told.num_new:
             told.num_new -= 1
-            self._beginning.observe(min(when - told.since, 2 * self._longest))
-        told.num_running = num_running
+            self._beginning.observe(min(max(0.0, when - told.since), 2 * self._longest))
+        told.num_running, told.said = num_running, when
 
     def left(self, session_id: str) -> None:
         """A session will not be back."""
@@ -85,21 +87,22 @@ class Gathering:
         away = self._away(now, waiting)
         returning = self._return.wait(self._longest)
         beginning = self._beginning.wait(self._longest) if self._beginning.seconds is not None else returning
+        self._began = now if self._began is None else self._began
         until = now
         for caller, told in self._callers.items():
             answered = away[caller]
             num_expected = told.num_running - waiting.get(caller, 0) if told.num_running else len(answered)
             num_new = max(0, num_expected - len(answered))
             if num_new > told.num_new:
-                told.since = now
+                told.since = told.said
             told.num_new = num_new
             if num_new:
                 until = max(until, told.since + beginning)
             if answered and num_expected > 0:
                 until = max(until, max(answered) + returning)
-        return until - now
+        return max(0.0, min(until, self._began + self._longest) - now)
 
-    def _away(self, now: float, waiting: Mapping[str, int]) -> Mapping[str, list[float]]:
+    def _away(self, now: float, waiting: Mapping[str, int]) -> defaultdict[str, list[float]]:
         """When each caller's sessions were answered that may be back; those that are gone are forgotten."""
         away: dict[str, list[float]] = defaultdict(list)
         for session_id, (caller, answered) in [*self._answered.items()]:

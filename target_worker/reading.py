@@ -39,7 +39,9 @@ class Read(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What those who read and the one who takes layers have in common; all but what never changes is under the lock.
+    """What those who read and the one who takes layers have in common.
+
+    All that changes is under the lock, but for `IS_CLOSED`, which is set before the last counts of `room`.
 
     Read n is read n % num_reads of its round; layer s (`CONSUMED` and the like count them all) is layer
     s % num_layers, in slab s % num_slabs.

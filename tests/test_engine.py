@@ -409,3 +409,29 @@ def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(cl
             each.result(5)
         assert [batch.num_tokens for batch in model.batches] == [1, 1, 1, 2]
         call("a", [1, 2, 3, 4, 5], 4, 1).result(0.4)
+
+
+def test_a_session_that_finds_no_room_again_and_again_holds_nobody_up(clock: Clock) -> None:
+    """It is counted as running and its calls are refused: once every one of them was news of a session to wait for."""
+    model = FakeModel(
+        figures=SweepFigures(3_600_000_000_000, 0, 0, 0, 0)
+    )  # as if it took an hour: whoever waits, waits
+    with running(model, new_pool(clock), patience=1.0) as engine:
+
+        def call(name: str, tokens: list[int], round_: int, num_running: int) -> Future[VerifyResult]:
+            verify = verify_call(name, tokens, len(tokens) - 1, round_)
+            return engine.verify(replace(verify, caller="o", num_running=num_running))
+
+        for round_ in range(3):
+            for each in [call(name, [*range(1, round_ + 2)], round_, 2) for name in ("a", "b")]:
+                each.result(5)
+            time.sleep(0.2)
+        calls = [call(name, [1, 2, 3, 4], 3, 3) for name in ("a", "b")]
+        time.sleep(0.3)
+        for _ in range(100):
+            with pytest.raises(Exhausted):
+                call("c", [1], 0, 3).result(5)
+            time.sleep(0.05)
+            if all(each.done() for each in calls):
+                break
+        assert all(each.done() for each in calls), "five seconds are far more than sessions take to come back here"

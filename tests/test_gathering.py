@@ -99,6 +99,7 @@ def test_who_begins_is_waited_for_once() -> None:
     told(gathering, "1", 5002.0, num_running=3)
     assert gathering.seconds(5002.0, {"o": 2}) > 0.0
     assert gathering.seconds(5005.0, {"o": 2}) == 0.0, "the other one takes longer"
+    gathering.swept(10.0)
     for who in ("0", "1"):
         gathering.answered(who, 5020.0, "o")
     for number, who in enumerate(("0", "1"), 1):
@@ -135,3 +136,26 @@ def test_callers_that_are_gone_are_forgotten() -> None:
         gathering.arrived("x", 6000.0, f"p{number}", 2)
     gathering.seconds(9000.0, {"o": 1})
     assert len(gathering._callers) <= 1
+
+
+def test_a_wait_has_an_end_however_many_begin_one_after_another() -> None:
+    gathering = rounds_of("o", 1)
+    now = 5001.0
+    told(gathering, "0", now, num_running=2)
+    waited = 0.0
+    for number in range(1, 100):
+        if gathering.seconds(now, {"o": number}) == 0.0:
+            break
+        waited, now = waited + 0.9, now + 0.9
+        told(gathering, f"new {number}", now, num_running=number + 2)
+    assert waited <= 10.0 + 0.9, "no longer than a sweep"
+
+
+def test_who_came_during_the_sweep_in_which_it_was_told_of_was_not_early() -> None:
+    gathering = rounds_of("o", 1)
+    told(gathering, "0", 5003.0, num_running=2)
+    gathering.answered("0", 5012.0, "o")
+    told(gathering, "0", 5013.0, num_running=2)
+    gathering.seconds(5013.0, {"o": 1})
+    gathering.arrived("new", 5012.5, "o", 2)  # it had been in the mail
+    assert gathering._beginning.seconds == 0.0
