@@ -104,7 +104,7 @@ class Gathering:
 
     def _away(self, now: float, waiting: Mapping[str, int]) -> defaultdict[str, list[float]]:
         """When each caller's sessions were answered that may be back; those that are gone are forgotten."""
-        away: dict[str, list[float]] = defaultdict(list)
+        away: defaultdict[str, list[float]] = defaultdict(list)
         for session_id, (caller, answered) in [*self._answered.items()]:
             if now - answered > FORGET * self._longest:
                 del self._answered[session_id]
