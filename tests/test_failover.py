@@ -12,6 +12,7 @@ from streams import OPTIONS, expected, failing, kill_the_one_that_gets, once, re
 
 from bough.client import Client
 from bough.errors import StaleEpoch, Unavailable
+from bough.messages import VerifyCall
 from bough.records import WorkerRecord
 from orchestrator.directory import POLL_SECONDS
 
@@ -136,10 +137,21 @@ async def test_a_target_hears_how_many_sessions_run_there(fakes: Fleet) -> None:
     """So that it need not wait for those that have ended."""
     target, _ = await fakes.target("t1")
     _, process = await fakes.orchestrator()
+    both, begun = asyncio.Barrier(2), set[str]()
+
+    async def meet(call: VerifyCall) -> None:
+        """The first calls of two sessions wait for each other."""
+        if len(begun) < 2 and call.context.session_id not in begun:
+            begun.add(call.context.session_id)
+            await both.wait()
+
+    target.before = meet
+    options = replace(OPTIONS, request_id="")
     async with Client(process.address) as client:
-        ends = [replace(OPTIONS, request_id="", max_tokens=count) for count in (2, 20)]
-        await asyncio.wait_for(asyncio.gather(*(read(client, options) for options in ends)), 30)
+        await asyncio.wait_for(asyncio.gather(*(read(client, options) for _ in range(2))), 30)
+        num_before = len(target.calls)
+        await asyncio.wait_for(read(client, options), 30)
     (caller,) = {call.caller for call in target.calls}
     assert caller
-    assert max(call.num_running for call in target.calls) == 2
-    assert target.calls[-1].num_running == 1, "the other has ended"
+    assert max(call.num_running for call in target.calls[:num_before]) == 2
+    assert {call.num_running for call in target.calls[num_before:]} == {1}, "the others have ended"
