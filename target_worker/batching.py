@@ -50,7 +50,7 @@ def choose(jobs: Sequence[AnyWaiting], max_tokens: int, knee: float) -> list[Par
     """Parts of one sweep, `max_tokens` together at most. Every tree must fit an empty sweep.
 
     Beside answers under way contexts fill the sweep up to the knee, or take as many tokens as those trees have: so
-    prompts double the time of a sweep at most.
+    past the knee prompts double the time of a sweep at most.
 
     With n calls waiting, a call has a part in the n-th sweep at the latest: whoever was passed over most often comes
     first, those before it were passed over as often, and each of them comes after it as soon as it had a part.

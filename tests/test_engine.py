@@ -388,49 +388,44 @@ def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:
         assert sum(batch.num_tokens == 2 for batch in model.batches) >= 3
 
 
+AN_HOUR = SweepFigures(3_600_000_000_000, 0, 0, 0, 0)  # as if a sweep had taken one: whoever waits, waits
+
+
+def say(engine: Engine, name: str, tokens: list[int], round_: int, num_running: int) -> Future[VerifyResult]:
+    """A session's call, of a caller that says how many it runs."""
+    verify = verify_call(name, tokens, len(tokens) - 1, round_)
+    return engine.verify(replace(verify, caller="o", num_running=num_running))
+
+
 def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(clock: Clock) -> None:
     """One session ran alone, and then a caller says that it runs two, and then one again."""
-    model = FakeModel(
-        figures=SweepFigures(3_600_000_000_000, 0, 0, 0, 0)
-    )  # as if it took an hour: whoever waits, waits
+    model = FakeModel(figures=AN_HOUR)
     with running(model, new_pool(clock), patience=1.0) as engine:
-
-        def call(name: str, tokens: list[int], round_: int, num_running: int) -> Future[VerifyResult]:
-            verify = verify_call(name, tokens, len(tokens) - 1, round_)
-            return engine.verify(replace(verify, caller="o", num_running=num_running))
-
         for round_ in range(3):
-            call("a", [*range(1, round_ + 2)], round_, 1).result(5)
+            say(engine, "a", [*range(1, round_ + 2)], round_, 1).result(5)
             time.sleep(0.5)  # three times this is waited for whoever drafts
-        calls = [call("a", [1, 2, 3, 4], 3, 2)]
+        calls = [say(engine, "a", [1, 2, 3, 4], 3, 2)]
         time.sleep(0.1)
-        calls.append(call("b", [1], 0, 2))
+        calls.append(say(engine, "b", [1], 0, 2))
         for each in calls:
             each.result(5)
         assert [batch.num_tokens for batch in model.batches] == [1, 1, 1, 2]
-        call("a", [1, 2, 3, 4, 5], 4, 1).result(0.4)
+        say(engine, "a", [1, 2, 3, 4, 5], 4, 1).result(0.4)
 
 
 def test_a_session_that_finds_no_room_again_and_again_holds_nobody_up(clock: Clock) -> None:
     """It is counted as running and its calls are refused: once every one of them was news of a session to wait for."""
-    model = FakeModel(
-        figures=SweepFigures(3_600_000_000_000, 0, 0, 0, 0)
-    )  # as if it took an hour: whoever waits, waits
+    model = FakeModel(figures=AN_HOUR)
     with running(model, new_pool(clock), patience=1.0) as engine:
-
-        def call(name: str, tokens: list[int], round_: int, num_running: int) -> Future[VerifyResult]:
-            verify = verify_call(name, tokens, len(tokens) - 1, round_)
-            return engine.verify(replace(verify, caller="o", num_running=num_running))
-
         for round_ in range(3):
-            for each in [call(name, [*range(1, round_ + 2)], round_, 2) for name in ("a", "b")]:
+            for each in [say(engine, name, [*range(1, round_ + 2)], round_, 2) for name in ("a", "b")]:
                 each.result(5)
             time.sleep(0.2)
-        calls = [call(name, [1, 2, 3, 4], 3, 3) for name in ("a", "b")]
+        calls = [say(engine, name, [1, 2, 3, 4], 3, 3) for name in ("a", "b")]
         time.sleep(0.3)
         for _ in range(100):
             with pytest.raises(Exhausted):
-                call("c", [1], 0, 3).result(5)
+                say(engine, "c", [1], 0, 3).result(5)
             time.sleep(0.05)
             if all(each.done() for each in calls):
                 break
