@@ -156,7 +156,9 @@ class _StagedChunk(Chunk):
 
     @cached_property
     def _spans_by_room(self) -> list[Spans]:
-        return [Spans.at([_place(room, begin) for begin in self.begins], self.pieces) for room in self.rooms]
+        num_kv_heads = self.rooms[0].keys.shape[1]
+        places = ([_place(room, begin) for begin in self.begins] for room in self.rooms)
+        return [Spans.at(own, self.pieces, num_kv_heads) for own in places]
 
 
 def _place(room: KVMemory, begin: int) -> Place:

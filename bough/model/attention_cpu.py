@@ -15,14 +15,25 @@ import torch
 
 from bough.model.attention_tiles import WIDTH, put_head, weigh_scores, weigh_values
 from bough.model.batch import Chunk, Piece
-from bough.model.lanes import all_lanes, larger, load, store
+from bough.model.lanes import all_lanes, ask_for, larger, load, store
 from bough.model.shares import as_thread, counters, take, take_next, wait_for_all
 from bough.model.spans import Place, Spans, layer_rows
-from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
+from bough.model.tiles import GROUP, LINE_BYTES, compiled, multiply_groups, parallel
 from bough.model.vectors import LANES
 
 # The types of numbers that the kernel reads; bfloat16 comes as its bits.
 KINDS: dict[torch.dtype, np.uint16 | np.float32] = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
+
+
+MOST_ASKED = 1024  # slot rows: of more, the first would have left the nearer caches when it is their turn
+
+
+@compiled
+def _ask_for_rows(held, begin, end, head):  # type: ignore[no-untyped-def]
+    """Has memory send a head's numbers of some slot rows; their lines would be waited for one after another."""
+    for row in range(begin, min(end, begin + MOST_ASKED)):
+        for d in range(0, held.shape[2], LINE_BYTES // held.itemsize):
+            ask_for(held[row, head], d)
 
 
 @compiled
@@ -120,14 +131,16 @@ def _laid_out(queries, begin, end, kv_head, group, num_words):  # type: ignore[n
 
 
 @compiled
-def _attend_part(queries, keys, values, spans, part, kv_head, scale, window, softcap, sinks, place_of, out):  # type: ignore[no-untyped-def]
-    """The query heads of one KV head, for rows that attend together; `place_of` is -1 everywhere, and is left so."""
-    piece, begin, end = spans.parts[part]
+def _attend_together(queries, keys, values, spans, task, scale, window, softcap, sinks, place_of, out):  # type: ignore[no-untyped-def]
+    """The query heads of one KV head, for some rows; `place_of` is -1 everywhere, and is left so."""
+    piece, begin, end, kv_head = spans.tasks[task]
     _, num_kv_heads, head_dim = keys.shape
     group, base = len(sinks) // num_kv_heads, spans.ranges[piece, 2]
     longest, shortest = np.int64(spans.lengths[begin:end].max()), np.int64(spans.lengths[begin:end].min())
     start = max(0, shortest - window) if window > 0 else 0
     num_committed = max(0, min(base, longest) - start)
+    _ask_for_rows(keys, start, start + num_committed, kv_head)
+    _ask_for_rows(values, start, start + num_committed, kv_head)
     # Keys that are read where they stand, in whole groups; the rest is copied together, wide enough for `weigh_values`.
     num_shared = num_committed // GROUP * GROUP if head_dim % WIDTH == 0 else 0
     kept = np.empty(num_committed - num_shared + spans.ranges[piece, 4] * (end - begin), np.int64)
@@ -137,7 +150,9 @@ def _attend_part(queries, keys, values, spans, part, kv_head, scale, window, sof
     num_copied, num_rows = _whole(num_kept, GROUP), (end - begin) * group
     copied = np.zeros((2, num_copied, _whole(head_dim, WIDTH)), keys.dtype)
     for j in range(num_kept):
-        copied[0, j, :head_dim], copied[1, j, :head_dim] = keys[kept[j], kv_head], values[kept[j], kv_head]
+        key, value = keys[kept[j], kv_head], values[kept[j], kv_head]
+        for d in range(head_dim):  # sooner than slices of so few numbers are assigned
+            copied[0, j, d], copied[1, j, d] = key[d], value[d]
     asked = _laid_out(queries, begin, end, kv_head, group, queries.shape[1] // len(sinks))
     scores = np.zeros((len(asked), num_shared + num_copied, LANES), np.float32)
     multiply_groups(asked, keys[start : start + num_shared, kv_head], 0, num_shared // GROUP, None, scores)
@@ -163,16 +178,15 @@ def share_attention(  # type: ignore[no-untyped-def]
     taken, thread, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out
 ):
     """A thread's part of `attend`."""
-    num_parts, head_dim = len(spans.parts), out.shape[1] // len(sinks)  # of rows, or of blocks
-    num_tasks, most_keys = num_parts * num_kv_heads, spans.ranges[:, 5].max()  # of a slot: its memory may be far more
+    num_tasks, head_dim = len(spans.tasks), out.shape[1] // len(sinks)  # of rows, or of blocks
+    most_keys = spans.ranges[:, 5].max()  # of a slot: its memory may be far more
     place_of = np.full(most_keys, -1, np.int32)
     task = take(taken, thread, num_threads, num_tasks)
     while task < num_tasks:
-        part, kv_head = task % num_parts, task // num_parts
-        slot = spans.slots[spans.parts[part, 0]]
+        slot = spans.slots[spans.tasks[task, 0]]
         keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
         values = layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
-        _attend_part(queries, keys, values, spans, part, kv_head, scale, window, softcap, sinks, place_of, out)
+        _attend_together(queries, keys, values, spans, task, scale, window, softcap, sinks, place_of, out)
         task = take_next(taken, thread, num_threads, num_tasks)
     wait_for_all(taken, num_threads, num_tasks)
 
@@ -258,7 +272,7 @@ def attend_on_cpu(
     """
     stored_keys, stored_values = (numbers.float().contiguous() for numbers in (keys, values))
     place = Place(stored_keys.data_ptr(), stored_values.data_ptr(), len(keys))
-    spans = Spans.at([place], [piece])
+    spans = Spans.at([place], [piece], keys.shape[1])
     return _attend_over(spans, 0, keys.shape[1], queries.float(), scale, window, softcap, sinks)
 
 

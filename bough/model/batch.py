@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bough.model.kv import KVSlot
 from bough.model.paths import IntArray, PathArrays, Paths
@@ -152,6 +153,11 @@ class Batch:
         """(num_tokens,) of all segments."""
         return np.concatenate([segment.positions for segment in self.segments])
 
+    @property
+    def wanted_rows(self) -> NDArray[np.int64]:
+        """(num_logit_rows,) that want logits."""
+        return np.flatnonzero(np.repeat([s.wants_logits for s in self.segments], [len(s) for s in self.segments]))
+
     @cached_property
     def input_ids(self) -> torch.Tensor:
         """(1, num_rows) int64 on the device."""
@@ -164,9 +170,8 @@ class Batch:
 
     @cached_property
     def logit_rows(self) -> torch.Tensor:
-        """(num_logit_rows,) int64 on the device: rows that want logits."""
-        wanted = np.concatenate([np.full(len(segment), segment.wants_logits) for segment in self.segments])
-        return torch.from_numpy(np.flatnonzero(wanted)).to(self._device)
+        """`wanted_rows` on the device."""
+        return torch.from_numpy(self.wanted_rows).to(self._device)
 
     @property
     def all_want_logits(self) -> bool:

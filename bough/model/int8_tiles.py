@@ -135,21 +135,34 @@ def _tile_of(num_rows: int) -> Any:
     return intrinsic(tile)
 
 
-MOST = 8  # rows whose sums registers hold, twice, beside what they are made of
-_tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
+# Registers hold a line's sums of 16 rows, beside what they are made of; those of lines before are put aside meanwhile.
+# A tile reads its group once: the more rows it has, the less it asks of memory, and of the caches for each product.
+_tile_1, _tile_2, _tile_4, _tile_8, _tile_16 = map(_tile_of, (1, 2, 4, 8, 16))
+
+
+@compiled
+def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: ignore[no-untyped-def]
+    """Some of the rows from `row` on, or all that are left; how many."""
+    if num_left > 12:
+        _tile_16(rows, row, matrix, group, bias, out)
+        return 16
+    if num_left > 4:
+        _tile_8(rows, row, matrix, group, bias, out)
+        return 8
+    if num_left > 2:
+        _tile_4(rows, row, matrix, group, bias, out)
+        return 4
+    if num_left > 1:
+        _tile_2(rows, row, matrix, group, bias, out)
+        return 2
+    _tile_1(rows, row, matrix, group, bias, out)
+    return 1
 
 
 @compiled
 def multiply_int8(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
     """Rows in 8 bits times groups [begin, end) of a matrix in 8 bits; for `out` see `bough.model.project.multiply`."""
     for group in range(begin, end):
-        for row in range(0, num_rows, MOST):
-            left = num_rows - row
-            if left > 4:
-                _tile_8(rows, row, matrix, group, bias, out)
-            elif left > 2:
-                _tile_4(rows, row, matrix, group, bias, out)
-            elif left > 1:
-                _tile_2(rows, row, matrix, group, bias, out)
-            else:
-                _tile_1(rows, row, matrix, group, bias, out)
+        row = 0
+        while row < num_rows:
+            row += _multiply_some(rows, row, num_rows - row, matrix, group, bias, out)

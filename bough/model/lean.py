@@ -41,30 +41,30 @@ class LeanDecoder:
         self._cos = self._sin = np.zeros((0, self._sizes.head_dim), np.float32)
         self._rooms = Rooms(skeleton, code_rows if is_int8 else word_rows)
 
-    @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
         """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`."""
+        # Without torch where numpy will do: after each step the caches are cold, and whatever is called is slow.
         (chunk,) = batch.chunks
-        positions = batch.position_ids[0].numpy()
+        positions, logit_rows = batch.positions, batch.wanted_rows
         self._know_positions(int(positions.max()) + 1)
-        num_logits = len(batch.logit_rows)
-        logits = torch.empty((num_blocks(num_logits) * LANES, len(self._weights.head_bias)))
+        logits = np.empty((num_blocks(len(logit_rows)) * LANES, len(self._weights.head_bias)), np.float32)
         num_threads = numba.get_num_threads()
         run_step(
             counters(num_threads, len(self._weights.layers.window) * LOOPS + 2),
             num_threads,
-            batch.input_ids[0].numpy(),
+            batch.tokens,
             self._cos[positions],
             self._sin[positions],
-            batch.logit_rows.numpy(),
+            logit_rows,
             *self._weights,
             self._sizes,
             self._rooms.of(num_blocks(batch.num_rows)),
             chunk.spans(0)[0],
-            logits.numpy(),
+            logits,
         )
-        return logits[:num_logits, : self._vocab_size]
+        return torch.from_numpy(logits[: len(logit_rows), : self._vocab_size])
 
+    @torch.inference_mode()
     def _know_positions(self, num_positions: int) -> None:
         if num_positions > len(self._cos):
             count = -(-num_positions // POSITIONS_STEP) * POSITIONS_STEP

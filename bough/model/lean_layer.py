@@ -78,11 +78,11 @@ class Room(NamedTuple):
 
 
 @compiled
-def _place(part, kv_head, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
-    """Turns the queries and the keys of a KV head to their positions, and puts its keys and values into the slots."""
+def _place(task, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+    """Turns a KV head's queries and keys to their positions, and puts its keys and values into the slots."""
     num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     group, epsilon = num_heads // num_kv_heads, np.float32(sizes.epsilon)
-    piece, first_row, end_row = spans.parts[part]
+    piece, first_row, end_row, kv_head = spans.tasks[task]
     slot = spans.slots[piece]
     keys = layer_rows(slot[0], _BITS, layer, slot[2], num_kv_heads, head_dim)
     values = layer_rows(slot[1], _BITS, layer, slot[2], num_kv_heads, head_dim)
@@ -100,11 +100,10 @@ def _place(part, kv_head, layer, weights, sizes, room, spans, cos, sin):  # type
 
 @compiled
 def _share_placing(taken, thread, num_threads, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
-    num_parts = len(spans.parts)
-    num_tasks = num_parts * sizes.num_kv_heads
+    num_tasks = len(spans.tasks)
     task = take(taken, thread, num_threads, num_tasks)
     while task < num_tasks:
-        _place(task % num_parts, task // num_parts, layer, weights, sizes, room, spans, cos, sin)
+        _place(task, layer, weights, sizes, room, spans, cos, sin)
         task = take_next(taken, thread, num_threads, num_tasks)
     wait_for_all(taken, num_threads, num_tasks)
 

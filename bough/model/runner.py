@@ -53,14 +53,15 @@ class ResidentModel:
         """Whether steps are replayed."""
         return self._steps is not None
 
-    @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
         """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`.
 
         Valid until the next call.
         """
-        if self._lean is not None:
-            return self._lean.logits(batch)
+        return self._lean.logits(batch) if self._lean is not None else self._torch_logits(batch)
+
+    @torch.inference_mode()
+    def _torch_logits(self, batch: Batch) -> torch.Tensor:
         (chunk,) = batch.chunks
         with working_on(self.device):
             if self._steps is not None and self._steps.has(batch):
