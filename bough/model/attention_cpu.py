@@ -15,25 +15,14 @@ import torch
 
 from bough.model.attention_tiles import WIDTH, put_head, weigh_scores, weigh_values
 from bough.model.batch import Chunk, Piece
-from bough.model.lanes import all_lanes, ask_for, larger, load, store
+from bough.model.lanes import all_lanes, larger, load, store
 from bough.model.shares import as_thread, counters, take, take_next, wait_for_all
 from bough.model.spans import Place, Spans, layer_rows
-from bough.model.tiles import GROUP, LINE_BYTES, compiled, multiply_groups, parallel
+from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
 from bough.model.vectors import LANES
 
 # The types of numbers that the kernel reads; bfloat16 comes as its bits.
 KINDS: dict[torch.dtype, np.uint16 | np.float32] = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
-
-
-MOST_ASKED = 1024  # slot rows: of more, the first would have left the nearer caches when it is their turn
-
-
-@compiled
-def _ask_for_rows(held, begin, end, head):  # type: ignore[no-untyped-def]
-    """Has memory send a head's numbers of some slot rows; their lines would be waited for one after another."""
-    for row in range(begin, min(end, begin + MOST_ASKED)):
-        for d in range(0, held.shape[2], LINE_BYTES // held.itemsize):
-            ask_for(held[row, head], d)
 
 
 @compiled
@@ -139,8 +128,6 @@ def _attend_together(queries, keys, values, spans, task, scale, window, softcap,
     longest, shortest = np.int64(spans.lengths[begin:end].max()), np.int64(spans.lengths[begin:end].min())
     start = max(0, shortest - window) if window > 0 else 0
     num_committed = max(0, min(base, longest) - start)
-    _ask_for_rows(keys, start, start + num_committed, kv_head)
-    _ask_for_rows(values, start, start + num_committed, kv_head)
     # Keys that are read where they stand, in whole groups; the rest is copied together, wide enough for `weigh_values`.
     num_shared = num_committed // GROUP * GROUP if head_dim % WIDTH == 0 else 0
     kept = np.empty(num_committed - num_shared + spans.ranges[piece, 4] * (end - begin), np.int64)

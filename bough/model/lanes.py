@@ -63,14 +63,6 @@ def _store_row(_context, array, _row, vector):  # type: ignore[no-untyped-def]
     return types.void(array, types.intp, vector), codegen
 
 
-def _ask_for(_context, array, _index):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        vectors.prefetch(builder, _place(context, builder, signature, values), vectors.SECOND_LEVEL)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), codegen
-
-
 def _same(_context, number):  # type: ignore[no-untyped-def]
     return _typed(vectors.splat, _kind_of(number), (number,))
 
@@ -122,7 +114,6 @@ def _pair(builder: ir.IRBuilder, low: Any, high: Any) -> Any:
 
 load: Any = intrinsic(_load_row)  # of an array, from an index on
 store: Any = intrinsic(_store_row)  # into an array of numbers of as many bytes, from an index on
-ask_for: Any = intrinsic(_ask_for)  # of an array, the line of memory in which an index is: it comes, nobody waits
 all_lanes: Any = intrinsic(_same)  # the same number, a float32 or an int32
 multiply_add: Any = _of_three(_called("fma"))  # first * second + third, rounded once
 larger: Any = _of_two(_called("maxnum"))
