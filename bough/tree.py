@@ -62,10 +62,10 @@ class Tree:
 
     def depths(self) -> IntArray:
         """(num_nodes,) levels below the root."""
-        depths = np.zeros(len(self), dtype=np.int32)
-        for node in range(1, len(self)):
-            depths[node] = depths[self.parents[node]] + 1
-        return depths
+        depths = [0]
+        for parent in self.parents[1:].tolist():
+            depths.append(depths[parent] + 1)
+        return np.array(depths, np.int32)
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root down to `node`, both included."""
@@ -77,12 +77,11 @@ class Tree:
 
     def path_table(self) -> IntArray:
         """(num_nodes, max_depth + 1): row i lists the path to node i from the root; unused places hold 0."""
-        depths = self.depths()
-        table = np.zeros((len(self), int(depths.max()) + 1), dtype=np.int32)
+        depths, parents = self.depths().tolist(), self.parents.tolist()
+        table = np.zeros((len(self), max(depths) + 1), dtype=np.int32)
         for node in range(1, len(self)):
-            depth = depths[node]
-            table[node, :depth] = table[self.parents[node], :depth]
-            table[node, depth] = node
+            table[node] = table[parents[node]]
+            table[node, depths[node]] = node
         return table
 
     def ancestor_mask(self) -> BoolArray:
