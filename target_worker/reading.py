@@ -41,7 +41,7 @@ class Read(NamedTuple):
 class Link(NamedTuple):
     """What those who read and the one who takes layers have in common.
 
-    All that changes is under the lock, but for `IS_CLOSED`, which is set before the last counts of `room`.
+    All that changes is under the lock, but for `IS_CLOSED`, which is set before the last bytes of `room`.
 
     Read n is read n % num_reads of its round; layer s (`CONSUMED` and the like count them all) is layer
     s % num_layers, in slab s % num_slabs.
@@ -54,7 +54,7 @@ class Link(NamedTuple):
     num_reads: Ints  # (num_layers,) of each layer
     memory: int  # address of the first slab
     slab_bytes: int
-    room: int  # an eventfd with at least one count for each read that may begin: a semaphore
+    room: int  # a pipe with at least one byte for each read that may begin: each wakes one thread, an eventfd's all
     arrived: int  # an eventfd that is raised when a layer has arrived, and when no read is under way any more
     one: Ints  # by how much: the kernel reads it here, and a local array could be gone by then
 
@@ -117,9 +117,9 @@ def end_read(link, number, is_well):  # type: ignore[no-untyped-def]
 @compiled
 def read_on(link):  # type: ignore[no-untyped-def]
     """Reads as long as all goes well: CLOSED, or the number of a read that did not bring what it should, under way."""
-    count = np.empty(1, np.int64)
+    byte = np.empty(1, np.uint8)
     while True:
-        _read(link.room, count.ctypes.data, 8)
+        _read(link.room, byte.ctypes.data, 1)
         if link.counts[IS_CLOSED]:
             return CLOSED
         number = _begin(link)

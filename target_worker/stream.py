@@ -66,7 +66,7 @@ class Ring:
         self._slabs = [Slab.over(memory[i * slab_bytes : (i + 1) * slab_bytes]) for i in range(num_slabs)]
         self._pieces = [(index, piece) for index, layer in enumerate(layers) for piece in cut(layer.extents)]
         reads = [Read(index, *disk.place_of(piece)) for index, piece in self._pieces]
-        self._room, self._arrived = os.eventfd(0, os.EFD_SEMAPHORE), os.eventfd(0)
+        (self._room, self._more_room), self._arrived = os.pipe(), os.eventfd(0)
         first = self._slabs[0].bytes.data_ptr()
         self._link = Link.of(reads, num_slabs, first, slab_bytes, self._room, self._arrived)
         self._consumed = 0  # sequence number of the layer that is wanted next
@@ -84,11 +84,11 @@ class Ring:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._link.counts[IS_CLOSED] = 1
-        os.eventfd_write(self._room, len(self._threads))
+        os.write(self._more_room, bytes(len(self._threads)))
         for thread in self._threads:
             thread.join()
-        os.close(self._room)
-        os.close(self._arrived)
+        for descriptor in (self._room, self._more_room, self._arrived):
+            os.close(descriptor)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
@@ -109,14 +109,14 @@ class Ring:
         self._wait_ns += time.perf_counter_ns() - began
         yield self._slabs[sequence % self.num_slabs].bytes
         self._consumed += 1
-        os.eventfd_write(self._room, consume(self._link))
+        os.write(self._more_room, bytes(consume(self._link)))
 
     def restart(self) -> None:
         """Begins again with layer 0, after an error or a sweep that was given up."""
         while stop(self._link):
             os.eventfd_read(self._arrived)  # nobody may still write into a slab
         self._consumed, self._error = 0, None
-        os.eventfd_write(self._room, restart(self._link))
+        os.write(self._more_room, bytes(restart(self._link)))
 
     def figures(self) -> LinkFigures:
         """Counters since the start."""
