@@ -136,6 +136,31 @@ def processor() -> str:
     return next(names, platform.processor())
 
 
+def tell(measured: Measured) -> None:
+    """Prints a table."""
+    ms = measured.milliseconds()
+    print(
+        f"{measured.num_bytes / 1e6:.0f} MB of weights, read in {ms['read']:.1f} ms; half in {ms['read of half']:.1f}"
+    )
+    print(f"{'bits':>4} {'nodes':>5} {'ms':>7} {'quartiles':>15} {'ratio':>6}")
+    for bits, nodes in itertools.product(measured.models, measured.nodes):
+        times = measured.seconds[name_of(bits, nodes)]
+        low, middle, high = (1e3 * second for second in statistics.quantiles(times, n=4))
+        print(f"{bits:>4} {nodes:>5} {middle:7.1f} {low:7.1f}-{high:.1f} {middle / ms['read']:6.2f}")
+
+
+def figures(measured: Measured) -> dict[str, object]:
+    """For the JSON line."""
+    return {
+        "draft_step_ratio": {bits: measured.ratios(bits) for bits in measured.models},
+        "ratio_of_fastest": {bits: measured.ratios(bits, of=min) for bits in measured.models},
+        "ratio_to_own_read": {bits: measured.ratios(bits, measured.own_reads[bits]) for bits in measured.models},
+        "milliseconds": {name: round(value, 2) for name, value in measured.milliseconds().items()},
+        "weight_bytes": measured.num_bytes,
+        "models": measured.models,
+    }
+
+
 def main() -> None:
     """Prints a table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -158,31 +183,9 @@ def main() -> None:
     drops = parse_layers(arguments.drop_layers)
     models = {bits: load_draft(checkpoint, drops, arguments.dtype, CPU, bits=bits) for bits in arguments.bits}
     measured = measure(models, arguments.nodes, arguments.turns, arguments.context, arguments.kv_memory)
-    ms = measured.milliseconds()
-    print(
-        f"{measured.num_bytes / 1e6:.0f} MB of weights, read in {ms['read']:.1f} ms; half in {ms['read of half']:.1f}"
-    )
-    print(f"{'bits':>4} {'nodes':>5} {'ms':>7} {'quartiles':>15} {'ratio':>6}")
-    for bits, nodes in itertools.product(models, arguments.nodes):
-        times = measured.seconds[name_of(bits, nodes)]
-        low, middle, high = (1e3 * second for second in statistics.quantiles(times, n=4))
-        print(f"{bits:>4} {nodes:>5} {middle:7.1f} {low:7.1f}-{high:.1f} {middle / ms['read']:6.2f}")
-    print(
-        json.dumps(
-            {
-                "draft_step_ratio": {bits: measured.ratios(bits) for bits in models},
-                "ratio_of_fastest": {bits: measured.ratios(bits, of=min) for bits in models},
-                "ratio_to_own_read": {bits: measured.ratios(bits, measured.own_reads[bits]) for bits in models},
-                "milliseconds": {name: round(value, 2) for name, value in ms.items()},
-                "weight_bytes": measured.num_bytes,
-                "models": measured.models,
-                "context": arguments.context,
-                "turns": arguments.turns,
-                "threads": arguments.threads,
-                "processor": processor(),
-            }
-        )
-    )
+    tell(measured)
+    settings = {"context": arguments.context, "turns": arguments.turns, "threads": arguments.threads}
+    print(json.dumps(figures(measured) | settings | {"processor": processor()}))
 
 
 if __name__ == "__main__":
