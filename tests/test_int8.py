@@ -26,7 +26,7 @@ from bough.model.project import project
 from bough.model.runner import ResidentModel
 from bough.model.shares import counters
 from bough.model.stacks import Int8Stack
-from bough.model.vectors import LANES
+from bough.model.vectors import LANES, MOST_SIGNED
 from bough.tree import Tree
 from draft_worker import sources
 from draft_worker.sources import load_draft
@@ -98,8 +98,8 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
     numbers, weights = random_numbers(seed, num_rows, LINE * lines), random_numbers(seed + 1, outputs, LINE * lines)
     rows, matrix = rows_of(numbers), matrix_of(weights)
     row_values, weight_values = row_numbers(rows, num_rows), matrix_numbers(matrix, outputs)
-    for values, right in ((row_values, numbers.numpy()), (weight_values, weights.numpy())):
-        assert np.abs(values - right).max() <= np.abs(right).max() / (2 * MOST) * 1.001
+    for values, right, most in ((row_values, numbers.numpy(), MOST_SIGNED), (weight_values, weights.numpy(), MOST)):
+        assert np.abs(values - right).max() <= np.abs(right).max() / (2 * most) * 1.001
     width = len(matrix) * LANES
     bias, right = random_numbers(seed + 2, width).numpy(), row_values @ weight_values.T
 

@@ -22,6 +22,7 @@ from bough.model.vectors import (
     I32,
     I64,
     LANES,
+    NUM_VECTORS,
     SECOND_LEVEL,
     WORDS,
     at,
@@ -135,18 +136,19 @@ def _tile_of(num_rows: int) -> Any:
     return intrinsic(tile)
 
 
-# Registers hold a line's sums of 16 rows, beside what they are made of; those of lines before are put aside meanwhile.
+# Registers hold a line's sums of some rows, beside what they are made of; those of lines before are put aside meanwhile.
 # A tile reads its group once: the more rows it has, the less it asks of memory, and of the caches for each product.
+_MOST_ROWS = NUM_VECTORS // 2
 _tile_1, _tile_2, _tile_4, _tile_8, _tile_16 = map(_tile_of, (1, 2, 4, 8, 16))
 
 
 @compiled
 def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: ignore[no-untyped-def]
     """Some of the rows from `row` on, or all that are left; how many."""
-    if num_left > 12:
+    if _MOST_ROWS >= 16 and num_left > 12:
         _tile_16(rows, row, matrix, group, bias, out)
         return 16
-    if num_left > 4:
+    if _MOST_ROWS >= 8 and num_left > 4:
         _tile_8(rows, row, matrix, group, bias, out)
         return 8
     if num_left > 2:

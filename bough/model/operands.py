@@ -22,11 +22,11 @@ from numba.extending import overload
 from bough.model.lanes import all_lanes, larger, load, magnitude, nearest, pair, store, where_positive
 from bough.model.numbers import widened
 from bough.model.tiles import LINE_BYTES, compiled
-from bough.model.vectors import LANES
+from bough.model.vectors import LANES, MOST_SIGNED
 
 LINE = LINE_BYTES  # numbers that have a scale together, in 8 bits, and that are put together
 LINE_WORDS = LINE // 4 + 2
-MOST = 127  # of a code with its sign
+MOST = 127  # of a matrix's code with its sign, which is from ZERO
 ZERO = 128  # one factor of the instruction for products of bytes has no sign
 
 
@@ -52,7 +52,7 @@ def _put_codes(values, words):  # type: ignore[no-untyped-def]
     zero, peak, total = all_lanes(np.float32(0)), all_lanes(np.float32(0)), all_lanes(np.int32(0))
     for i in range(LINE):
         peak = larger(peak, magnitude(load(values, i)))
-    factor = where_positive(peak, all_lanes(np.float32(MOST)) / peak, zero)
+    factor = where_positive(peak, all_lanes(np.float32(MOST_SIGNED)) / peak, zero)
     lowest = all_lanes(np.int32(0xFF))
     for word in range(LINE // 4):
         packed = all_lanes(np.int32(0))
@@ -61,7 +61,7 @@ def _put_codes(values, words):  # type: ignore[no-untyped-def]
             total = total + code
             packed = packed | (code & lowest) << all_lanes(np.int32(8 * byte))
         store(words, word, packed)
-    store(words, LINE // 4, peak / all_lanes(np.float32(MOST)))
+    store(words, LINE // 4, peak / all_lanes(np.float32(MOST_SIGNED)))
     store(words, LINE // 4 + 1, total * all_lanes(np.int32(-ZERO)))
 
 

@@ -30,6 +30,9 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]
 
 
 _BFLOATS, _BYTES = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
+_HALF = LANES // 2  # that a register of AVX2's holds
+_HALF_WORDS, _HALF_SHORTS = ir.VectorType(I32, _HALF), ir.VectorType(I16, 2 * _HALF)
+_HALF_BYTES = ir.VectorType(ir.IntType(8), 4 * _HALF)
 
 
 def has_feature(name: str) -> bool:
@@ -46,8 +49,8 @@ def multiplies_pairs() -> bool:
 
 
 def multiplies_bytes() -> bool:
-    """Whether one instruction multiplies and adds fours of bytes."""
-    return has_feature("avx512vnni")
+    """Whether bytes are multiplied and added several at a time: fours by one instruction, or twos by one before."""
+    return any(map(has_feature, (*_ADD_FOURS, "avx2")))
 
 
 def multiplies_and_adds() -> bool:
@@ -55,6 +58,9 @@ def multiplies_and_adds() -> bool:
     return has_feature("fma") or has_feature("neon")
 
 
+_ADD_FOURS = "avx512vnni", "avxvnni"
+# Of bytes with signs in products: AVX2 adds two, with factors of up to 255, in 16 bits.
+MOST_SIGNED = 127 if any(map(has_feature, _ADD_FOURS)) else 64
 # Vectors of LANES that registers hold; where a register is shorter, several of them make a vector.
 NUM_VECTORS = 32 if has_feature("avx512f") else 8
 
@@ -79,11 +85,18 @@ def dot_pairs(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> Any:
 
 
 def dot_bytes(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
-    """sums + the dot product of each lane's four bytes, as whole numbers; one factor has signs and the other none."""
-    if multiplies_bytes():
+    """sums + the dot product of each lane's four bytes, as whole numbers; one factor has signs and the other none.
+
+    Bytes with signs are from -MOST_SIGNED to MOST_SIGNED.
+    """
+    if has_feature("avx512vnni"):
         kind = ir.FunctionType(WORDS, [WORDS, _BYTES, _BYTES])
         factors = [builder.bitcast(words, _BYTES) for words in (unsigned, signed)]
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", kind, [sums, *factors])
+    if has_feature("avx2"):
+        places = range(_HALF), range(_HALF, LANES)
+        halves = [[shuffled(builder, words, words, half) for words in (sums, signed, unsigned)] for half in places]
+        return shuffled(builder, *(_dot_half(builder, *half) for half in halves), range(LANES))
 
     def constant(number: int) -> ir.Constant:
         return ir.Constant(WORDS, [number] * LANES)
@@ -93,6 +106,17 @@ def dot_bytes(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> A
         second = builder.and_(builder.lshr(unsigned, constant(8 * byte)), constant(0xFF))
         sums = builder.add(sums, builder.mul(first, second))
     return sums
+
+
+def _dot_half(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
+    factors = [builder.bitcast(words, _HALF_BYTES) for words in (unsigned, signed)]
+    if has_feature("avxvnni"):
+        kind = ir.FunctionType(_HALF_WORDS, [_HALF_WORDS, _HALF_BYTES, _HALF_BYTES])
+        return call(builder, "llvm.x86.avx512.vpdpbusd.256", kind, [sums, *factors])
+    kind = ir.FunctionType(_HALF_SHORTS, [_HALF_BYTES, _HALF_BYTES])
+    twos = call(builder, "llvm.x86.avx2.pmadd.ub.sw", kind, factors)
+    kind, ones = ir.FunctionType(_HALF_WORDS, [_HALF_SHORTS, _HALF_SHORTS]), ir.Constant(_HALF_SHORTS, [1] * 2 * _HALF)
+    return builder.add(sums, call(builder, "llvm.x86.avx2.pmadd.wd", kind, [twos, ones]))
 
 
 def widened(builder: ir.IRBuilder, words: Any) -> tuple[Any, Any]:
