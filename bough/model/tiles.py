@@ -170,8 +170,8 @@ def _tile_of(num_blocks: int, num_outputs: int) -> Any:
     return intrinsic(tile)
 
 
-# So many sums as registers hold, beside what they are made of.
-_NUM_SUMS = NUM_VECTORS // 2
+# So many sums as registers hold, beside what they are made of. With few outputs, widening rows would take the time.
+_NUM_SUMS, _LEAST_OUTPUTS = NUM_VECTORS // 2, 4
 _OF_1, _OF_2, _OF_4 = (_NUM_SUMS // num_blocks for num_blocks in (1, 2, 4))  # outputs
 _tile_1, _tile_2, _tile_4 = _tile_of(1, _OF_1), _tile_of(2, _OF_2), _tile_of(4, _OF_4)
 # "fastmath" is said everywhere: where it is not, numba takes it over from whichever function is compiled first of those
@@ -203,14 +203,15 @@ def multiply_groups(blocks, matrix, begin, end, bias, out):  # type: ignore[no-u
     for group in range(begin, end):
         output = min(group * GROUP, len(matrix) - GROUP)  # the last group may compute again what others did
         block = 0
-        while block + 4 <= num_blocks:
+        while _OF_4 >= _LEAST_OUTPUTS and block + 4 <= num_blocks:
             for part in range(0, GROUP, _OF_4):
                 _tile_4(blocks, block, matrix, output + part, bias, out)
             block += 4
-        if block + 2 <= num_blocks:
+        while _OF_2 >= _LEAST_OUTPUTS and block + 2 <= num_blocks:
             for part in range(0, GROUP, _OF_2):
                 _tile_2(blocks, block, matrix, output + part, bias, out)
             block += 2
-        if block < num_blocks:
+        while block < num_blocks:
             for part in range(0, GROUP, _OF_1):
                 _tile_1(blocks, block, matrix, output + part, bias, out)
+            block += 1
