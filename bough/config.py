@@ -114,6 +114,12 @@ class TargetConfig(WorkerConfig):
         "of it, at most so much for layers that were read ahead; 0 is 512MB, or three layers where those are more",
     )
     resident_layers: int = setting(-1, number(int, -1), "most layers that stay in memory; -1 is as many as fit")
+    experts: str = setting(
+        "auto",
+        one_of("auto", "chosen", "all"),
+        "read of layers on disk: those that a sweep's rows have chosen, or all, ahead of it; auto is chosen, but all "
+        "beside a GPU",
+    )
     link_threads: int = setting(8, parse_count, "threads that read weights")
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     max_sweep_tokens: int = setting(1024, parse_count, "most tokens of one sweep, all sessions together")

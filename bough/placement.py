@@ -8,7 +8,7 @@ ahead, so that the ring neither starves in one place nor stands full in another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from bough.errors import ConfigError
@@ -35,17 +35,20 @@ class Fixed:
     activations: int
     scratch: int  # for weights that are unpacked layer by layer
     host_kv: int = 0  # of the host's memory, where slots are kept there; `kv` is then the stage
+    experts: int = 0  # room for those that are read when rows choose them
 
     @property
     def total(self) -> int:
         """Of device memory."""
-        return self.resident + self.kv + self.activations + self.scratch
+        return self.resident + self.kv + self.activations + self.scratch + self.experts
 
     def __str__(self) -> str:
         kv = "KV stage" if self.host_kv else "KV slots"
         names = {"embeddings and head": self.resident, kv: self.kv, "activations": self.activations}
         if self.scratch:
             names["unpacking"] = self.scratch
+        if self.experts:
+            names["experts"] = self.experts
         if self.host_kv:
             names["KV slots on the host"] = self.host_kv
         return ", ".join(f"{name} {gigabytes(size)}" for name, size in names.items())
@@ -141,6 +144,29 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
     host, num_host_slabs = _place_on_host(sizes, streamed, budgets.host - fixed.host_kv)
     tiers = (Tier.RESIDENT if i in resident else Tier.HOST if i in host else Tier.DISK for i in range(num_layers))
     return Placement(tuple(tiers), sizes, fixed, min(num_slabs, len(streamed)), num_host_slabs)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Of the experts of a model that are read when rows choose them."""
+
+    slab_bytes: int  # of the largest
+    most: int  # in a layer
+    num_experts: int  # in all layers
+    num_bytes: int  # of all
+
+
+def place_apart(layer_bytes: Sequence[int], experts: ExpertSizes, fixed: Fixed, budgets: Budgets) -> Placement:
+    """As `place`, of layers without their experts, which get the room that is left: for all those of a layer at least.
+
+    Raises:
+        ConfigError: as `place`.
+    """
+    placement = place(layer_bytes, replace(fixed, experts=experts.most * experts.slab_bytes), budgets)
+    is_told = budgets.max_resident < len(layer_bytes)  # how much is to stay
+    more = 0 if is_told else (budgets.device - placement.device_bytes) // experts.slab_bytes
+    num_slabs = min(experts.most + more, experts.num_experts)
+    return replace(placement, fixed=replace(fixed, experts=num_slabs * experts.slab_bytes))
 
 
 def _place_on_host(sizes: Sequence[int], streamed: Sequence[int], budget: int) -> tuple[frozenset[int], int]:

@@ -43,6 +43,10 @@ class LinkFigures:
     busy_ns: int  # with at least one read under way
     wait_ns: int  # sweeps waited for a layer
 
+    def plus(self, other: LinkFigures) -> LinkFigures:
+        """Of two who read: time in which both do counts twice."""
+        return LinkFigures(self.num_bytes + other.num_bytes, self.busy_ns + other.busy_ns, self.wait_ns + other.wait_ns)
+
 
 class Ring:
     """Delivers layers in order, round and round. Threads read; one consumer takes layers with `layer()`.

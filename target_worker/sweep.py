@@ -10,6 +10,7 @@ import torch
 
 from bough.model.batch import Batch, Chunk
 from bough.model.device import working_on
+from bough.model.experts import with_rows
 from bough.model.lean_parts import is_lean
 from bough.model.loading import Skeleton, bind_resident, move_buffers
 from bough.model.reproducible import describe, make_reproducible
@@ -58,6 +59,8 @@ class StreamedModel:
         self._views: dict[LayerAt, tuple[Any, ...]] = {}
         bind_resident(skeleton.resident_slots, skeleton.dtype, device)
         move_buffers(skeleton.model, device)
+        if tiers.experts is not None:
+            tiers.experts.bind(skeleton.dtype)
         for index, layer in enumerate(skeleton.layers):
             layer.forward = self._streamed(index, layer.forward)
 
@@ -100,10 +103,11 @@ class StreamedModel:
                 place = self._bind(index, slab)
                 if self._compiled is not None:
                     return self._compiled.run(index, place, hidden_states, batch, kwargs["position_embeddings"])
-                parts = [
-                    forward(hidden_states[:, chunk.begin : chunk.end], chunk=chunk, **_narrow(kwargs, chunk, batch))
-                    for chunk in batch.chunks
-                ]
+                parts = []
+                for chunk in batch.chunks:
+                    with with_rows(chunk.num_tokens):
+                        rows = hidden_states[:, chunk.begin : chunk.end]
+                        parts.append(forward(rows, chunk=chunk, **_narrow(kwargs, chunk, batch)))
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
         return run

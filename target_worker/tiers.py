@@ -12,10 +12,11 @@ from bough.model.pages import large_pages
 from bough.placement import Placement, Tier
 from target_worker.copy_ring import DeviceRing
 from target_worker.disk import Slab
+from target_worker.expert_store import ExpertStore
 from target_worker.host import HostLayers
 from target_worker.lanes import CudaLanes, Lanes
 from target_worker.stream import LinkFigures
-from target_worker.weights import LayerWeights
+from target_worker.weights import LayerExperts, LayerWeights
 
 
 class Tiers:
@@ -33,9 +34,16 @@ class Tiers:
         num_threads: int,
         checksums: Mapping[str, int] | None = None,
         lanes: Lanes | None = None,
+        experts: Mapping[int, LayerExperts] | None = None,
     ) -> None:
-        """`checksums` (crc32 by tensor name) are compared when a layer is first seen; `lanes` are None on the CPU."""
+        """`checksums` (crc32 by tensor name) are compared when a layer is first seen; `lanes` are None on the CPU.
+
+        `experts`, by layer, are read when rows choose them, into `placement.fixed.experts` bytes; only on the CPU.
+        """
         self.layers = tuple(layers)
+        self.experts: ExpertStore | None = None
+        if experts:
+            self.experts = ExpertStore(experts, placement.fixed.experts, num_threads, checksums or {})
         self.placement = placement
         self._lanes = lanes
         self._host = HostLayers(
@@ -54,7 +62,7 @@ class Tiers:
     @property
     def is_direct(self) -> bool:
         """Whether all reads go past the page cache."""
-        return self._host.is_direct
+        return self._host.is_direct and (self.experts is None or self.experts.is_direct)
 
     @property
     def is_pinned(self) -> bool:
@@ -69,6 +77,8 @@ class Tiers:
             if self._lanes is not None:
                 self._upload(self._lanes)
             self._host.fill()
+            if self.experts is not None:
+                self._resources.enter_context(self.experts)
             if self._lanes is not None and self.placement.num_slabs:
                 self._copies = self._resources.enter_context(self._device_ring(self._lanes))
         except BaseException:
@@ -102,6 +112,8 @@ class Tiers:
         Raises:
             StreamError: it could not be read, or is not what was written; call `restart` before the next sweep.
         """
+        if self.experts is not None:
+            self.experts.begin(index)
         if index in self._resident:
             yield self._resident[index]
             return
@@ -110,11 +122,14 @@ class Tiers:
 
     def restart(self) -> None:
         """Begins again with layer 0, after an error or a sweep that was given up."""
+        if self.experts is not None:
+            self.experts.restart()
         (self._host if self._copies is None else self._copies).restart()
 
     def figures(self) -> LinkFigures:
         """Counters, since the start, of the link over which the weights reach what computes."""
-        return (self._host if self._copies is None else self._copies).figures()
+        figures = (self._host if self._copies is None else self._copies).figures()
+        return figures if self.experts is None else figures.plus(self.experts.figures())
 
 
 def lanes_of(device: torch.device) -> Lanes | None:

@@ -11,6 +11,7 @@ import torch
 
 from bough.errors import StreamError
 from bough.model.checkpoint import TensorPlace
+from bough.model.experts import Experts
 from bough.model.loading import ParameterSlot
 from bough.model.source import ReusedMemory, crc32
 
@@ -43,7 +44,7 @@ class LayerWeights:
         """The values of the layer's parameters from a slab (uint8): views of it, or made in scratch memory."""
         scratch.begin()
         return tuple(
-            slot.made([self._bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
+            slot.made([self.bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
             for slot in self.slots
         )
 
@@ -71,15 +72,51 @@ class LayerWeights:
         """
         for place in self.begins:
             expected = checksums.get(place.name)
-            if expected is not None and crc32(self._bytes_of(place, slab)) != expected:
+            if expected is not None and crc32(self.bytes_of(place, slab)) != expected:
                 raise StreamError(
                     f"{place.file}: tensor {place.name} does not have the checksum that it was written with; "
                     "the file is damaged: write it again with `bough pack`"
                 )
 
-    def _bytes_of(self, place: TensorPlace, slab: torch.Tensor) -> torch.Tensor:
+    def bytes_of(self, place: TensorPlace, slab: torch.Tensor) -> torch.Tensor:
+        """A tensor's bytes in a slab, (num_bytes,) uint8."""
         begin = self.begins[place]
         return slab[begin : begin + place.num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExperts:
+    """A layer's experts, each of which can be read by itself."""
+
+    slots: tuple[ParameterSlot, ...]  # whose sources are `Experts`
+    each: tuple[LayerWeights, ...]  # by number
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """What the values of one parameter of one expert take of the scratch memory."""
+        return max(slot.source.scratch_bytes(dtype) for slot in self.slots)
+
+
+def plan_apart(layers: Sequence[Sequence[ParameterSlot]]) -> tuple[tuple[LayerWeights, ...], dict[int, LayerExperts]]:
+    """Layers without their experts, and these by the numbers of the layers that have any."""
+    parts = [_split(f"layer {index}", slots) for index, slots in enumerate(layers)]
+    return tuple(layer for layer, _ in parts), {i: experts for i, (_, experts) in enumerate(parts) if experts}
+
+
+def _split(name: str, slots: Sequence[ParameterSlot]) -> tuple[LayerWeights, LayerExperts | None]:
+    """A layer without its experts, and these; None where there are none, or the checkpoint has them in one piece."""
+    stacks = tuple(slot for slot in slots if isinstance(slot.source, Experts))
+    if not stacks:
+        return plan_layer(name, slots), None
+    by_expert = zip(*(slot.source.parts for slot in stacks if isinstance(slot.source, Experts)), strict=True)
+    each = (
+        plan_layer(
+            f"{name}, expert {number}",
+            [ParameterSlot(slot.module, slot.key, part) for slot, part in zip(stacks, parts, strict=True)],
+        )
+        for number, parts in enumerate(by_expert)
+    )
+    rest = [slot for slot in slots if not isinstance(slot.source, Experts)]
+    return plan_layer(name, rest), LayerExperts(stacks, tuple(each))
 
 
 def plan_layer(name: str, slots: Sequence[ParameterSlot]) -> LayerWeights:

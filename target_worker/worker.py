@@ -22,18 +22,19 @@ from bough.model.memory import Limits, fixed_bytes, num_kv_rows, resident_bytes,
 from bough.model.pack_folder import read_checksums
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.placement import Placement, Tier
+from bough.placement import Placement, Tier, gigabytes
 from bough.records import WorkerLoad
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from target_worker.budgets import choose_places
+from target_worker.budgets import Parts, choose_places
 from target_worker.engine import Engine
+from target_worker.expert_store import sizes_of
 from target_worker.kv_stage import KVHome, KVInPlace, KVStage
 from target_worker.metrics import Load, Metrics
 from target_worker.slots import SlotPool
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers, lanes_of
-from target_worker.weights import plan_layer
+from target_worker.weights import LayerExperts, plan_apart, plan_layer
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class TargetWorker:
         self._device = choose_device(config.device)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
+        self._experts: dict[int, LayerExperts] = {}  # by layer, of which `layers` are then without them
         self.vocab_size = self._skeleton.vocab_size
         self.max_nodes = config.max_nodes
         self._limits = Limits.of(config, self._skeleton.config)
@@ -70,7 +72,7 @@ class TargetWorker:
         config = self._config
         pool, kv = self._make_pool()
         checksums, lanes = read_checksums(checkpoint.folder), lanes_of(self._device)
-        self._tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes)
+        self._tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes, self._experts)
         tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
         self._engine = Engine(self._model, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
@@ -132,17 +134,27 @@ class TargetWorker:
             kv_bytes=figures.num_bytes,
             kv_used_bytes=figures.held_bytes,
             num_waiting=self._engine.num_waiting,
-            link_bytes_per_pass=self._placement.link_bytes,
+            link_bytes_per_pass=self._most_link_bytes(),
             notes=self._notes(),
             bough_version=__version__,
             arithmetic=", ".join(ground),
         )
+
+    def _most_link_bytes(self) -> int:
+        """Of a sweep: rows may choose all experts."""
+        return self._placement.link_bytes + max(0, self._expert_bytes() - self._placement.fixed.experts)
+
+    def _expert_bytes(self) -> int:
+        """Of those that are read when rows choose them."""
+        return sizes_of(self._experts.values()).num_bytes if self._experts else 0
 
     def _load(self) -> Load:
         return Load(self._engine.pool.figures(), self._engine.num_running, self._engine.num_waiting)
 
     def _notes(self) -> tuple[str, ...]:
         notes = [f"memory: {self._placement}; {self._placement.fixed}"]
+        if self._experts:
+            notes.append(f"experts are read when rows choose them: {gigabytes(self._expert_bytes())} in all")
         if self._device.type != "cpu":
             notes.append(f"computes on {self._device}, {device_name(self._device)}")
         if not (self._tiers.is_pinned and (self._kv_lanes is None or self._kv_lanes.is_pinned)):
@@ -178,7 +190,12 @@ class TargetWorker:
         scratch += unpacking_bytes(skeleton, self._device)
         is_gpu = self._device.type != "cpu"
         fixed = fixed_bytes(config, is_gpu, skeleton.config, skeleton.kv_shape(), resident_bytes(skeleton), scratch)
-        return choose_places([layer.num_bytes for layer in self.layers], fixed, config, self._device)
+        apart, experts = plan_apart(skeleton.layer_slots)
+        parts = Parts([layer.num_bytes for layer in apart], sizes_of(experts.values())) if experts else None
+        placement = choose_places([layer.num_bytes for layer in self.layers], fixed, config, self._device, parts)
+        if placement.fixed.experts:
+            self.layers, self._experts = apart, experts
+        return placement
 
     def _warm_up(self) -> None:
         """One sweep before anyone waits for one: every byte is read once, and the kernels are compiled."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,11 +16,12 @@ from bough.model.loading import build_skeleton
 from bough.model.pack_folder import read_checksums
 from bough.placement import Budgets, Fixed, place
 from bough.tree import Tree
+from target_worker.expert_store import sizes_of
 from target_worker.kv_stage import KVStage
 from target_worker.lanes import InlineLanes, Lanes
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
-from target_worker.weights import plan_layer
+from target_worker.weights import LayerExperts, LayerWeights, plan_apart, plan_layer
 
 CPU = torch.device("cpu")
 
@@ -33,19 +35,26 @@ def streamed(
     lanes: Lanes | None = None,
     host_layers: int = 0,
     staged_rows: int = 0,
+    expert_slabs: int = 0,
 ) -> Iterator[StreamedModel]:
     """A model whose layers stream through two slabs, but for `max_resident` of them.
 
     With `lanes` there is a device with memory of its own, and in the host's room for `host_layers`. With `staged_rows`
-    keys and values of so many come to it with their layer.
+    keys and values of so many come to it with their layer. With `expert_slabs` experts are read when they are chosen.
     """
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)
-    layers = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
+    layers: Sequence[LayerWeights] = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
+    experts: dict[int, LayerExperts] = {}
+    if expert_slabs:
+        layers, experts = plan_apart(skeleton.layer_slots)
     sizes = [layer.num_bytes for layer in layers]
     host = host_layers * max(sizes)
     budgets = Budgets(device=sum(sizes) * 2, host=host, ring=2 * max(sizes), max_resident=max_resident)
     placement = place(sizes, Fixed(0, 0, 0, 0), budgets)
-    with Tiers(layers, placement, 2, read_checksums(folder), lanes) as tiers:
+    if experts:
+        room = expert_slabs * sizes_of(experts.values()).slab_bytes
+        placement = replace(placement, fixed=replace(placement.fixed, experts=room))
+    with Tiers(layers, placement, 2, read_checksums(folder), lanes, experts) as tiers:
         kv = KVStage(skeleton.kv_shape(), staged_rows, InlineLanes()) if staged_rows else None
         yield StreamedModel(skeleton, tiers, rows, CPU, kv)
 

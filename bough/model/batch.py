@@ -86,6 +86,11 @@ class Chunk:
     pieces: tuple[Piece, ...]
     device: torch.device
 
+    @property
+    def num_tokens(self) -> int:
+        """Rows from the first on that are no padding."""
+        return self.pieces[-1].span.stop
+
     def spans(self, layer: int) -> tuple[Spans, int]:
         """The pieces for compiled code on the CPU, and the number of the layer there."""
         return self._spans, layer

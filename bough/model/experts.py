@@ -6,8 +6,11 @@ entries are made when they are asked for: views of a slab, or unpacked into the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,6 +22,7 @@ from bough.model.source import ReusedMemory, Scratch, Source
 from bough.model.threads import all_threads
 
 NAME = "bough"
+_num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # that are no padding; all
 EXPERT_ROWS = 16  # rows of an expert's matrix products: one count for all, wherever torch or a library computes
 
 
@@ -46,17 +50,50 @@ class Experts:
         for part in self.parts:
             raws.append(tuple(raw[taken : taken + len(part.places)]))
             taken += len(part.places)
-        return ExpertTable(self, raws, dtype, scratch)
+        return ExpertTable(self, _AllThere(raws), dtype, scratch)
+
+
+class ExpertBytes(Protocol):
+    """Where a table's experts come from."""
+
+    def expect(self, experts: Sequence[int]) -> None:
+        """Says which will be asked for next, all that the layer's rows have chosen, in this order."""
+        ...
+
+    def of(self, expert: int) -> Sequence[torch.Tensor]:
+        """The bytes of an expert's tensors, as in `Source.value`."""
+        ...
+
+
+class _AllThere:
+    """All in memory."""
+
+    def __init__(self, raws: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        self._raws = raws
+
+    def expect(self, experts: Sequence[int]) -> None:
+        """Nothing has to be done."""
+
+    def of(self, expert: int) -> Sequence[torch.Tensor]:
+        return self._raws[expert]
+
+
+@contextmanager
+def with_rows(num_rows: int) -> Iterator[None]:
+    """Within the block, rows beyond so many are padding."""
+    token = _num_rows.set(num_rows)
+    try:
+        yield
+    finally:
+        _num_rows.reset(token)
 
 
 class ExpertTable:
     """`table[e]` is the value of expert e, valid until the next is asked for where memory is reused."""
 
-    def __init__(
-        self, experts: Experts, raws: list[tuple[torch.Tensor, ...]], dtype: torch.dtype, scratch: Scratch
-    ) -> None:
+    def __init__(self, experts: Experts, raw: ExpertBytes, dtype: torch.dtype, scratch: Scratch) -> None:
         self._experts = experts
-        self._raws = raws
+        self._raw = raw
         self._dtype = dtype
         self._memory: Scratch
         if isinstance(scratch, ReusedMemory):
@@ -65,7 +102,11 @@ class ExpertTable:
             self._made: list[torch.Tensor] | None = None
         else:
             self._memory = scratch
-            self._made = [self._make(expert) for expert in range(len(raws))]
+            self._made = [self._make(expert) for expert in range(len(experts.parts))]
+
+    def expect(self, experts: Sequence[int]) -> None:
+        """As `ExpertBytes.expect`."""
+        self._raw.expect(experts)
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         if self._made is not None:
@@ -75,7 +116,7 @@ class ExpertTable:
         return self._make(expert)
 
     def _make(self, expert: int) -> torch.Tensor:
-        return self._experts.parts[expert].value(self._raws[expert], self._dtype, self._memory)
+        return self._experts.parts[expert].value(self._raw.of(expert), self._dtype, self._memory)
 
 
 def experts_forward(
@@ -84,13 +125,15 @@ def experts_forward(
     """transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and their weights.
 
     Experts are added up in the order of their numbers, each from multiples of EXPERT_ROWS rows: a result
-    depends on its row alone.
+    depends on its row alone. Rows that only pad choose nothing, and get zeros.
     """
     result = torch.zeros_like(hidden_states)
-    for expert in torch.unique(top_k_index).tolist():
-        if expert >= self.num_experts:
-            continue
-        rows, ranks = torch.where(top_k_index == expert)
+    chosen_by_rows = top_k_index[: _num_rows.get()]
+    experts = [expert for expert in torch.unique(chosen_by_rows).tolist() if expert < self.num_experts]
+    if isinstance(self.down_proj, ExpertTable):
+        self.down_proj.expect(experts)
+    for expert in experts:
+        rows, ranks = torch.where(chosen_by_rows == expert)
         chosen = nn.functional.pad(hidden_states[rows], (0, 0, 0, -len(rows) % EXPERT_ROWS))
         up = _products(self, "gate_up_proj" if self.has_gate else "up_proj", expert, chosen)
         inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)  # type: ignore[operator]

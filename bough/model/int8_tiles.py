@@ -136,7 +136,7 @@ def _tile_of(num_rows: int) -> Any:
     return intrinsic(tile)
 
 
-# Registers hold a line's sums of some rows, beside what they are made of; those of lines before are put aside meanwhile.
+# Registers hold a line's sums of so many rows, beside what they are made of; those of lines before are put aside.
 # A tile reads its group once: the more rows it has, the less it asks of memory, and of the caches for each product.
 _MOST_ROWS = NUM_VECTORS // 2
 _tile_1, _tile_2, _tile_4, _tile_8, _tile_16 = map(_tile_of, (1, 2, 4, 8, 16))

@@ -29,10 +29,7 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_BFLOATS, _BYTES = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
-_HALF = LANES // 2  # that a register of AVX2's holds
-_HALF_WORDS, _HALF_SHORTS = ir.VectorType(I32, _HALF), ir.VectorType(I16, 2 * _HALF)
-_HALF_BYTES = ir.VectorType(ir.IntType(8), 4 * _HALF)
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def has_feature(name: str) -> bool:
@@ -59,8 +56,9 @@ def multiplies_and_adds() -> bool:
 
 
 _ADD_FOURS = "avx512vnni", "avxvnni"
-# Of bytes with signs in products: AVX2 adds two, with factors of up to 255, in 16 bits.
-MOST_SIGNED = 127 if any(map(has_feature, _ADD_FOURS)) else 64
+# Of bytes with signs in products: without such an instruction two, times up to 255, must fit in 16 bits.
+MOST_IN_FOURS, _MOST_IN_TWOS = 127, 64
+MOST_SIGNED = MOST_IN_FOURS if any(map(has_feature, _ADD_FOURS)) else _MOST_IN_TWOS
 # Vectors of LANES that registers hold; where a register is shorter, several of them make a vector.
 NUM_VECTORS = 32 if has_feature("avx512f") else 8
 
@@ -89,14 +87,13 @@ def dot_bytes(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> A
 
     Bytes with signs are from -MOST_SIGNED to MOST_SIGNED.
     """
-    if has_feature("avx512vnni"):
-        kind = ir.FunctionType(WORDS, [WORDS, _BYTES, _BYTES])
-        factors = [builder.bitcast(words, _BYTES) for words in (unsigned, signed)]
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", kind, [sums, *factors])
+    if has_feature("avx512vnni") or has_feature("avx512bw"):
+        return _dot_whole(builder, sums, signed, unsigned)
     if has_feature("avx2"):
-        places = range(_HALF), range(_HALF, LANES)
+        places = range(LANES // 2), range(LANES // 2, LANES)
         halves = [[shuffled(builder, words, words, half) for words in (sums, signed, unsigned)] for half in places]
-        return shuffled(builder, *(_dot_half(builder, *half) for half in halves), range(LANES))
+        low, high = (_dot_whole(builder, *half) for half in halves)
+        return shuffled(builder, low, high, range(LANES))
 
     def constant(number: int) -> ir.Constant:
         return ir.Constant(WORDS, [number] * LANES)
@@ -108,15 +105,24 @@ def dot_bytes(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> A
     return sums
 
 
-def _dot_half(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
-    factors = [builder.bitcast(words, _HALF_BYTES) for words in (unsigned, signed)]
-    if has_feature("avxvnni"):
-        kind = ir.FunctionType(_HALF_WORDS, [_HALF_WORDS, _HALF_BYTES, _HALF_BYTES])
-        return call(builder, "llvm.x86.avx512.vpdpbusd.256", kind, [sums, *factors])
-    kind = ir.FunctionType(_HALF_SHORTS, [_HALF_BYTES, _HALF_BYTES])
-    twos = call(builder, "llvm.x86.avx2.pmadd.ub.sw", kind, factors)
-    kind, ones = ir.FunctionType(_HALF_WORDS, [_HALF_SHORTS, _HALF_SHORTS]), ir.Constant(_HALF_SHORTS, [1] * 2 * _HALF)
-    return builder.add(sums, call(builder, "llvm.x86.avx2.pmadd.wd", kind, [twos, ones]))
+_SHORT_PRODUCTS = {  # by lanes: bytes by twos in 16 bits, then these by twos
+    16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
+    8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
+}
+
+
+def _dot_whole(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
+    """As `dot_bytes`, of vectors that fill a register."""
+    lanes = sums.type.count
+    words, shorts, bytes_ = (ir.VectorType(ir.IntType(8 * size), 4 // size * lanes) for size in (4, 2, 1))
+    factors = [builder.bitcast(numbers, bytes_) for numbers in (unsigned, signed)]
+    if MOST_SIGNED == MOST_IN_FOURS:
+        kind = ir.FunctionType(words, [words, bytes_, bytes_])
+        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", kind, [sums, *factors])
+    of_bytes, of_shorts = _SHORT_PRODUCTS[lanes]
+    twos = call(builder, of_bytes, ir.FunctionType(shorts, [bytes_, bytes_]), factors)
+    ones = ir.Constant(shorts, [1] * 2 * lanes)
+    return builder.add(sums, call(builder, of_shorts, ir.FunctionType(words, [shorts, shorts]), [twos, ones]))
 
 
 def widened(builder: ir.IRBuilder, words: Any) -> tuple[Any, Any]:

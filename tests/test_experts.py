@@ -1,0 +1,203 @@
+"""Experts that are read when rows choose them: the same bits as with whole layers, and fewer bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import save_model
+from models import CPU, new_slot, plain_logits, streamed
+from test_reproducible import FAMILIES, random_tree
+
+from bough.errors import ConfigError, StreamError
+from bough.model.batch import Batch, Segment
+from bough.model.checkpoint import Checkpoint
+from bough.model.loading import build_skeleton
+from bough.model.pack import pack
+from bough.placement import Budgets, ExpertSizes, Fixed, Tier, place_apart
+from bough.tree import Tree
+from target_worker.expert_store import ExpertStore, sizes_of
+from target_worker.sweep import StreamedModel
+from target_worker.weights import plan_apart
+
+NUM_EXPERTS = {"mixtral": 4, "qwen2 moe, shared expert": 6, "qwen3 moe": 6}
+
+
+@pytest.fixture(params=NUM_EXPERTS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def logits_of(model: StreamedModel, *sizes: int) -> list[torch.Tensor]:
+    """Of trees of these sizes after one context, one sweep each."""
+    slot, rng = new_slot(model), np.random.default_rng(3)
+    model.sweep(Batch([Segment.context(slot, 0, list(range(30, 50)))], model.rows, CPU))
+    trees = [random_tree(rng, size, root=9) for size in sizes]
+    return [model.sweep(Batch([Segment.tree(slot, 20, tree)], model.rows, CPU))[0].clone() for tree in trees]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_bits_are_those_of_whole_layers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """With as little room as may be, with some more and with room for all; sweeps of several chunks too."""
+    folder, sizes = save_model(tmp_path / "model", FAMILIES[family]), (1, 2, 40, 1, 7, 90)
+    with streamed(folder, dtype) as model:
+        wanted = logits_of(model, *sizes)
+    for num_slabs in (NUM_EXPERTS[family], NUM_EXPERTS[family] + 3, 40):
+        with streamed(folder, dtype, expert_slabs=num_slabs) as model:
+            for mine, right in zip(logits_of(model, *sizes), wanted, strict=True):
+                assert torch.equal(mine, right)
+
+
+def test_packed_experts_too(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+    pack(str(folder), 8, tmp_path / "packed")
+    with streamed(tmp_path / "packed", torch.bfloat16) as model:
+        wanted = logits_of(model, 1, 20)
+    with streamed(tmp_path / "packed", torch.bfloat16, expert_slabs=8) as model:
+        for mine, right in zip(logits_of(model, 1, 20), wanted, strict=True):
+            assert torch.equal(mine, right)
+
+
+def test_a_token_reads_what_it_chooses_and_padding_chooses_nothing(tmp_path: Path) -> None:
+    """Rows are padded to 16, whose experts would be read as well."""
+    config = FAMILIES["qwen3 moe"]
+    with streamed(save_model(tmp_path / "model", config), torch.bfloat16, expert_slabs=6) as model:
+        assert model.tiers.experts is not None
+        slot, before = new_slot(model), model.tiers.experts.figures().num_bytes
+        model.sweep(Batch([Segment.tree(slot, 0, Tree.root(5))], model.rows, CPU))
+        expert_bytes = max(e.num_bytes for layer in plan_of(tmp_path / "model").values() for e in layer.each)
+        read = model.tiers.experts.figures().num_bytes - before
+        assert 0 < read <= config.num_hidden_layers * config.num_experts_per_tok * expert_bytes
+
+
+def plan_of(folder: Path):  # type: ignore[no-untyped-def]
+    return plan_apart(build_skeleton(Checkpoint.open(folder), torch.bfloat16).layer_slots)[1]
+
+
+@pytest.fixture
+def layers(tmp_path: Path):  # type: ignore[no-untyped-def]
+    return plan_of(save_model(tmp_path / "model", FAMILIES["qwen3 moe"]))
+
+
+class Rounds:
+    """Sweeps of a store without a model: each layer wants what it is told."""
+
+    def __init__(self, store: ExpertStore, num_layers: int) -> None:
+        self._store, self._num_layers = store, num_layers
+
+    def sweep(self, experts: Sequence[int]) -> int:
+        """How many experts were read; bytes are compared with the checkpoint's."""
+        before = self._store.figures().num_bytes
+        for layer in range(self._num_layers):
+            self._store.begin(layer)
+            self._store.expect(layer, experts)
+            for expert in experts:
+                weights = self._store._layers[layer].each[expert]
+                for slot in range(len(weights.slots)):
+                    places = weights.slots[slot].source.places
+                    for place, data in zip(places, self._store.bytes_of(layer, expert, slot), strict=True):
+                        assert data.numpy().tobytes() == read(place.file, place.offset, place.num_bytes)
+        return (self._store.figures().num_bytes - before) // self._store._layers[0].each[0].num_bytes
+
+
+def read(file: Path, offset: int, num_bytes: int) -> bytes:
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        return stream.read(num_bytes)
+
+
+def store_of(layers, num_slabs: int) -> ExpertStore:  # type: ignore[no-untyped-def]
+    return ExpertStore(layers, num_slabs * sizes_of(layers.values()).slab_bytes, 3, {})
+
+
+def test_experts_that_every_sweep_wants_stay(layers) -> None:  # type: ignore[no-untyped-def]
+    """Room for 12 of 24: four layers want two that never change, and one of the other four by turns."""
+    with store_of(layers, 12) as store:
+        rounds = Rounds(store, 4)
+        counts = [rounds.sweep([0, 1, 2 + number % 4]) for number in range(24)]
+        assert counts[0] == 12
+        assert max(counts[12:]) <= 4
+
+
+def test_a_round_too_large_for_the_room_keeps_a_part(layers) -> None:  # type: ignore[no-untyped-def]
+    """All 24, with room for 16: were what was used longest ago to leave, nothing would be there when it is wanted."""
+    with store_of(layers, 16) as store:
+        rounds = Rounds(store, 4)
+        counts = [rounds.sweep(range(6)) for _ in range(12)]
+        assert counts[0] == 24
+        assert sum(counts[6:]) / 6 < 20
+
+
+def test_what_is_likely_is_there_before_it_is_wanted(layers) -> None:  # type: ignore[no-untyped-def]
+    """Also round the end of a sweep."""
+    with store_of(layers, 12) as store:
+        rounds = Rounds(store, 4)
+        for _ in range(8):
+            rounds.sweep(range(6))
+        assert (store._layer_at[store._is_ahead] == 0).any()
+
+
+@pytest.mark.parametrize("num_slabs", [6, 9])
+def test_any_wishes(num_slabs: int, layers) -> None:  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng(0)
+    with store_of(layers, num_slabs) as store:
+        rounds = Rounds(store, 4)
+        for _ in range(40):
+            rounds.sweep(rng.choice(6, size=rng.integers(1, 7), replace=False).tolist())
+            held = [(layer, expert) for layer, expert in zip(store._layer_at, store._expert_at, strict=True)]
+            for slab, (layer, expert) in enumerate(held):
+                assert layer < 0 or store._slab_of[layer, expert] == slab
+
+
+def test_a_damaged_file_fails_the_sweep_and_not_those_after_it(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+    with streamed(folder, torch.float32, expert_slabs=6) as model:
+        wanted = plain_logits(model, [5, 6, 7])
+        file = plan_of(folder)[2].each[3].extents[0].file
+        whole = file.read_bytes()
+        os.truncate(file, 4096)
+        with pytest.raises(StreamError, match=rf"{file}: layer \d(, expert \d)?, tensor model\.layers\.\d\."):
+            logits_of(model, 60)
+        file.write_bytes(whole)
+        for mine, right in zip(plain_logits(model, [5, 6, 7]), wanted, strict=True):
+            assert torch.equal(mine, right)
+
+
+def test_a_checksum_names_the_expert(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+    pack(str(folder), 8, tmp_path / "packed")
+    experts = plan_of(tmp_path / "packed")
+    place = experts[2].each[3].slots[0].source.places[0]
+    with place.file.open("r+b") as stream:
+        stream.seek(place.offset)
+        byte = stream.read(1)
+        stream.seek(place.offset)
+        stream.write(bytes([byte[0] ^ 1]))
+    with (
+        streamed(tmp_path / "packed", torch.bfloat16, expert_slabs=6) as model,
+        pytest.raises(StreamError, match=rf"{place.name} does not have the checksum"),
+    ):
+        logits_of(model, 60)
+
+
+SIZES = ExpertSizes(slab_bytes=100, most=8, num_experts=80, num_bytes=8000)
+
+
+def test_room_that_is_left_goes_to_experts() -> None:
+    shared, fixed = [50] * 10, Fixed(1000, 0, 0, 0)
+    placement = place_apart(shared, SIZES, fixed, Budgets(3000, 0, 500, 10))
+    assert placement.layers(Tier.RESIDENT) == tuple(range(10))
+    assert placement.fixed.experts == 1500
+    assert placement.device_bytes == 3000
+    assert place_apart(shared, SIZES, fixed, Budgets(99000, 0, 500, 10)).fixed.experts == 8000
+    told = place_apart(shared, SIZES, fixed, Budgets(3000, 0, 500, 0))
+    assert (told.layers(Tier.RESIDENT), told.fixed.experts) == ((), 800)
+
+
+def test_too_little_room_for_a_layers_experts_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"--device-memory.*experts.*would do"):
+        place_apart([50] * 10, SIZES, Fixed(1000, 0, 0, 0), Budgets(1850, 0, 500, 10))
