@@ -2,11 +2,11 @@
 
 Which experts a layer wants is known only when its router has run. So each layer says what it wants (`expect`), and what
 is not there is read while the first of them are computed. While the layer computes, there also comes what the layers
-after it will probably want: experts that most of the last sweeps have wanted. So trees that are large enough to want
-nearly all experts find them read ahead, as layers are by the ring; single tokens read what they choose, and little else.
+after it will probably want: experts that most of the last sweeps have wanted. So large trees, which want nearly all
+experts, find them read ahead, as layers are by the ring; single tokens read what they choose, and little else.
 
-What few sweeps want leaves first; of experts wanted alike, the one used last. Layers go round and round: its turn is the
-farthest away, and those that stay are then the same in every round.
+What few sweeps want leaves first; of experts wanted alike, the one used last. Layers go round and round: its turn is
+the farthest away, and those that stay are then the same in every round.
 """
 
 from __future__ import annotations

@@ -144,6 +144,11 @@ def experts_forward(
     return result
 
 
+def has_own_products(module: nn.Module) -> bool:
+    """Whether a module's experts are computed by `experts_forward`: transformers then says how their matrices lie."""
+    return hasattr(module, "is_transposed")
+
+
 def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
     """Rows, a multiple of EXPERT_ROWS of them, times one of an expert's matrices."""
     weight = getattr(module, name)[expert]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from bough.model.experts import has_own_products
 from bough.model.loading import Skeleton
 from bough.model.naming import Quantization
 from bough.model.row_products import can_multiply, is_left_to_us, multiply
@@ -39,7 +40,8 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
         for module in (*_linears(decoder.layers), head):
             module.forward = partial(_forward, module, product)
         for module in _others(decoder.layers):
-            module.forward = _with_product(module.forward, product)
+            if not has_own_products(module):
+                module.forward = _with_product(module.forward, product)
     for module in (decoder.norm, head):
         module.forward = _in_counts(module.forward, counts)
     return counts
