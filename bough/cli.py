@@ -18,9 +18,9 @@ from bough.growth import Scheme
 from bough.values import DRAFT_BITS, DTYPE_NAMES
 
 PLAN_SETTINGS = (
-    "draft", "device", "device_memory", "host_memory", "kv_memory", "ring_memory", "resident_layers", "max_context",
-    "max_nodes", "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed", "compute_speed",
-    "memory_speed", "unpack_speed", "tokens_per_round",
+    "draft", "device", "device_memory", "host_memory", "kv_memory", "ring_memory", "resident_layers", "experts",
+    "max_context", "max_nodes", "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed",
+    "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 

@@ -63,6 +63,7 @@ class Placement:
     fixed: Fixed
     num_slabs: int  # of the ring through which layers that are not resident reach the accelerator
     num_host_slabs: int = 0  # of the ring between disk and host memory, where there are three tiers
+    expert_bytes: int = 0  # of experts that are read when rows choose them, and are in no layer's bytes
 
     def layers(self, tier: Tier) -> tuple[int, ...]:
         """Layers of a tier, in order."""
@@ -80,8 +81,8 @@ class Placement:
 
     @property
     def link_bytes(self) -> int:
-        """What crosses the link in every sweep."""
-        return self.num_bytes(Tier.HOST) + self.num_bytes(Tier.DISK)
+        """What crosses the link in every sweep; of experts those that find no room, if rows choose them all."""
+        return self.num_bytes(Tier.HOST) + self.num_bytes(Tier.DISK) + max(0, self.expert_bytes - self.fixed.experts)
 
     @property
     def device_bytes(self) -> int:
@@ -148,7 +149,7 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """Of the experts of a model that are read when rows choose them."""
+    """Of the experts of a model."""
 
     slab_bytes: int  # of the largest
     most: int  # in a layer
@@ -156,17 +157,30 @@ class ExpertSizes:
     num_bytes: int  # of all
 
 
-def place_apart(layer_bytes: Sequence[int], experts: ExpertSizes, fixed: Fixed, budgets: Budgets) -> Placement:
-    """As `place`, of layers without their experts, which get the room that is left: for all those of a layer at least.
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A mixture of experts whose experts are read when rows choose them."""
+
+    layer_bytes: Sequence[int]  # without them
+    experts: ExpertSizes
+
+
+def place_apart(layer_bytes: Sequence[int], apart: Apart, fixed: Fixed, budgets: Budgets) -> Placement:
+    """As `place`, if everything stays; otherwise of layers without their experts, which get the room that is left.
+
+    That is for all experts of a layer at least. `layer_bytes` are with experts.
 
     Raises:
         ConfigError: as `place`.
     """
-    placement = place(layer_bytes, replace(fixed, experts=experts.most * experts.slab_bytes), budgets)
+    if sum(layer_bytes) <= budgets.device - fixed.total and len(layer_bytes) <= budgets.max_resident:
+        return place(layer_bytes, fixed, budgets)
+    experts = apart.experts
+    placement = place(apart.layer_bytes, replace(fixed, experts=experts.most * experts.slab_bytes), budgets)
     is_told = budgets.max_resident < len(layer_bytes)  # how much is to stay
     more = 0 if is_told else (budgets.device - placement.device_bytes) // experts.slab_bytes
-    num_slabs = min(experts.most + more, experts.num_experts)
-    return replace(placement, fixed=replace(fixed, experts=num_slabs * experts.slab_bytes))
+    room = min(experts.most + more, experts.num_experts) * experts.slab_bytes
+    return replace(placement, fixed=replace(fixed, experts=room), expert_bytes=experts.num_bytes)
 
 
 def _place_on_host(sizes: Sequence[int], streamed: Sequence[int], budget: int) -> tuple[frozenset[int], int]:

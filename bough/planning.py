@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from bough.placement import Budgets, Fixed, Placement, Tier, place
+from bough.placement import Budgets, Placement, Tier
 from bough.row_counts import RowCounts
 
 GIGABYTE = 1000**3
@@ -44,6 +44,19 @@ class Work:
     token_flops: float  # of one row, in all layers and the output head
     weight_bytes: int  # that every chunk of rows reads from the accelerator's memory
     unpacked_bytes: int = 0  # of these, what each sweep first writes out from 4 or 8 bits
+    expert_share: float = 1.0  # of a layer's experts, what a row chooses
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Experts that are read when rows choose them, each with the same chance and for itself; real rows are alike."""
+
+    seconds: float  # of the link, if all that are not in memory are chosen
+    share: float  # of a layer's experts that a row chooses
+
+    def seconds_of(self, num_tokens: int) -> float:
+        """Of the link, with so many rows."""
+        return self.seconds * (1 - (1 - self.share) ** num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +68,7 @@ class SweepModel:
     row_seconds: float  # of arithmetic
     read_seconds: float  # of all weights from memory, which every chunk takes at least
     unpack_seconds: float  # once a sweep, beside the link and before the products
+    chosen: Chosen | None = None  # what crosses the link besides, where rows choose it
 
     def chunk_seconds(self, num_rows: int) -> float:
         """Of the products of a chunk, padding included."""
@@ -66,14 +80,25 @@ class SweepModel:
         seconds = self.unpack_seconds + whole * self.chunk_seconds(self.rows.most)
         return seconds + self.chunk_seconds(rest) if rest else seconds
 
+    def link_seconds_of(self, num_tokens: int) -> float:
+        """Of the link: what every sweep reads, and the experts that its rows choose."""
+        return self.link_seconds + (self.chosen.seconds_of(num_tokens) if self.chosen else 0.0)
+
     def seconds(self, num_tokens: int) -> float:
         """Link and compute go on at the same time."""
-        return max(self.link_seconds, self.compute_seconds(num_tokens))
+        return max(self.link_seconds_of(num_tokens), self.compute_seconds(num_tokens))
 
     @property
     def knee(self) -> int:
-        """The most tokens that cost no more than the link does; 0 where even the fewest cost more."""
-        left = self.link_seconds - self.unpack_seconds
+        """The most tokens whose computing costs no more than the link does; 0 where even the fewest cost more."""
+        most = self._most_within(self.link_seconds + (self.chosen.seconds if self.chosen else 0.0))
+        while self.chosen and most > 0 and self.compute_seconds(most) > self.link_seconds_of(most):
+            most -= self.rows.step
+        return max(0, most)
+
+    def _most_within(self, seconds: float) -> int:
+        """Tokens that are computed within so long."""
+        left = seconds - self.unpack_seconds
         whole = max(0, math.floor(left / self.chunk_seconds(self.rows.most)))
         left -= whole * self.chunk_seconds(self.rows.most)
         steps = math.floor(left / self.row_seconds / self.rows.step) if left >= self.read_seconds else 0
@@ -99,12 +124,14 @@ def link_seconds(placement: Placement, speeds: Speeds) -> float:
 
 def sweep_model(placement: Placement, work: Work, rows: RowCounts, speeds: Speeds) -> SweepModel:
     """Of a model placed so, on a machine of these speeds."""
+    missing = max(0, placement.expert_bytes - placement.fixed.experts)
     return SweepModel(
         rows,
         link_seconds(placement, speeds),
         step_seconds(work, 1, replace(speeds, memory=None)),
         step_seconds(work, 0, speeds),
         work.unpacked_bytes / speeds.unpack.per_second if speeds.unpack else 0.0,
+        Chosen(missing / speeds.disk.per_second, work.expert_share) if missing and speeds.disk else None,
     )
 
 
@@ -141,14 +168,13 @@ class Purchase:
 
 
 def purchases(
-    layer_bytes: Sequence[int],
-    fixed: Fixed,
     budgets: Budgets,
     kinds: Sequence[str],
+    place: Callable[[Budgets], Placement],
     seconds: Callable[[Placement], float],
 ) -> list[Purchase]:
     """The price list: `seconds` of a sweep once the layers are placed anew in more memory of each kind."""
-    before = seconds(place(layer_bytes, fixed, budgets))
+    before = seconds(place(budgets))
     bought = []
     for kind in kinds:
         for added in (gigabytes * GIGABYTE for gigabytes in MORE_GIGABYTES):
@@ -157,7 +183,7 @@ def purchases(
                 if kind == "device"
                 else replace(budgets, host=budgets.host + added)
             )
-            placement = place(layer_bytes, fixed, more)
+            placement = place(more)
             after = seconds(placement)
             bought.append(Purchase(kind, added, placement.link_bytes, after, before - after))
     return bought

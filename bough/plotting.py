@@ -68,7 +68,7 @@ def save_png(model: SweepModel, most: int, title: str, file: str) -> None:
     tokens = range(1, most + 1)
     axes.plot(tokens, [model.seconds(n) for n in tokens], label="sweep", linewidth=2)
     axes.plot(tokens, [model.compute_seconds(n) for n in tokens], label="compute", linestyle=":")
-    axes.axhline(model.link_seconds, label="link", linestyle="--", color="grey")
+    axes.plot(tokens, [model.link_seconds_of(n) for n in tokens], label="link", linestyle="--", color="grey")
     if 0 < model.knee <= most:
         axes.axvline(model.knee, label=f"knee: {model.knee} tokens", linestyle="-.", color="tab:red")
     axes.set(xlabel="tokens of a sweep", ylabel="seconds", title=title, xlim=(0, most), ylim=(0, None))

@@ -56,7 +56,7 @@ def save_mixture(folder: Path, layers: int, experts: int, chosen: int, seed: int
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=4,
-        head_dim=64,
+        head_dim=64,  # type: ignore[call-arg]  # it is among the fields, but transformers' types do not say so
         moe_intermediate_size=512,
         num_experts=experts,
         num_experts_per_tok=chosen,
@@ -89,7 +89,8 @@ def measure(
     workers: dict[str, TargetWorker], num_tokens: int, warm_up: int, turns: int, seed: int
 ) -> dict[str, list[Swept]]:
     """Sweeps of one size: by turns IN_A_ROW each, the first of which finds what was read while the others swept."""
-    rng, swept = np.random.default_rng([seed, num_tokens]), {mode: [] for mode in workers}  # type: dict[str, list[Swept]]
+    rng = np.random.default_rng([seed, num_tokens])
+    swept: dict[str, list[Swept]] = {mode: [] for mode in workers}
     for turn in range(warm_up + turns):
         trees = [random_tree(num_tokens, rng) for _ in range(IN_A_ROW)]
         for mode, worker in workers.items():
@@ -123,7 +124,7 @@ def run(
     folder: Path, device_memory: str, sizes: Sequence[int], warm_up: int, turns: int, seed: int
 ) -> dict[str, object]:
     """All sizes; says on the way what comes out."""
-    by_tokens = {}
+    by_tokens: dict[str, object] = {}
     with (
         closing(start(folder, MODES[0], device_memory)) as chosen,
         closing(start(folder, MODES[1], device_memory)) as all_,

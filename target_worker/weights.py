@@ -11,7 +11,7 @@ import torch
 
 from bough.errors import StreamError
 from bough.model.checkpoint import TensorPlace
-from bough.model.experts import Experts
+from bough.model.experts import stack_of
 from bough.model.loading import ParameterSlot
 from bough.model.source import ReusedMemory, crc32
 
@@ -103,20 +103,20 @@ def plan_apart(layers: Sequence[Sequence[ParameterSlot]]) -> tuple[tuple[LayerWe
 
 
 def _split(name: str, slots: Sequence[ParameterSlot]) -> tuple[LayerWeights, LayerExperts | None]:
-    """A layer without its experts, and these; None where there are none, or the checkpoint has them in one piece."""
-    stacks = tuple(slot for slot in slots if isinstance(slot.source, Experts))
+    """A layer without its experts, and these; None where there are none."""
+    stacks = [(slot, stack) for slot in slots if (stack := stack_of(slot.module, slot.source))]
     if not stacks:
         return plan_layer(name, slots), None
-    by_expert = zip(*(slot.source.parts for slot in stacks if isinstance(slot.source, Experts)), strict=True)
-    each = (
+    each = [
         plan_layer(
             f"{name}, expert {number}",
-            [ParameterSlot(slot.module, slot.key, part) for slot, part in zip(stacks, parts, strict=True)],
+            [ParameterSlot(slot.module, slot.key, part) for (slot, _), part in zip(stacks, parts, strict=True)],
         )
-        for number, parts in enumerate(by_expert)
-    )
-    rest = [slot for slot in slots if not isinstance(slot.source, Experts)]
-    return plan_layer(name, rest), LayerExperts(stacks, tuple(each))
+        for number, parts in enumerate(zip(*(stack.parts for _, stack in stacks), strict=True))
+    ]
+    rest = [slot for slot in slots if stack_of(slot.module, slot.source) is None]
+    apart = tuple(ParameterSlot(slot.module, slot.key, stack) for slot, stack in stacks)
+    return plan_layer(name, rest), LayerExperts(apart, tuple(each))
 
 
 def plan_layer(name: str, slots: Sequence[ParameterSlot]) -> LayerWeights:

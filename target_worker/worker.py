@@ -22,11 +22,11 @@ from bough.model.memory import Limits, fixed_bytes, num_kv_rows, resident_bytes,
 from bough.model.pack_folder import read_checksums
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.placement import Placement, Tier, gigabytes
+from bough.placement import Apart, Placement, Tier, gigabytes
 from bough.records import WorkerLoad
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from target_worker.budgets import Parts, choose_places
+from target_worker.budgets import choose_places
 from target_worker.engine import Engine
 from target_worker.expert_store import sizes_of
 from target_worker.kv_stage import KVHome, KVInPlace, KVStage
@@ -134,19 +134,11 @@ class TargetWorker:
             kv_bytes=figures.num_bytes,
             kv_used_bytes=figures.held_bytes,
             num_waiting=self._engine.num_waiting,
-            link_bytes_per_pass=self._most_link_bytes(),
+            link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
             bough_version=__version__,
             arithmetic=", ".join(ground),
         )
-
-    def _most_link_bytes(self) -> int:
-        """Of a sweep: rows may choose all experts."""
-        return self._placement.link_bytes + max(0, self._expert_bytes() - self._placement.fixed.experts)
-
-    def _expert_bytes(self) -> int:
-        """Of those that are read when rows choose them."""
-        return sizes_of(self._experts.values()).num_bytes if self._experts else 0
 
     def _load(self) -> Load:
         return Load(self._engine.pool.figures(), self._engine.num_running, self._engine.num_waiting)
@@ -154,7 +146,7 @@ class TargetWorker:
     def _notes(self) -> tuple[str, ...]:
         notes = [f"memory: {self._placement}; {self._placement.fixed}"]
         if self._experts:
-            notes.append(f"experts are read when rows choose them: {gigabytes(self._expert_bytes())} in all")
+            notes.append(f"experts are read when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":
             notes.append(f"computes on {self._device}, {device_name(self._device)}")
         if not (self._tiers.is_pinned and (self._kv_lanes is None or self._kv_lanes.is_pinned)):
@@ -191,9 +183,9 @@ class TargetWorker:
         is_gpu = self._device.type != "cpu"
         fixed = fixed_bytes(config, is_gpu, skeleton.config, skeleton.kv_shape(), resident_bytes(skeleton), scratch)
         apart, experts = plan_apart(skeleton.layer_slots)
-        parts = Parts([layer.num_bytes for layer in apart], sizes_of(experts.values())) if experts else None
+        parts = Apart([layer.num_bytes for layer in apart], sizes_of(experts.values())) if experts else None
         placement = choose_places([layer.num_bytes for layer in self.layers], fixed, config, self._device, parts)
-        if placement.fixed.experts:
+        if placement.expert_bytes:
             self.layers, self._experts = apart, experts
         return placement
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +12,26 @@ import pytest
 import torch
 from conftest import save_model
 from models import CPU, new_slot, plain_logits, streamed
+from test_plan import run
 from test_reproducible import FAMILIES, random_tree
 
+from bough.config import TargetConfig, parse
 from bough.errors import ConfigError, StreamError
+from bough.messages import Context, VerifyCall
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.loading import build_skeleton
 from bough.model.pack import pack
-from bough.placement import Budgets, ExpertSizes, Fixed, Tier, place_apart
+from bough.placement import Apart, Budgets, ExpertSizes, Fixed, Tier, place_apart
+from bough.sampling import SamplingParams
 from bough.tree import Tree
+from target_worker.budgets import choose_places
 from target_worker.expert_store import ExpertStore, sizes_of
 from target_worker.sweep import StreamedModel
-from target_worker.weights import plan_apart
+from target_worker.weights import LayerExperts, plan_apart
+from target_worker.worker import TargetWorker
 
-NUM_EXPERTS = {"mixtral": 4, "qwen2 moe, shared expert": 6, "qwen3 moe": 6}
+NUM_EXPERTS = {"mixtral": 4, "qwen2 moe, shared expert": 6, "qwen3 moe": 6, "gpt-oss, sinks, alternating windows": 4}
 
 
 @pytest.fixture(params=NUM_EXPERTS)
@@ -74,12 +81,12 @@ def test_a_token_reads_what_it_chooses_and_padding_chooses_nothing(tmp_path: Pat
         assert 0 < read <= config.num_hidden_layers * config.num_experts_per_tok * expert_bytes
 
 
-def plan_of(folder: Path):  # type: ignore[no-untyped-def]
+def plan_of(folder: Path) -> dict[int, LayerExperts]:
     return plan_apart(build_skeleton(Checkpoint.open(folder), torch.bfloat16).layer_slots)[1]
 
 
 @pytest.fixture
-def layers(tmp_path: Path):  # type: ignore[no-untyped-def]
+def layers(tmp_path: Path) -> dict[int, LayerExperts]:
     return plan_of(save_model(tmp_path / "model", FAMILIES["qwen3 moe"]))
 
 
@@ -110,11 +117,11 @@ def read(file: Path, offset: int, num_bytes: int) -> bytes:
         return stream.read(num_bytes)
 
 
-def store_of(layers, num_slabs: int) -> ExpertStore:  # type: ignore[no-untyped-def]
+def store_of(layers: dict[int, LayerExperts], num_slabs: int) -> ExpertStore:
     return ExpertStore(layers, num_slabs * sizes_of(layers.values()).slab_bytes, 3, {})
 
 
-def test_experts_that_every_sweep_wants_stay(layers) -> None:  # type: ignore[no-untyped-def]
+def test_experts_that_every_sweep_wants_stay(layers: dict[int, LayerExperts]) -> None:
     """Room for 12 of 24: four layers want two that never change, and one of the other four by turns."""
     with store_of(layers, 12) as store:
         rounds = Rounds(store, 4)
@@ -123,7 +130,7 @@ def test_experts_that_every_sweep_wants_stay(layers) -> None:  # type: ignore[no
         assert max(counts[12:]) <= 4
 
 
-def test_a_round_too_large_for_the_room_keeps_a_part(layers) -> None:  # type: ignore[no-untyped-def]
+def test_a_round_too_large_for_the_room_keeps_a_part(layers: dict[int, LayerExperts]) -> None:
     """All 24, with room for 16: were what was used longest ago to leave, nothing would be there when it is wanted."""
     with store_of(layers, 16) as store:
         rounds = Rounds(store, 4)
@@ -132,7 +139,7 @@ def test_a_round_too_large_for_the_room_keeps_a_part(layers) -> None:  # type: i
         assert sum(counts[6:]) / 6 < 20
 
 
-def test_what_is_likely_is_there_before_it_is_wanted(layers) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_likely_is_there_before_it_is_wanted(layers: dict[int, LayerExperts]) -> None:
     """Also round the end of a sweep."""
     with store_of(layers, 12) as store:
         rounds = Rounds(store, 4)
@@ -142,7 +149,7 @@ def test_what_is_likely_is_there_before_it_is_wanted(layers) -> None:  # type: i
 
 
 @pytest.mark.parametrize("num_slabs", [6, 9])
-def test_any_wishes(num_slabs: int, layers) -> None:  # type: ignore[no-untyped-def]
+def test_any_wishes(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
     rng = np.random.default_rng(0)
     with store_of(layers, num_slabs) as store:
         rounds = Rounds(store, 4)
@@ -184,20 +191,66 @@ def test_a_checksum_names_the_expert(tmp_path: Path) -> None:
         logits_of(model, 60)
 
 
-SIZES = ExpertSizes(slab_bytes=100, most=8, num_experts=80, num_bytes=8000)
+MIXTURE = [850] * 10, Apart([50] * 10, ExpertSizes(slab_bytes=100, most=8, num_experts=80, num_bytes=8000))
 
 
 def test_room_that_is_left_goes_to_experts() -> None:
-    shared, fixed = [50] * 10, Fixed(1000, 0, 0, 0)
-    placement = place_apart(shared, SIZES, fixed, Budgets(3000, 0, 500, 10))
+    fixed = Fixed(1000, 0, 0, 0)
+    placement = place_apart(*MIXTURE, fixed, Budgets(3000, 0, 500, 10))
     assert placement.layers(Tier.RESIDENT) == tuple(range(10))
     assert placement.fixed.experts == 1500
     assert placement.device_bytes == 3000
-    assert place_apart(shared, SIZES, fixed, Budgets(99000, 0, 500, 10)).fixed.experts == 8000
-    told = place_apart(shared, SIZES, fixed, Budgets(3000, 0, 500, 0))
+    assert placement.link_bytes == 6500
+    assert place_apart(*MIXTURE, fixed, Budgets(9500, 0, 500, 10)).fixed.experts == 0  # everything stays
+    told = place_apart(*MIXTURE, fixed, Budgets(3000, 0, 500, 0))
     assert (told.layers(Tier.RESIDENT), told.fixed.experts) == ((), 800)
 
 
 def test_too_little_room_for_a_layers_experts_is_said() -> None:
     with pytest.raises(ConfigError, match=r"--device-memory.*experts.*would do"):
-        place_apart([50] * 10, SIZES, Fixed(1000, 0, 0, 0), Budgets(1850, 0, 500, 10))
+        place_apart(*MIXTURE, Fixed(1000, 0, 0, 0), Budgets(1850, 0, 500, 10))
+
+
+def test_a_target_with_little_memory_says_and_does_the_same(tmp_path: Path) -> None:
+    """Also where even layers without experts stream."""
+    folder, answers = save_model(tmp_path / "model", FAMILIES["mixtral"]), []
+    for flags in ("--experts all --resident-layers 0", "--resident-layers 0", "--device-memory 2.9MB"):
+        with closing(start(folder, flags)) as worker:
+            is_apart = any("experts are read when rows choose them" in note for note in worker.info().notes)
+            assert is_apart == ("--experts all" not in flags)
+            answers.append([answer(worker, tokens) for tokens in ([5], [7, 8, 9], list(range(40)))])
+    assert answers[0] == answers[1] == answers[2]
+
+
+def start(folder: Path, flags: str) -> TargetWorker:
+    flags += f" --model {folder} --kv-memory 1MB --max-context 128 --max-nodes 16 --max-sweep-tokens 64 --device cpu"
+    return TargetWorker(parse(TargetConfig, "test", flags.split(), {}), "test")
+
+
+def answer(worker: TargetWorker, tokens: list[int]) -> int:
+    call = VerifyCall(Context.of("s", tokens, 0, len(tokens)), 0, 0, Tree.root(tokens[-1]), SamplingParams(0.0))
+    bonus_token = worker.verify(call).result().verdict.bonus_token
+    worker.release("s").result()
+    return bonus_token
+
+
+def test_beside_a_gpu_layers_come_whole() -> None:
+    with pytest.raises(ConfigError, match="--experts: chosen; beside a GPU"):
+        choose_places([1], Fixed(0, 0, 0, 0), TargetConfig(model="m", experts="chosen"), torch.device("cuda"))
+
+
+def test_a_plan_reckons_with_what_rows_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+    flags = "--resident-layers 0 --kv-memory 1MB --max-context 128 --max-nodes 64 --link-speed 1 --compute-speed 1"
+    plans = {
+        experts: run(capsys, str(folder), "--experts", experts, "--device", "cpu", *flags.split())
+        for experts in ("auto", "all")
+    }
+    seconds = {name: {s["tokens"]: s["link_seconds"] for s in plan["sweeps"]} for name, plan in plans.items()}
+    apart, sizes = plan_of(folder), sizes_of(plan_of(folder).values())
+    missing = sum(e.num_bytes for layer in apart.values() for e in layer.each) - sizes.most * sizes.slab_bytes
+    assert seconds["auto"][1] < 0.8 * seconds["all"][1]
+    assert seconds["auto"][64] < seconds["all"][64]
+    assert plans["auto"]["fixed_bytes"]["experts"] > 0
+    chosen = seconds["auto"][64] - seconds["auto"][1]
+    assert chosen == pytest.approx(missing / 1e9 * 0.5, rel=0.3)  # a token chooses half of the experts, 64 nearly all

@@ -192,7 +192,7 @@ def test_the_price_list_says_what_is_saved() -> None:
     def seconds(placement: Placement) -> float:
         return sweep_model(placement, Work(0, 0), FIXED, SPEEDS).link_seconds
 
-    bought = purchases(sizes, fixed, budgets, ("device", "host"), seconds)
+    bought = purchases(budgets, ("device", "host"), lambda budgets: place(sizes, fixed, budgets), seconds)
     before = place(sizes, fixed, budgets)
     assert [(p.kind, p.added_bytes // 10**9) for p in bought] == [
         ("device", 1),

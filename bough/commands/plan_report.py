@@ -69,6 +69,12 @@ def _places(plan: Plan) -> Iterator[str]:
     yield f"        one letter a layer: {legend}"
     disk_bytes = placement.num_bytes(Tier.DISK)
     beside = f", and KV of what its sessions hold, {gigabytes(kv)} at most" if (kv := placement.fixed.host_kv) else ""
+    if placement.expert_bytes:
+        yield (
+            f"experts {gigabytes(placement.expert_bytes)}, read when rows choose them, with room for "
+            f"{gigabytes(placement.fixed.experts)}; every sweep moves {gigabytes(disk_bytes)} of layers beside"
+        )
+        return
     yield f"every sweep moves {gigabytes(placement.link_bytes)}, {gigabytes(disk_bytes)} of it from disk{beside}"
 
 
@@ -87,13 +93,15 @@ def _sweeps(plan: Plan) -> Iterator[str]:
     sweep = plan.sweep
     yield f"{'tokens':>8}{'link s':>10}{'compute s':>11}{'sweep s':>10}   limit"
     for tokens in sorted({*TREE_SIZES, sweep.knee} - {0}):
-        limit = "link" if sweep.compute_seconds(tokens) <= sweep.link_seconds else "compute"
+        link = sweep.link_seconds_of(tokens)
+        limit = "link" if sweep.compute_seconds(tokens) <= link else "compute"
         knee = "  <- knee" if tokens == sweep.knee else ""
         yield (
-            f"{tokens:8}{sweep.link_seconds:10.3f}{sweep.compute_seconds(tokens):11.3f}"
-            f"{sweep.seconds(tokens):10.3f}   {limit}{knee}"
+            f"{tokens:8}{link:10.3f}{sweep.compute_seconds(tokens):11.3f}{sweep.seconds(tokens):10.3f}   {limit}{knee}"
         )
     yield "compute is matrix products alone: attention, norms and drawing come on top, which in small layers is most"
+    if sweep.chosen:
+        yield "experts are reckoned as if rows chose with equal chances, each for itself: real ones are more alike"
     if sweep.knee == 0:
         yield f"no knee: {sweep.rows.step} rows already compute for longer than the link takes"
 
@@ -153,10 +161,16 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "num_slabs": placement.num_slabs,
         "sweep_bytes": {"link": placement.link_bytes, "disk": placement.num_bytes(Tier.DISK)},
         "speeds": asdict(plan.speeds),
-        "link_seconds": sweep.link_seconds,
+        "link_seconds": sweep.link_seconds_of(plan.num_nodes),
         "knee_tokens": sweep.knee,
         "sweeps": [
-            {"tokens": n, "compute_seconds": sweep.compute_seconds(n), "seconds": sweep.seconds(n)} for n in sizes
+            {
+                "tokens": n,
+                "link_seconds": sweep.link_seconds_of(n),
+                "compute_seconds": sweep.compute_seconds(n),
+                "seconds": sweep.seconds(n),
+            }
+            for n in sizes
         ],
         "tree_nodes": plan.num_nodes,
         "draft": asdict(plan.draft) if plan.draft else None,

@@ -8,7 +8,7 @@ from pathlib import Path
 from bough.config import OrchestratorConfig, PlanConfig
 from bough.errors import ConfigError
 from bough.model.loading import DTYPES
-from bough.model.memory import SHARE, budgets, free_device_bytes
+from bough.model.memory import SHARE, are_experts_apart, budgets, free_device_bytes
 from bough.model.probe import (
     disk_speed,
     find_device,
@@ -21,7 +21,7 @@ from bough.model.probe import (
 )
 from bough.model.reproducible import product_of
 from bough.model.shapes import ModelShapes, find_config, model_shapes
-from bough.placement import Budgets, Placement, Tier, place
+from bough.placement import Budgets, Placement, Tier, place, place_apart
 from bough.planning import Purchase, Rate, Speed, Speeds, SweepModel, purchases, rate, step_seconds, sweep_model
 
 COMPARED_ROWS = 256  # measured beside the rows of a chunk
@@ -71,7 +71,14 @@ def make_plan(settings: PlanConfig) -> Plan:
     shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
     fixed = shapes.fixed(settings, is_gpu)
     allowed = budgets(settings, shapes.layer_bytes, _device_budget(settings, is_gpu), settings.host_memory)
-    placement = place(shapes.layer_bytes, fixed, allowed)
+    apart = shapes.apart if are_experts_apart(settings, is_gpu) else None
+
+    def place_in(budgets: Budgets) -> Placement:
+        if apart is None:
+            return place(shapes.layer_bytes, fixed, budgets)
+        return place_apart(shapes.layer_bytes, apart, fixed, budgets)
+
+    placement = place_in(allowed)
     speeds = find_speeds(settings, shapes, placement, folder, is_gpu)
     draft = draft_cost(settings, speeds) if settings.draft else None
 
@@ -81,7 +88,7 @@ def make_plan(settings: PlanConfig) -> Plan:
     sweep, num_nodes = sweep_of(placement), min(OrchestratorConfig().budget, settings.max_nodes)
     draft_seconds = draft.seconds if draft else 0.0
     kinds = ("device", "host") if is_gpu else ("device",)
-    prices = purchases(shapes.layer_bytes, fixed, allowed, kinds, lambda placed: sweep_of(placed).seconds(num_nodes))
+    prices = purchases(allowed, kinds, place_in, lambda placed: sweep_of(placed).seconds(num_nodes))
     return Plan(
         settings.model,
         shapes,
@@ -123,7 +130,7 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
         host_link = host_link or (host_link_speed(device) if is_gpu else None)
         memory = memory or memory_speed(device)
         unpack = unpack or (unpack_speed(shapes.packed_bits, dtype, device) if shapes.packed_bits else None)
-    if disk is None and placement.num_bytes(Tier.DISK):
+    if disk is None and (placement.num_bytes(Tier.DISK) or placement.expert_bytes):
         disk = disk_speed(folder, settings.link_threads)
     if compute is None:
         raise ConfigError("--compute-speed: missing; there is no gpu here to measure; a number of TFLOP/s would do")

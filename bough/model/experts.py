@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bough.model.checkpoint import TensorPlace
 from bough.model.row_products import is_left_to_us, multiply
-from bough.model.source import ReusedMemory, Scratch, Source
+from bough.model.source import ReusedMemory, Scratch, Source, Stored
 from bough.model.threads import all_threads
 
 NAME = "bough"
@@ -142,6 +142,24 @@ def experts_forward(
             out = self.post_expert_norm(out)  # type: ignore[operator]
         result.index_add_(0, rows, (out * top_k_weights[rows, ranks, None]).to(result.dtype))
     return result
+
+
+def stack_of(module: nn.Module, source: Source | Experts) -> Experts | None:
+    """The experts of a parameter, if it is one: where the checkpoint has them in one tensor, parts of that.
+
+    Checksums are of tensors, so these parts have none.
+    """
+    if isinstance(source, Experts) or not has_own_products(module):
+        return source if isinstance(source, Experts) else None
+    if not isinstance(source, Stored) or len(source.shape) != 3:
+        return None
+    place, count = source.place, source.shape[0]
+    size = place.num_bytes // count
+    parts = (
+        replace(place, name=f"{place.name}[{i}]", offset=place.offset + i * size, num_bytes=size, shape=place.shape[1:])
+        for i in range(count)
+    )
+    return Experts(tuple(map(Stored, parts)))
 
 
 def has_own_products(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from bough.model.pack import is_packable, packed_bytes
 from bough.model.quantize import GROUP_SIZES
 from bough.model.reproducible import row_counts
 from bough.model.source import room_bytes
-from bough.placement import Fixed
+from bough.placement import Apart, ExpertSizes, Fixed
 from bough.planning import Work
 from bough.row_counts import RowCounts
 
@@ -99,6 +99,7 @@ class ModelShapes:
     matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of a layer that has most bytes
     rows: RowCounts  # of a chunk
     work: Work
+    apart: Apart | None  # where layers have experts
 
     def fixed(self, settings: TargetConfig, is_gpu: bool) -> Fixed:
         """What a target takes of the device's memory whatever the placement.
@@ -117,6 +118,7 @@ class _Parameter:
     value_bytes: int
     unpacked_bytes: int
     flops: float
+    num_experts: int  # that it has the matrices of; 0 where it has none
 
 
 def find_config(model: str) -> tuple[PretrainedConfig, Path]:
@@ -173,6 +175,7 @@ def model_shapes(
         sum(flops) + 2 * head_bytes / dtype.itemsize,
         sum(p.value_bytes for p in everything) + head_bytes,
         sum(p.unpacked_bytes for p in everything),
+        _chosen_share(config),
     )
     return ModelShapes(
         description=describe(model, dtype) + (f", {packing.bits} bits ({packing.method})" if packing else ""),
@@ -186,7 +189,20 @@ def model_shapes(
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
         rows=row_counts(model, None if bits else Quantization.of(config, folder), dtype, rows, device_type),
         work=work,
+        apart=_apart(parameters),
     )
+
+
+def _apart(layers: Sequence[Sequence[_Parameter]]) -> Apart | None:
+    """Sizes of layers without their experts, and of these."""
+    stacks = [stack for layer in layers if (stack := [p for p in layer if p.num_experts])]
+    if not stacks:
+        return None
+    counts = [stack[0].num_experts for stack in stacks]
+    sizes = [sum(p.stored_bytes for p in stack) for stack in stacks]
+    largest = max(size // count for size, count in zip(sizes, counts, strict=True))
+    rest = [sum(p.stored_bytes for p in layer if not p.num_experts) for layer in layers]
+    return Apart(rest, ExpertSizes(largest, max(counts), sum(counts), sum(sizes)))
 
 
 def _stored_dtype(config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
@@ -216,11 +232,12 @@ def _parameters(
                 value,
                 value if is_packed else 0,
                 2.0 * parameter.numel() * (expert_share if is_stack else 1) if parameter.dim() >= 2 else 0.0,
+                shape[0] if is_stack else 0,
             )
 
 
-def _expert_share(config: PretrainedConfig, rows: int) -> float:
-    """Of a stack of experts, how much is multiplied for each of `rows` rows, each expert's rows being padded."""
+def _num_experts(config: PretrainedConfig) -> tuple[int, int]:
+    """Of a layer, and how many of them a row chooses."""
     num_experts = next(
         (
             int(n)
@@ -229,7 +246,18 @@ def _expert_share(config: PretrainedConfig, rows: int) -> float:
         ),
         1,
     )
-    chosen = rows * int(getattr(config, "num_experts_per_tok", None) or num_experts)
+    return num_experts, int(getattr(config, "num_experts_per_tok", None) or num_experts)
+
+
+def _chosen_share(config: PretrainedConfig) -> float:
+    num_experts, num_chosen = _num_experts(config)
+    return num_chosen / num_experts
+
+
+def _expert_share(config: PretrainedConfig, rows: int) -> float:
+    """Of a stack of experts, how much is multiplied for each of `rows` rows, each expert's rows being padded."""
+    num_experts, num_chosen = _num_experts(config)
+    chosen = rows * num_chosen
     expert_rows = math.ceil(chosen / num_experts / EXPERT_ROWS) * EXPERT_ROWS
     return min(num_experts, chosen) * expert_rows / rows / num_experts
 
