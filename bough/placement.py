@@ -163,12 +163,14 @@ class Apart:
 
     layer_bytes: Sequence[int]  # without them
     experts: ExpertSizes
+    scratch: int = 0  # as `Fixed.scratch`: of the largest layer without them, and of one expert's largest parameter
 
 
 def place_apart(layer_bytes: Sequence[int], apart: Apart, fixed: Fixed, budgets: Budgets) -> Placement:
     """As `place`, if everything stays; otherwise of layers without their experts, which get the room that is left.
 
-    That is for all experts of a layer at least. `layer_bytes` are with experts.
+    That is for all experts of a layer at least, and where it is said how many layers stay, of so many, if there is
+    room. `layer_bytes` are with experts.
 
     Raises:
         ConfigError: as `place`.
@@ -176,10 +178,12 @@ def place_apart(layer_bytes: Sequence[int], apart: Apart, fixed: Fixed, budgets:
     if sum(layer_bytes) <= budgets.device - fixed.total and len(layer_bytes) <= budgets.max_resident:
         return place(layer_bytes, fixed, budgets)
     experts = apart.experts
-    placement = place(apart.layer_bytes, replace(fixed, experts=experts.most * experts.slab_bytes), budgets)
-    is_told = budgets.max_resident < len(layer_bytes)  # how much is to stay
-    more = 0 if is_told else (budgets.device - placement.device_bytes) // experts.slab_bytes
-    room = min(experts.most + more, experts.num_experts) * experts.slab_bytes
+    fixed = replace(fixed, experts=experts.most * experts.slab_bytes, scratch=apart.scratch)
+    placement = place(apart.layer_bytes, fixed, budgets)
+    count = experts.most + (budgets.device - placement.device_bytes) // experts.slab_bytes
+    if budgets.max_resident < len(layer_bytes):
+        count = min(count, experts.most * max(1, budgets.max_resident))
+    room = min(count, experts.num_experts) * experts.slab_bytes
     return replace(placement, fixed=replace(fixed, experts=room), expert_bytes=experts.num_bytes)
 
 

@@ -1,20 +1,23 @@
 """What a sweep will cost, before there is one, and what more memory would buy. Sizes and speeds in, seconds out.
 
 A sweep takes as long as the slower of two things that happen at once: the streamed layers cross the link, and every
-chunk of rows is multiplied with every layer. The first does not depend on the tree; the second grows with it, by as
-many rows at a time as are padded to. Where the second passes the first is the knee: up to there, nodes are free.
+chunk of rows is multiplied with every layer. The first does not depend on the tree, but for experts that are read when
+rows choose them; the second grows with it, by as many rows at a time as are padded to. Where the second passes the
+first is the knee: up to there, nodes cost no more than what they read.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bough.placement import Budgets, Placement, Tier
 from bough.row_counts import RowCounts
+from bough.work import Work
 
 GIGABYTE = 1000**3
+MOST_TOKENS = 1 << 20  # of a sweep: no knee is looked for beyond
 MORE_GIGABYTES = (1, 4)  # that the price list offers
 
 
@@ -38,51 +41,31 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What a pass over a whole model computes. Matrix products only: attention, norms and drawing come on top."""
-
-    token_flops: float  # of one row, in all layers and the output head
-    weight_bytes: int  # that every chunk of rows reads from the accelerator's memory
-    unpacked_bytes: int = 0  # of these, what each sweep first writes out from 4 or 8 bits
-    expert_share: float = 1.0  # of a layer's experts, what a row chooses
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Experts that are read when rows choose them, each with the same chance and for itself; real rows are alike."""
-
-    seconds: float  # of the link, if all that are not in memory are chosen
-    share: float  # of a layer's experts that a row chooses
-
-    def seconds_of(self, num_tokens: int) -> float:
-        """Of the link, with so many rows."""
-        return self.seconds * (1 - (1 - self.share) ** num_tokens)
-
-
-@dataclass(frozen=True, slots=True)
 class SweepModel:
     """Predicted seconds of a sweep, by its number of tokens."""
 
     rows: RowCounts  # of a chunk
-    link_seconds: float
-    row_seconds: float  # of arithmetic
-    read_seconds: float  # of all weights from memory, which every chunk takes at least
-    unpack_seconds: float  # once a sweep, beside the link and before the products
-    chosen: Chosen | None = None  # what crosses the link besides, where rows choose it
+    work: Work
+    speeds: Speeds
+    link_seconds: float  # of what crosses the link in every sweep
+    expert_seconds: float = 0.0  # of what crosses it besides if rows choose all experts that are not in memory
 
-    def chunk_seconds(self, num_rows: int) -> float:
-        """Of the products of a chunk, padding included."""
-        return max(self.read_seconds, num_rows * self.row_seconds)
+    def chunk_seconds(self, num_tokens: int) -> float:
+        """Of the products of a chunk, padding included; of experts also what is written out for them."""
+        seconds = step_seconds(self.work, self.rows.padded(num_tokens), num_tokens, self.speeds)
+        unpack = self.speeds.unpack
+        return seconds + (self.work.bytes_unpacked(num_tokens) / unpack.per_second if unpack else 0.0)
 
     def compute_seconds(self, num_tokens: int) -> float:
-        """One chunk after another."""
-        whole, rest = divmod(self.rows.padded(num_tokens), self.rows.most)
-        seconds = self.unpack_seconds + whole * self.chunk_seconds(self.rows.most)
-        return seconds + self.chunk_seconds(rest) if rest else seconds
+        """One chunk after another, and before them, beside the link, what is written out once a sweep."""
+        whole, rest = divmod(num_tokens, self.rows.most)
+        seconds = whole * self.chunk_seconds(self.rows.most) + (self.chunk_seconds(rest) if rest else 0.0)
+        return seconds + (self.work.unpacked_bytes / self.speeds.unpack.per_second if self.speeds.unpack else 0.0)
 
     def link_seconds_of(self, num_tokens: int) -> float:
         """Of the link: what every sweep reads, and the experts that its rows choose."""
-        return self.link_seconds + (self.chosen.seconds_of(num_tokens) if self.chosen else 0.0)
+        share = self.work.experts.share(num_tokens) if self.work.experts else 0.0
+        return self.link_seconds + share * self.expert_seconds
 
     def seconds(self, num_tokens: int) -> float:
         """Link and compute go on at the same time."""
@@ -91,24 +74,22 @@ class SweepModel:
     @property
     def knee(self) -> int:
         """The most tokens whose computing costs no more than the link does; 0 where even the fewest cost more."""
-        most = self._most_within(self.link_seconds + (self.chosen.seconds if self.chosen else 0.0))
-        while self.chosen and most > 0 and self.compute_seconds(most) > self.link_seconds_of(most):
-            most -= self.rows.step
-        return max(0, most)
-
-    def _most_within(self, seconds: float) -> int:
-        """Tokens that are computed within so long."""
-        left = seconds - self.unpack_seconds
-        whole = max(0, math.floor(left / self.chunk_seconds(self.rows.most)))
-        left -= whole * self.chunk_seconds(self.rows.most)
-        steps = math.floor(left / self.row_seconds / self.rows.step) if left >= self.read_seconds else 0
-        return whole * self.rows.most + min(steps * self.rows.step, self.rows.most - self.rows.step)
+        step, longest = self.rows.step, self.link_seconds_of(MOST_TOKENS)
+        most = step * bisect_right(
+            range(step, MOST_TOKENS, step), longest, key=lambda num_tokens: self.compute_seconds(num_tokens)
+        )
+        while most and self.compute_seconds(most) > self.link_seconds_of(most):
+            most -= step
+        return most
 
 
-def step_seconds(work: Work, rows: int, speeds: Speeds) -> float:
-    """One pass of `rows` rows through a model whose weights have arrived: arithmetic, or memory where it is slower."""
-    compute = rows * work.token_flops / speeds.compute.per_second
-    return max(compute, work.weight_bytes / speeds.memory.per_second) if speeds.memory else compute
+def step_seconds(work: Work, num_rows: int, num_tokens: int, speeds: Speeds) -> float:
+    """One pass of so many rows, the tokens among them, through a model whose weights have arrived.
+
+    Arithmetic, or memory where it is slower.
+    """
+    compute = work.flops(num_rows, num_tokens) / speeds.compute.per_second
+    return max(compute, work.bytes_read(num_tokens) / speeds.memory.per_second) if speeds.memory else compute
 
 
 def link_seconds(placement: Placement, speeds: Speeds) -> float:
@@ -125,14 +106,8 @@ def link_seconds(placement: Placement, speeds: Speeds) -> float:
 def sweep_model(placement: Placement, work: Work, rows: RowCounts, speeds: Speeds) -> SweepModel:
     """Of a model placed so, on a machine of these speeds."""
     missing = max(0, placement.expert_bytes - placement.fixed.experts)
-    return SweepModel(
-        rows,
-        link_seconds(placement, speeds),
-        step_seconds(work, 1, replace(speeds, memory=None)),
-        step_seconds(work, 0, speeds),
-        work.unpacked_bytes / speeds.unpack.per_second if speeds.unpack else 0.0,
-        Chosen(missing / speeds.disk.per_second, work.expert_share) if missing and speeds.disk else None,
-    )
+    expert_seconds = missing / speeds.disk.per_second if speeds.disk else 0.0
+    return SweepModel(rows, work, speeds, link_seconds(placement, speeds), expert_seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,8 @@ the farthest away, and those that stay are then the same in every round.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from threading import Lock
 from types import TracebackType
 from typing import NamedTuple
 
@@ -27,22 +25,16 @@ from bough.errors import StreamError
 from bough.model.experts import Experts, ExpertTable
 from bough.model.pages import large_pages
 from bough.model.source import ReusedMemory
-from bough.placement import ExpertSizes
 from target_worker.disk import Allocate, Disk, Piece, ReadError, Slab, cut, stream_error
 from target_worker.stream import LinkFigures
-from target_worker.weights import LayerExperts, LayerWeights
+from target_worker.traffic import Traffic, read_begins, read_ends
+from target_worker.weights import LayerExperts, LayerWeights, sizes_of
 
 RATE = 0.25  # by which a sweep's choice changes how often an expert is said to be wanted
 LIKELY = 0.5  # wanted in so many sweeps, an expert is read ahead
 AHEAD_SHARE = 0.25  # of the room that may be taken by what was read ahead and not yet wanted
 GRAINS = 8  # of how often an expert is wanted: finer differences are chance
 NOBODY = -1
-
-
-def sizes_of(layers: Collection[LayerExperts]) -> ExpertSizes:
-    """Of some layers' experts."""
-    sizes = [expert.num_bytes for layer in layers for expert in layer.each]
-    return ExpertSizes(max(sizes), max(len(layer.each) for layer in layers), len(sizes), sum(sizes))
 
 
 class _Asked(NamedTuple):
@@ -68,20 +60,20 @@ class ExpertStore:
         num_bytes: int,
         num_threads: int,
         checksums: Mapping[str, int],
+        traffic: Traffic | None = None,
         allocate: Allocate = large_pages,
     ) -> None:
         """Takes so much memory, at least enough for a layer's experts; `checksums` (crc32 by tensor name) are compared
-        when an expert is wanted for the first time.
+        when an expert is wanted for the first time; `traffic` counts what is read, with what others read.
         """
         self._layers = dict(layers)
-        self._order = sorted(layers)
         self._num_threads = num_threads
         sizes = sizes_of(layers.values())
         slab_bytes, most, num_slabs = sizes.slab_bytes, sizes.most, num_bytes // sizes.slab_bytes
         assert num_slabs >= most, "a layer's rows may choose all its experts"
         memory = allocate(num_slabs * slab_bytes)
         self._slabs = [Slab.over(memory[i * slab_bytes : (i + 1) * slab_bytes]) for i in range(num_slabs)]
-        num_layers = self._order[-1] + 1
+        num_layers = max(layers) + 1
         # By layer and expert: its slab, how often it is wanted (0 to 1), and whether this round's rows have wanted it.
         self._slab_of = np.full((num_layers, most), NOBODY, np.int64)
         self._usage = np.zeros((num_layers, most), np.float64)
@@ -96,19 +88,22 @@ class ExpertStore:
         self._layer = NOBODY  # that is computed
         self._checksums = checksums
         self._unseen = {(i, e) for i, layer in layers.items() for e in range(len(layer.each))} if checksums else set()
-        self._lock, self._in_flight, self._busy_since_ns = Lock(), 0, 0
-        self._num_bytes = self._busy_ns = self._wait_ns = 0
+        self._traffic = traffic or Traffic.none_yet()
+        self._wait_ns = 0  # since the start, for reads
 
     def __enter__(self) -> ExpertStore:
         files = (extent.file for layer in self._layers.values() for expert in layer.each for extent in expert.extents)
         self._disk = Disk(files)
-        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="experts")
+        self._threads, self._ahead_threads = (
+            ThreadPoolExecutor(self._num_threads, thread_name_prefix=name) for name in ("experts", "experts-ahead")
+        )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._threads.shutdown(cancel_futures=True)
+        self._ahead_threads.shutdown(cancel_futures=True)
         self._disk.close()
 
     @property
@@ -133,22 +128,17 @@ class ExpertStore:
         self._layer = layer
         self._wanted[:] = False
         self._is_ahead[self._layer_at == layer] = False
-        self._read_ahead(layer)
+        self._look_ahead()
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
         """Rows of the layer whose turn it is have chosen these: what is missing of them is read from now on."""
         assert layer == self._layer, "experts are wanted in their layer's turn"
+        missing = [expert for expert in experts if not self._is_coming(layer, expert)]
         self._wanted[list(experts)] = True
         self._clock += 1
-        for expert in experts:
-            slab = int(self._slab_of[layer, expert])
-            if slab != NOBODY and any(read.done() and read.exception() for read in self._reads.get(slab, ())):
-                self._forget(slab)  # it was read ahead, in vain; the cause may be gone
-                slab = NOBODY
-            if slab == NOBODY:
-                slab = self._room_for_wanted()
-                self._read(layer, expert, slab)
-            self._used_at[slab] = self._clock
+        for expert, slab in zip(missing, self._room_for_wanted(len(missing)).tolist(), strict=True):
+            self._read(layer, expert, slab, self._threads)
+        self._used_at[self._slab_of[layer, list(experts)]] = self._clock
         self._look_ahead()
 
     def bytes_of(self, layer: int, expert: int, slot: int) -> tuple[torch.Tensor, ...]:
@@ -158,6 +148,7 @@ class ExpertStore:
             StreamError: it could not be read, or is not what was written; call `restart` before the next sweep.
         """
         slab, weights = int(self._slab_of[layer, expert]), self._layers[layer].each[expert]
+        assert slab != NOBODY, "who asks for an expert has said so"
         data = self._slabs[slab].bytes
         try:
             self._wait_for(slab)
@@ -170,104 +161,103 @@ class ExpertStore:
         return tuple(weights.bytes_of(place, data) for place in weights.slots[slot].source.places)
 
     def restart(self) -> None:
-        """After an error or a sweep that was given up: the next one begins with the first layer."""
+        """After an error or a sweep that was given up: what its last layer wanted is no sign of what others will."""
         self._layer = NOBODY
 
     def figures(self) -> LinkFigures:
-        """Counters since the start."""
-        with self._lock:
-            busy_ns = self._busy_ns + (time.perf_counter_ns() - self._busy_since_ns if self._in_flight else 0)
-            return LinkFigures(self._num_bytes, busy_ns, self._wait_ns)
+        """Counters since the start, of all who count with the same `traffic`; waits are for experts."""
+        return LinkFigures.of(self._traffic, self._wait_ns)
 
-    def _look_ahead(self) -> None:
-        """To the layers that come next, round the end of the sweep."""
-        now = self._order.index(self._layer)
-        for layer in (*self._order[now + 1 :], *self._order[:now]):
-            if not self._read_ahead(layer):
-                return
-
-    def _read_ahead(self, layer: int) -> bool:
-        """What a layer will probably want; whether there is room for more."""
-        missing = np.flatnonzero((self._usage[layer] > LIKELY) & (self._slab_of[layer] == NOBODY))
-        for expert in missing[np.argsort(-self._usage[layer, missing], kind="stable")].tolist():
-            if self._is_ahead.sum() >= AHEAD_SHARE * len(self._slabs):
-                return False
-            slab = self._room_for_guess(layer)
-            if slab is None:
-                return False
-            self._read(layer, expert, slab)
-            self._is_ahead[slab] = layer != self._layer
+    def _is_coming(self, layer: int, expert: int) -> bool:
+        """Whether an expert is there or under way, and then before what is read ahead."""
+        slab = int(self._slab_of[layer, expert])
+        if slab == NOBODY:
+            return False
+        reads = self._reads.get(slab, [])
+        if any(read.done() and read.exception() for read in reads):
+            self._forget(slab)  # it was read ahead, in vain; the cause may be gone
+            return False
+        weights = self._layers[layer].each[expert]
+        for number, piece in enumerate(cut(weights.extents) if reads and not self._wanted[expert] else ()):
+            if reads[number].cancel():
+                reads[number] = self._threads.submit(self._read_piece, weights, piece, slab)
         return True
 
-    def _room_for_wanted(self) -> int:
-        """A slab: what this layer has wanted stays."""
-        is_free = ~((self._layer_at == self._layer) & self._wanted[self._expert_at])
-        slab = self._least_wanted(is_free & ~self._is_ahead)
-        if slab is None:
-            slab = self._least_wanted(is_free)
-        assert slab is not None, "there is room for a layer's experts"
-        return slab
+    def _look_ahead(self) -> None:
+        """Reads what the layers that come next, round the end of the sweep, will probably want.
 
-    def _room_for_guess(self, layer: int) -> int | None:
-        """A slab that holds nothing for the layer that is computed, nor what was read ahead."""
-        return self._least_wanted((self._layer_at != self._layer) & (self._layer_at != layer) & ~self._is_ahead)
+        What is there and as likely to be wanted stays, unless it is another layer's: that one's turn has just been.
+        """
+        room = int(AHEAD_SHARE * len(self._slabs)) - int(self._is_ahead.sum())
+        layers, experts = np.nonzero((self._usage > LIKELY) & (self._slab_of == NOBODY))
+        if room <= 0 or not len(layers):
+            return
+        leaving = self._leaving((self._layer_at != self._layer) & ~self._is_ahead)
+        turns, grains, others = (layers - self._layer) % len(self._usage), self._grains(layers, experts), iter(leaving)
+        slab = next(others, None)
+        for guess in np.lexsort((-self._usage[layers, experts], turns))[: 2 * room]:
+            if room <= 0 or slab is None:
+                return
+            in_slab = self._grains_at(slab)
+            if in_slab < grains[guess] or (in_slab == grains[guess] and self._layer_at[slab] != layers[guess]):
+                layer = int(layers[guess])
+                self._read(layer, int(experts[guess]), int(slab), self._ahead_threads)
+                self._is_ahead[slab] = layer != self._layer
+                room, slab = room - 1, next(others, None)
 
-    def _least_wanted(self, among: NDArray[np.bool_]) -> int | None:
-        """An empty slab, or that of what the fewest sweeps want, and was used last."""
-        places = np.flatnonzero(among)
-        if not len(places):
-            return None
-        usage = np.round(GRAINS * self._usage[self._layer_at[places], self._expert_at[places]])
-        usage[self._layer_at[places] == NOBODY] = -1
-        worst = places[usage == usage.min()]
-        return int(worst[self._used_at[worst].argmax()])
+    def _room_for_wanted(self, count: int) -> NDArray[np.int64]:
+        """Slabs: what this layer has wanted stays, and what was read ahead as far as that goes."""
+        if not count:
+            return np.empty(0, np.int64)
+        leaving = self._leaving(~((self._layer_at == self._layer) & self._wanted[self._expert_at]))
+        return leaving[np.argsort(self._is_ahead[leaving], kind="stable")][:count]
 
-    def _read(self, layer: int, expert: int, slab: int) -> None:
+    def _leaving(self, among: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Slabs in the order in which they are given up: empty ones, then by `GRAINS`, then the one used last."""
+        slabs = np.flatnonzero(among)
+        return slabs[np.lexsort((-self._used_at[slabs], self._grains_at(slabs)))]
+
+    def _grains_at(self, slabs: NDArray[np.int64]) -> NDArray[np.float64]:
+        """How often what is in them is wanted, -1 where nothing is."""
+        layers = self._layer_at[slabs]
+        return np.where(layers == NOBODY, -1.0, self._grains(layers, self._expert_at[slabs]))
+
+    def _grains(self, layers: NDArray[np.int64], experts: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.round(GRAINS * self._usage[layers, experts])
+
+    def _read(self, layer: int, expert: int, slab: int, threads: ThreadPoolExecutor) -> None:
         """Begins to read an expert into a slab, which whoever was there leaves."""
         self._forget(slab)
         weights = self._layers[layer].each[expert]
+        pieces = cut(weights.extents)
+        self._reads[slab] = [threads.submit(self._read_piece, weights, piece, slab) for piece in pieces]
         self._slab_of[layer, expert] = slab
         self._layer_at[slab], self._expert_at[slab], self._used_at[slab] = layer, expert, self._clock
-        pieces = cut(weights.extents)
-        self._reads[slab] = [self._threads.submit(self._read_piece, weights, piece, slab) for piece in pieces]
 
     def _forget(self, slab: int) -> None:
         """Empties a slab; nobody may still write into it."""
-        reads = self._reads.pop(slab, ())
-        wait([read for read in reads if not read.cancel()])
+        self._wait([read for read in self._reads.pop(slab, ()) if not read.cancel()])
         if self._layer_at[slab] != NOBODY:
             self._slab_of[self._layer_at[slab], self._expert_at[slab]] = NOBODY
         self._layer_at[slab], self._is_ahead[slab] = NOBODY, False
 
     def _wait_for(self, slab: int) -> None:
-        if slab not in self._reads:
-            return
+        if slab in self._reads:
+            self._wait(self._reads[slab])
+            for read in self._reads[slab]:
+                read.result()
+            del self._reads[slab]
+
+    def _wait(self, reads: Sequence[Future[None]]) -> None:
         began = time.perf_counter_ns()
-        done, _ = wait(self._reads[slab])
+        wait(reads)
         self._wait_ns += time.perf_counter_ns() - began
-        for read in done:
-            read.result()
-        del self._reads[slab]
 
     def _read_piece(self, weights: LayerWeights, piece: Piece, slab: int) -> None:
-        with self._under_way(piece.num_bytes):
-            try:
-                self._disk.read(piece, self._slabs[slab])
-            except ReadError as exc:
-                raise stream_error(exc, weights, piece.extent) from exc
-
-    @contextmanager
-    def _under_way(self, num_bytes: int) -> Iterator[None]:
-        """Counts a read."""
-        with self._lock:
-            self._in_flight += 1
-            if self._in_flight == 1:
-                self._busy_since_ns = time.perf_counter_ns()
+        read_begins(self._traffic)
         try:
-            yield
+            self._disk.read(piece, self._slabs[slab])
+        except ReadError as exc:
+            raise stream_error(exc, weights, piece.extent) from exc
         finally:
-            with self._lock:
-                self._in_flight -= 1
-                self._num_bytes += num_bytes
-                if not self._in_flight:
-                    self._busy_ns += time.perf_counter_ns() - self._busy_since_ns
+            read_ends(self._traffic, piece.num_bytes)

@@ -10,9 +10,8 @@ import torch
 
 from target_worker.disk import Allocate, Disk, Slab
 from target_worker.stream import LinkFigures, Ring
+from target_worker.traffic import Traffic
 from target_worker.weights import LayerWeights
-
-NO_LINK = LinkFigures(0, 0, 0)
 
 
 class HostLayers:
@@ -27,8 +26,11 @@ class HostLayers:
         num_threads: int,
         checksums: Mapping[str, int],
         allocate: Allocate,
+        traffic: Traffic | None = None,
     ) -> None:
-        """`checksums` (crc32 by tensor name) are compared when a layer is seen for the first time."""
+        """`checksums` (crc32 by tensor name) are compared when a layer is seen for the first time; `traffic` counts
+        what streams, with what others read over the same link.
+        """
         self._layers = tuple(layers)
         self._staying = tuple(staying)
         self._streamed = tuple(streamed)
@@ -38,6 +40,7 @@ class HostLayers:
         self._checksums = checksums
         self._unseen = set(range(len(layers))) if checksums else set()
         self._allocate = allocate
+        self._traffic = traffic or Traffic.none_yet()
         self._resources = ExitStack()
         self._disk = Disk(extent.file for layer in layers for extent in layer.extents)
         self._slabs: dict[int, Slab] = {}
@@ -79,7 +82,8 @@ class HostLayers:
         self._disk.load([layers[index] for index in self._staying], list(self._slabs.values()), self._num_threads)
         if self._streamed:
             streamed = [layers[index] for index in self._streamed]
-            ring = Ring(streamed, self._disk, self._num_slabs, self._num_threads, lambda _: memory[used:])
+            room = memory[used:]
+            ring = Ring(streamed, self._disk, self._num_slabs, self._num_threads, lambda _: room, self._traffic)
             self._ring = self._resources.enter_context(ring)
 
     def read(self, index: int, slab: Slab) -> torch.Tensor:
@@ -116,8 +120,8 @@ class HostLayers:
             self._ring.restart()
 
     def figures(self) -> LinkFigures:
-        """Counters of the ring since the start."""
-        return self._ring.figures() if self._ring is not None else NO_LINK
+        """Counters since the start."""
+        return self._ring.figures() if self._ring is not None else LinkFigures.of(self._traffic, 0)
 
     def _check(self, index: int, slab: torch.Tensor) -> None:
         if index in self._unseen:

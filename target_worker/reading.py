@@ -14,17 +14,16 @@ from numba import types
 from numpy.typing import NDArray
 
 from bough.model.atomics import APART, compiled, hold, let_go
+from target_worker.traffic import Traffic, read_begins, read_ends
 
 Ints = NDArray[np.int64]
 CLOSED = -1  # instead of a read's number
 
 # What `Link.counts` counts.
-ISSUED, CONSUMED, IN_FLIGHT, NUM_BYTES, BUSY_NS, BUSY_SINCE_NS, IS_STOPPED, IS_CLOSED = range(8)
-_CLOCK_MONOTONIC = 1  # which time.perf_counter_ns reads
+ISSUED, CONSUMED, IN_FLIGHT, IS_STOPPED, IS_CLOSED = range(5)
 _pread: Any = types.ExternalFunction("pread", types.int64(types.intc, types.uintp, types.uintp, types.int64))
 _read: Any = types.ExternalFunction("read", types.int64(types.intc, types.uintp, types.uintp))
 _write: Any = types.ExternalFunction("write", types.int64(types.intc, types.uintp, types.uintp))
-_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.uintp))
 
 
 class Read(NamedTuple):
@@ -57,21 +56,24 @@ class Link(NamedTuple):
     room: int  # a pipe with at least one byte for each read that may begin: each wakes one thread, an eventfd's all
     arrived: int  # an eventfd that is raised when a layer has arrived, and when no read is under way any more
     one: Ints  # by how much: the kernel reads it here, and a local array could be gone by then
+    traffic: Traffic  # of all who read over the same link
 
     @classmethod
-    def of(cls, reads: Sequence[Read], num_slabs: int, memory: int, slab_bytes: int, room: int, arrived: int) -> Link:
+    def of(
+        cls,
+        reads: Sequence[Read],
+        num_slabs: int,
+        memory: int,
+        slab_bytes: int,
+        room: int,
+        arrived: int,
+        traffic: Traffic,
+    ) -> Link:
         """Of the reads of all layers, in order."""
-        lock, counts, missing = (np.zeros(size, np.int64) for size in (2 * APART, 8, num_slabs))
+        lock, counts, missing = (np.zeros(size, np.int64) for size in (2 * APART, 5, num_slabs))
         numbers, num_reads = np.array(reads, np.int64), np.bincount([read.layer for read in reads]).astype(np.int64)
         one = np.ones(1, np.int64)
-        return cls(lock, counts, missing, numbers, num_reads, memory, slab_bytes, room, arrived, one)
-
-
-@compiled
-def _now():  # type: ignore[no-untyped-def]
-    time = np.empty(2, np.int64)  # seconds, nanoseconds
-    _clock_gettime(_CLOCK_MONOTONIC, time.ctypes.data)
-    return time[0] * 1_000_000_000 + time[1]
+        return cls(lock, counts, missing, numbers, num_reads, memory, slab_bytes, room, arrived, one, traffic)
 
 
 @compiled
@@ -90,8 +92,7 @@ def _begin(link):  # type: ignore[no-untyped-def]
     else:
         link.counts[ISSUED] += 1
         link.counts[IN_FLIGHT] += 1
-        if link.counts[IN_FLIGHT] == 1:
-            link.counts[BUSY_SINCE_NS] = _now()
+        read_begins(link.traffic)
     let_go(link.lock)
     return number
 
@@ -102,12 +103,10 @@ def end_read(link, number, is_well):  # type: ignore[no-untyped-def]
     hold(link.lock)
     slab = _layer_of(link, number) % len(link.missing)
     link.counts[IN_FLIGHT] -= 1
-    link.counts[NUM_BYTES] += link.reads[number % len(link.reads), 3]
+    read_ends(link.traffic, link.reads[number % len(link.reads), 3])
     link.missing[slab] -= 1
     if not is_well:
         link.counts[IS_STOPPED] = 1
-    if link.counts[IN_FLIGHT] == 0:
-        link.counts[BUSY_NS] += _now() - link.counts[BUSY_SINCE_NS]
     is_news = link.missing[slab] == 0 or link.counts[IN_FLIGHT] == 0 or not is_well
     let_go(link.lock)
     if is_news:
@@ -174,14 +173,3 @@ def restart(link):  # type: ignore[no-untyped-def]
         num_reads += link.missing[slab]
     let_go(link.lock)
     return num_reads
-
-
-@compiled
-def bytes_and_busy_ns(link):  # type: ignore[no-untyped-def]
-    """Read so far, and with at least one read under way."""
-    hold(link.lock)
-    num_bytes, busy_ns = link.counts[NUM_BYTES], link.counts[BUSY_NS]
-    if link.counts[IN_FLIGHT]:
-        busy_ns += _now() - link.counts[BUSY_SINCE_NS]
-    let_go(link.lock)
-    return num_bytes, busy_ns

@@ -24,7 +24,6 @@ from target_worker.reading import (
     IS_CLOSED,
     Link,
     Read,
-    bytes_and_busy_ns,
     consume,
     end_read,
     has_arrived,
@@ -32,6 +31,7 @@ from target_worker.reading import (
     restart,
     stop,
 )
+from target_worker.traffic import Traffic, bytes_and_busy_ns
 from target_worker.weights import LayerWeights
 
 
@@ -43,9 +43,32 @@ class LinkFigures:
     busy_ns: int  # with at least one read under way
     wait_ns: int  # sweeps waited for a layer
 
-    def plus(self, other: LinkFigures) -> LinkFigures:
-        """Of two who read: time in which both do counts twice."""
-        return LinkFigures(self.num_bytes + other.num_bytes, self.busy_ns + other.busy_ns, self.wait_ns + other.wait_ns)
+    @classmethod
+    def of(cls, traffic: Traffic, wait_ns: int) -> LinkFigures:
+        """Of all who read, and what sweeps waited for them."""
+        num_bytes, busy_ns = bytes_and_busy_ns(traffic)
+        return cls(num_bytes, busy_ns, wait_ns)
+
+
+class BestSpeed:
+    """The best that a link has shown over at least so many bytes.
+
+    A read counts when it ends, and its time as it passes: over few bytes, those that began before would count for much.
+    """
+
+    def __init__(self, since: LinkFigures, least_bytes: int) -> None:
+        self._since = since
+        self._least_bytes = least_bytes
+        self._best = 0.0
+
+    def seen(self, figures: LinkFigures) -> float:
+        """In bytes per nanosecond, with what the link has done by now; 0 before it has done anything."""
+        num_bytes, busy_ns = figures.num_bytes - self._since.num_bytes, figures.busy_ns - self._since.busy_ns
+        speed = num_bytes / busy_ns if busy_ns else 0.0
+        if num_bytes < self._least_bytes:
+            return self._best or speed
+        self._since, self._best = figures, max(self._best, speed)
+        return self._best
 
 
 class Ring:
@@ -61,7 +84,9 @@ class Ring:
         num_slabs: int,
         num_threads: int,
         allocate: Allocate = large_pages,
+        traffic: Traffic | None = None,
     ) -> None:
+        """Counts with others over the same link, where their `traffic` is given."""
         self.layers = tuple(layers)
         self.num_slabs = num_slabs
         self._disk = disk
@@ -71,8 +96,8 @@ class Ring:
         self._pieces = [(index, piece) for index, layer in enumerate(layers) for piece in cut(layer.extents)]
         reads = [Read(index, *disk.place_of(piece)) for index, piece in self._pieces]
         (self._room, self._more_room), self._arrived = os.pipe(), os.eventfd(0)
-        first = self._slabs[0].bytes.data_ptr()
-        self._link = Link.of(reads, num_slabs, first, slab_bytes, self._room, self._arrived)
+        first, traffic = self._slabs[0].bytes.data_ptr(), traffic or Traffic.none_yet()
+        self._link = Link.of(reads, num_slabs, first, slab_bytes, self._room, self._arrived, traffic)
         self._consumed = 0  # sequence number of the layer that is wanted next
         self._error: StreamError | None = None
         self._wait_ns = 0
@@ -124,8 +149,7 @@ class Ring:
 
     def figures(self) -> LinkFigures:
         """Counters since the start."""
-        num_bytes, busy_ns = bytes_and_busy_ns(self._link)
-        return LinkFigures(num_bytes, busy_ns, self._wait_ns)
+        return LinkFigures.of(self._link.traffic, self._wait_ns)
 
     def _read(self) -> None:
         """Compiled code reads; what it could not is tried here, to know what is wrong."""

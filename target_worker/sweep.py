@@ -17,8 +17,10 @@ from bough.model.reproducible import describe, make_reproducible
 from bough.model.source import ReusedMemory
 from target_worker.compiled import CompiledLayers, LayerAt
 from target_worker.kv_stage import KVHome, KVInPlace
+from target_worker.stream import BestSpeed
 from target_worker.tiers import Tiers
 
+SPEED_BYTES = 1000**3  # or those of a sweep: over so many the link's speed is taken
 MOST_VIEWS = 4096  # layers in slabs whose values are kept: a few kilobytes each, beside the memory that is budgeted
 
 
@@ -29,7 +31,7 @@ class SweepFigures(NamedTuple):
     wait_ns: int  # for layers that had not arrived
     link_ns: int  # the link was at work, since the last sweep ended
     link_bytes: int
-    link_ideal_ns: int  # link_bytes at the best speed that the link has shown
+    link_ideal_ns: int  # link_bytes at the best speed that the link has shown (`BestSpeed`)
     kv_bytes: int = 0  # of keys and values, copied between host and accelerator beside them
 
 
@@ -53,7 +55,7 @@ class StreamedModel:
         self._compiled = CompiledLayers(skeleton) if is_whole else None
         self.device = device
         self._figures = tiers.figures()
-        self._best_speed = 0.0  # of the link over a sweep, in bytes per nanosecond
+        self._best_speed = BestSpeed(self._figures, min(tiers.placement.link_bytes, SPEED_BYTES))
         scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
         self._views: dict[LayerAt, tuple[Any, ...]] = {}
@@ -92,8 +94,8 @@ class StreamedModel:
         """What the link has done since the last sweep; `kv_bytes` were copied before this one."""
         before, self._figures = self._figures, self.tiers.figures()
         link_ns, link_bytes = self._figures.busy_ns - before.busy_ns, self._figures.num_bytes - before.num_bytes
-        self._best_speed = max(self._best_speed, link_bytes / link_ns if link_ns else 0.0)
-        ideal_ns = round(link_bytes / self._best_speed) if self._best_speed else 0
+        speed = self._best_speed.seen(self._figures)
+        ideal_ns = round(link_bytes / speed) if speed else 0
         wait_ns = self._figures.wait_ns - before.wait_ns
         return SweepFigures(total_ns, wait_ns, link_ns, link_bytes, ideal_ns, self._kv.num_bytes - kv_bytes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -16,6 +17,7 @@ from target_worker.expert_store import ExpertStore
 from target_worker.host import HostLayers
 from target_worker.lanes import CudaLanes, Lanes
 from target_worker.stream import LinkFigures
+from target_worker.traffic import Traffic
 from target_worker.weights import LayerExperts, LayerWeights
 
 
@@ -42,8 +44,9 @@ class Tiers:
         """
         self.layers = tuple(layers)
         self.experts: ExpertStore | None = None
+        traffic = Traffic.none_yet()
         if experts:
-            self.experts = ExpertStore(experts, placement.fixed.experts, num_threads, checksums or {})
+            self.experts = ExpertStore(experts, placement.fixed.experts, num_threads, checksums or {}, traffic)
         self.placement = placement
         self._lanes = lanes
         self._host = HostLayers(
@@ -54,6 +57,7 @@ class Tiers:
             num_threads,
             checksums or {},
             large_pages if lanes is None else lanes.host_memory,
+            traffic,
         )
         self._resources = ExitStack()
         self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8 on the device, where that has its own memory
@@ -129,7 +133,9 @@ class Tiers:
     def figures(self) -> LinkFigures:
         """Counters, since the start, of the link over which the weights reach what computes."""
         figures = (self._host if self._copies is None else self._copies).figures()
-        return figures if self.experts is None else figures.plus(self.experts.figures())
+        if self.experts is None:
+            return figures
+        return replace(figures, wait_ns=figures.wait_ns + self.experts.figures().wait_ns)
 
 
 def lanes_of(device: torch.device) -> Lanes | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from bough.model.checkpoint import TensorPlace
 from bough.model.experts import stack_of
 from bough.model.loading import ParameterSlot
 from bough.model.source import ReusedMemory, crc32
+from bough.placement import Apart, ExpertSizes
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT asks for on every common file system
 MAX_GAP_BYTES = 256 * 1024  # reading across a smaller hole is cheaper than a second read
@@ -94,6 +95,19 @@ class LayerExperts:
     def scratch_bytes(self, dtype: torch.dtype) -> int:
         """What the values of one parameter of one expert take of the scratch memory."""
         return max(slot.source.scratch_bytes(dtype) for slot in self.slots)
+
+
+def sizes_of(layers: Collection[LayerExperts]) -> ExpertSizes:
+    """Of all layers' experts."""
+    sizes = [expert.num_bytes for layer in layers for expert in layer.each]
+    return ExpertSizes(max(sizes), max(len(layer.each) for layer in layers), len(sizes), sum(sizes))
+
+
+def sizes_apart(layers: Sequence[LayerWeights], experts: Mapping[int, LayerExperts], dtype: torch.dtype) -> Apart:
+    """Of layers without their experts, and of these."""
+    scratch = max(layer.scratch_bytes(dtype) for layer in layers)
+    scratch += max(layer.scratch_bytes(dtype) for layer in experts.values())
+    return Apart([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch)
 
 
 def plan_apart(layers: Sequence[Sequence[ParameterSlot]]) -> tuple[tuple[LayerWeights, ...], dict[int, LayerExperts]]:

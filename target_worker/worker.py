@@ -22,19 +22,18 @@ from bough.model.memory import Limits, fixed_bytes, num_kv_rows, resident_bytes,
 from bough.model.pack_folder import read_checksums
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.placement import Apart, Placement, Tier, gigabytes
+from bough.placement import Placement, Tier, gigabytes
 from bough.records import WorkerLoad
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.budgets import choose_places
 from target_worker.engine import Engine
-from target_worker.expert_store import sizes_of
 from target_worker.kv_stage import KVHome, KVInPlace, KVStage
 from target_worker.metrics import Load, Metrics
 from target_worker.slots import SlotPool
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers, lanes_of
-from target_worker.weights import LayerExperts, plan_apart, plan_layer
+from target_worker.weights import LayerExperts, plan_apart, plan_layer, sizes_apart
 
 logger = logging.getLogger(__name__)
 
@@ -183,14 +182,14 @@ class TargetWorker:
         is_gpu = self._device.type != "cpu"
         fixed = fixed_bytes(config, is_gpu, skeleton.config, skeleton.kv_shape(), resident_bytes(skeleton), scratch)
         apart, experts = plan_apart(skeleton.layer_slots)
-        parts = Apart([layer.num_bytes for layer in apart], sizes_of(experts.values())) if experts else None
+        parts = sizes_apart(apart, experts, skeleton.dtype) if experts else None
         placement = choose_places([layer.num_bytes for layer in self.layers], fixed, config, self._device, parts)
         if placement.expert_bytes:
             self.layers, self._experts = apart, experts
         return placement
 
     def _warm_up(self) -> None:
-        """One sweep before anyone waits for one: every byte is read once, and the kernels are compiled."""
+        """One sweep before anyone waits for one: layers are read once, and the kernels are compiled."""
         context = Context.of("warm-up", [0], held=0, prompt_length=1)
         greedy = SamplingParams(temperature=0.0)
         call = VerifyCall(context, epoch=0, round=0, tree=Tree.root(0), sampling=greedy, max_length=1)

@@ -16,12 +16,11 @@ from bough.model.loading import build_skeleton
 from bough.model.pack_folder import read_checksums
 from bough.placement import Budgets, Fixed, place
 from bough.tree import Tree
-from target_worker.expert_store import sizes_of
 from target_worker.kv_stage import KVStage
 from target_worker.lanes import InlineLanes, Lanes
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
-from target_worker.weights import LayerExperts, LayerWeights, plan_apart, plan_layer
+from target_worker.weights import LayerExperts, LayerWeights, plan_apart, plan_layer, sizes_of
 
 CPU = torch.device("cpu")
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -26,9 +27,9 @@ from bough.placement import Apart, Budgets, ExpertSizes, Fixed, Tier, place_apar
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.budgets import choose_places
-from target_worker.expert_store import ExpertStore, sizes_of
+from target_worker.expert_store import ExpertStore
 from target_worker.sweep import StreamedModel
-from target_worker.weights import LayerExperts, plan_apart
+from target_worker.weights import LayerExperts, plan_apart, sizes_of
 from target_worker.worker import TargetWorker
 
 NUM_EXPERTS = {"mixtral": 4, "qwen2 moe, shared expert": 6, "qwen3 moe": 6, "gpt-oss, sinks, alternating windows": 4}
@@ -72,12 +73,12 @@ def test_packed_experts_too(tmp_path: Path) -> None:
 def test_a_token_reads_what_it_chooses_and_padding_chooses_nothing(tmp_path: Path) -> None:
     """Rows are padded to 16, whose experts would be read as well."""
     config = FAMILIES["qwen3 moe"]
-    with streamed(save_model(tmp_path / "model", config), torch.bfloat16, expert_slabs=6) as model:
-        assert model.tiers.experts is not None
-        slot, before = new_slot(model), model.tiers.experts.figures().num_bytes
+    folder = save_model(tmp_path / "model", config)
+    with streamed(folder, torch.bfloat16, max_resident=config.num_hidden_layers, expert_slabs=6) as model:
+        slot, before = new_slot(model), model.tiers.figures().num_bytes
         model.sweep(Batch([Segment.tree(slot, 0, Tree.root(5))], model.rows, CPU))
-        expert_bytes = max(e.num_bytes for layer in plan_of(tmp_path / "model").values() for e in layer.each)
-        read = model.tiers.experts.figures().num_bytes - before
+        expert_bytes = max(e.num_bytes for layer in plan_of(folder).values() for e in layer.each)
+        read = model.tiers.figures().num_bytes - before
         assert 0 < read <= config.num_hidden_layers * config.num_experts_per_tok * expert_bytes
 
 
@@ -148,6 +149,37 @@ def test_what_is_likely_is_there_before_it_is_wanted(layers: dict[int, LayerExpe
         assert (store._layer_at[store._is_ahead] == 0).any()
 
 
+def test_a_guess_drives_out_what_is_less_likely_and_nothing_else(layers: dict[int, LayerExperts]) -> None:
+    """Room for two experts of each layer, which are there; a third one is wanted in 6 sweeps of 10, then in 9."""
+    with store_of(layers, 8) as store:
+        rounds = Rounds(store, 4)
+        for _ in range(12):
+            rounds.sweep([0, 1])
+        store._usage[1, 2] = 0.6
+        store.begin(0)
+        assert not store._is_ahead.any()
+        store._usage[1, 2], store._usage[3, 0] = 0.9, 0.1
+        store.begin(0)
+        assert (store._slab_of[1, 2] >= 0, store._slab_of[3, 0] >= 0) == (True, False)
+
+
+def test_what_is_wanted_overtakes_what_is_read_ahead(layers: dict[int, LayerExperts]) -> None:
+    """Nothing that was guessed is ever begun with: whoever waited for it would wait for ever."""
+    with store_of(layers, 12) as store:
+        rounds, gate = Rounds(store, 4), Event()
+        for _ in range(8):
+            rounds.sweep(range(6))
+        stuck = [store._ahead_threads.submit(gate.wait) for _ in range(store._num_threads)]
+        try:
+            rounds.sweep(range(6))
+            assert store._is_ahead.any()
+            rounds.sweep([0, 3])
+            rounds.sweep(range(6))
+        finally:
+            gate.set()
+        assert all(read.result() for read in stuck)
+
+
 @pytest.mark.parametrize("num_slabs", [6, 9])
 def test_any_wishes(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
     rng = np.random.default_rng(0)
@@ -204,6 +236,8 @@ def test_room_that_is_left_goes_to_experts() -> None:
     assert place_apart(*MIXTURE, fixed, Budgets(9500, 0, 500, 10)).fixed.experts == 0  # everything stays
     told = place_apart(*MIXTURE, fixed, Budgets(3000, 0, 500, 0))
     assert (told.layers(Tier.RESIDENT), told.fixed.experts) == ((), 800)
+    two = place_apart(*MIXTURE, fixed, Budgets(4000, 0, 500, 2))
+    assert (len(two.layers(Tier.RESIDENT)), two.fixed.experts) == (2, 1600)
 
 
 def test_too_little_room_for_a_layers_experts_is_said() -> None:

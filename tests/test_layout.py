@@ -11,11 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
 PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
-PURE |= {"records", "placement", "planning", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
+PURE |= {"records", "placement", "planning", "work", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
 PURE |= {"row_counts", "chat_template", "calibration", "values", "index_url", "index_answers"}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
 PURE_MAY_IMPORT |= {
     "bough.placement",
+    "bough.work",
     "bough.growth",
     "bough.row_counts",
     "bough.draft_probs",

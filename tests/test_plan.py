@@ -26,9 +26,10 @@ from bough.model.pack import pack
 from bough.model.probe import STAND_IN_BYTES, disk_speed
 from bough.model.shapes import Packing, find_config, model_shapes
 from bough.placement import Budgets, Fixed, Placement, Tier, place
-from bough.planning import Speed, Speeds, SweepModel, Work, purchases, rate, sweep_model
+from bough.planning import Speed, Speeds, SweepModel, purchases, rate, sweep_model
 from bough.plotting import text_plot
 from bough.row_counts import RowCounts
+from bough.work import ExpertWork, Work
 from target_worker.weights import plan_layer
 
 LLAMA_70B = {
@@ -147,10 +148,37 @@ def test_community_packings_are_read_from_the_config(method: str, tmp_path: Path
 
 FIXED = RowCounts(64, 64)
 COUNTS = st.sampled_from([RowCounts(16, 16), FIXED, RowCounts(64, 4)])
-MODELS = st.builds(SweepModel, COUNTS, st.floats(0, 100), st.floats(1e-4, 0.2), st.floats(0, 3), st.floats(0, 1))
+ONE = Speed(1.0, "one a second: bytes and operations below are seconds")
+ALL_KNOWN = Speeds(ONE, memory=ONE, unpack=ONE)
+DENSE = st.builds(Work, st.floats(1e-4, 0.2), st.floats(0, 3), st.floats(0, 1))
+EXPERTS = st.builds(
+    ExpertWork, st.floats(0, 0.2), st.floats(0, 3), st.floats(0, 1), st.integers(8, 128), st.integers(1, 8), st.just(16)
+)
+MIXTURES = st.builds(Work, st.floats(1e-4, 0.2), st.floats(0, 3), st.floats(0, 1), EXPERTS)
+DENSE_MODELS = st.builds(SweepModel, COUNTS, DENSE, st.just(ALL_KNOWN), st.floats(0, 100))
+MIXED_MODELS = st.builds(SweepModel, COUNTS, MIXTURES, st.just(ALL_KNOWN), st.floats(0, 100), st.floats(0, 100))
+MODELS = DENSE_MODELS | MIXED_MODELS
 
 
-@given(model=MODELS)
+@given(model=MIXED_MODELS)
+def test_up_to_the_knee_the_link_takes_longer_and_beyond_the_products_do(model: SweepModel) -> None:
+    knee, more = model.knee, model.knee + model.rows.step
+    if knee:
+        assert model.compute_seconds(knee) <= model.link_seconds_of(knee) * (1 + 1e-9)
+    assert model.compute_seconds(more) > model.link_seconds_of(more) * (1 - 1e-9)
+
+
+def test_few_rows_multiply_few_experts() -> None:
+    """One of a hundred experts for each row, each in 16 rows; a thousand rows have all of them, ten and more each."""
+    work = Work(1.0, 10, 0, ExpertWork(1.0, 1000, 500, num_experts=100, num_chosen=1, least_rows=16))
+    assert work.flops_per_token == 2.0
+    assert work.flops(16, 1) == pytest.approx(16 + 16)
+    assert (work.bytes_read(1), work.bytes_unpacked(1)) == (pytest.approx(20), pytest.approx(5))
+    assert work.flops(1008, 1000) == pytest.approx(1008 + 1600, rel=0.01)
+    assert work.bytes_read(1000) == pytest.approx(1010, rel=0.01)
+
+
+@given(model=DENSE_MODELS)
 def test_up_to_the_knee_nodes_are_free_and_beyond_they_are_not(model: SweepModel) -> None:
     knee = model.knee
     if knee:
@@ -161,8 +189,8 @@ def test_up_to_the_knee_nodes_are_free_and_beyond_they_are_not(model: SweepModel
 
 @given(model=MODELS, tokens=st.integers(1, 5000))
 def test_more_tokens_are_never_faster(model: SweepModel, tokens: int) -> None:
-    assert model.seconds(tokens) <= model.seconds(tokens + 1)
-    assert model.seconds(tokens) >= max(model.link_seconds, model.chunk_seconds(1))
+    assert model.seconds(tokens) <= model.seconds(tokens + 1) * (1 + 1e-9)
+    assert model.seconds(tokens) >= max(model.link_seconds, model.chunk_seconds(1)) * (1 - 1e-9)
 
 
 @given(
@@ -206,7 +234,7 @@ def test_the_price_list_says_what_is_saved() -> None:
 
 
 def test_rates_count_the_draft_but_not_for_plain_decoding() -> None:
-    model = SweepModel(FIXED, link_seconds=1.0, row_seconds=0.001, read_seconds=0.0, unpack_seconds=0.0)
+    model = SweepModel(FIXED, Work(0.001, 0), Speeds(Speed(1.0, "")), link_seconds=1.0)
     assert rate(model, 1, 64, draft_seconds=0.5).tokens_per_second == 1.0
     assert rate(model, 6, 64, draft_seconds=0.5).tokens_per_second == pytest.approx(4.0)
 
@@ -280,7 +308,7 @@ def test_tables_and_a_plot(llama_70b: str, tiny: Path, capsys: pytest.CaptureFix
 
 
 def test_a_plot_is_as_high_as_its_slowest_sweep() -> None:
-    plot = text_plot(SweepModel(FIXED, 1.0, 0.25 / 64, 0.0, 0.0), 1024)
+    plot = text_plot(SweepModel(FIXED, Work(0.25 / 64, 0), Speeds(Speed(1.0, "")), 1.0), 1024)
     assert plot.splitlines()[0].strip().startswith("4 |")
     assert plot.count("K") == 1
 

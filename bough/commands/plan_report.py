@@ -46,7 +46,7 @@ def _model(plan: Plan) -> Iterator[str]:
         f"{_sizes(shapes.layer_bytes)}, embeddings and head {gigabytes(shapes.resident_bytes)}"
     )
     yield (
-        f"a token: {shapes.work.token_flops / 1e9:.3g} GFLOP of products ({max(shapes.layer_flops) / 1e9:.3g} in a "
+        f"a token: {shapes.work.flops_per_token / 1e9:.3g} GFLOP of products ({max(shapes.layer_flops) / 1e9:.3g} in a "
         f"layer), {shapes.kv.row_bytes / 1e6:.3g} MB of KV"
     )
 
@@ -68,14 +68,15 @@ def _places(plan: Plan) -> Iterator[str]:
         yield f"  {begin:4}  {letters[begin : begin + MAP_WIDTH]}"
     yield f"        one letter a layer: {legend}"
     disk_bytes = placement.num_bytes(Tier.DISK)
-    beside = f", and KV of what its sessions hold, {gigabytes(kv)} at most" if (kv := placement.fixed.host_kv) else ""
     if placement.expert_bytes:
         yield (
             f"experts {gigabytes(placement.expert_bytes)}, read when rows choose them, with room for "
             f"{gigabytes(placement.fixed.experts)}; every sweep moves {gigabytes(disk_bytes)} of layers beside"
         )
-        return
-    yield f"every sweep moves {gigabytes(placement.link_bytes)}, {gigabytes(disk_bytes)} of it from disk{beside}"
+    else:
+        kv = placement.fixed.host_kv
+        beside = f", and KV of what its sessions hold, {gigabytes(kv)} at most" if kv else ""
+        yield f"every sweep moves {gigabytes(placement.link_bytes)}, {gigabytes(disk_bytes)} of it from disk{beside}"
 
 
 def _speeds(plan: Plan) -> Iterator[str]:
@@ -100,7 +101,7 @@ def _sweeps(plan: Plan) -> Iterator[str]:
             f"{tokens:8}{link:10.3f}{sweep.compute_seconds(tokens):11.3f}{sweep.seconds(tokens):10.3f}   {limit}{knee}"
         )
     yield "compute is matrix products alone: attention, norms and drawing come on top, which in small layers is most"
-    if sweep.chosen:
+    if sweep.expert_seconds:
         yield "experts are reckoned as if rows chose with equal chances, each for itself: real ones are more alike"
     if sweep.knee == 0:
         yield f"no knee: {sweep.rows.step} rows already compute for longer than the link takes"
@@ -151,7 +152,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "resident_bytes": shapes.resident_bytes,
         "layer_bytes": shapes.layer_bytes,
         "layer_flops_per_token": shapes.layer_flops,
-        "flops_per_token": shapes.work.token_flops,
+        "flops_per_token": shapes.work.flops_per_token,
         "kv_bytes_per_token": shapes.kv.row_bytes,
         "budgets": asdict(plan.budgets),
         "fixed_bytes": asdict(placement.fixed),

@@ -152,8 +152,8 @@ def draft_cost(settings: PlanConfig, speeds: Speeds) -> DraftCost:
     work = model_shapes(config, folder, settings.dtype, 0, defaults.width).work
     return DraftCost(
         settings.draft,
-        work.weight_bytes,
+        round(work.bytes_read(defaults.width)),
         defaults.depth,
         defaults.width,
-        step_seconds(work, defaults.width, speeds),
+        step_seconds(work, defaults.width, defaults.width, speeds),
     )

@@ -54,7 +54,7 @@ class Experts:
 
 
 class ExpertBytes(Protocol):
-    """Where a table's experts come from."""
+    """Where a table's experts come from. An expert's parameters come together: to expect one's is to expect all."""
 
     def expect(self, experts: Sequence[int]) -> None:
         """Says which will be asked for next, all that the layer's rows have chosen, in this order."""
@@ -149,8 +149,10 @@ def stack_of(module: nn.Module, source: Source | Experts) -> Experts | None:
 
     Checksums are of tensors, so these parts have none.
     """
-    if isinstance(source, Experts) or not has_own_products(module):
-        return source if isinstance(source, Experts) else None
+    if not has_own_products(module):
+        return None
+    if isinstance(source, Experts):
+        return source
     if not isinstance(source, Stored) or len(source.shape) != 3:
         return None
     place, count = source.place, source.shape[0]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from bough.config import TargetConfig
 from bough.errors import CheckpointError
-from bough.model.experts import EXPERT_ROWS
+from bough.model.experts import EXPERT_ROWS, has_own_products
 from bough.model.kv import KVShape
 from bough.model.loading import DTYPES, build_empty, describe, load_config
 from bough.model.memory import fixed_bytes
@@ -26,8 +26,8 @@ from bough.model.quantize import GROUP_SIZES
 from bough.model.reproducible import row_counts
 from bough.model.source import room_bytes
 from bough.placement import Apart, ExpertSizes, Fixed
-from bough.planning import Work
 from bough.row_counts import RowCounts
+from bough.work import ExpertWork, Work
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
 COMMUNITY_GROUP = 128  # of GPTQ and AWQ, where config.json does not say
@@ -117,8 +117,8 @@ class _Parameter:
     scratch_bytes: int
     value_bytes: int
     unpacked_bytes: int
-    flops: float
-    num_experts: int  # that it has the matrices of; 0 where it has none
+    flops: float  # of one token
+    num_experts: int  # of a stack that is read by parts; 0 where it is none
 
 
 def find_config(model: str) -> tuple[PretrainedConfig, Path]:
@@ -164,32 +164,42 @@ def model_shapes(
         layers = list(model.get_decoder().layers)
     except (AttributeError, ValueError, KeyError) as exc:
         raise CheckpointError(f"{folder}: no language model whose layers are known: {exc}") from exc
-    share = _expert_share(config, rows)
-    parameters = [list(_parameters(layer, packing, stored, dtype, share)) for layer in layers]
-    head_bytes = _head_bytes(model)
+    parameters = [list(_parameters(layer, packing, stored, dtype, _chosen_share(config))) for layer in layers]
     sizes = tuple(sum(p.stored_bytes for p in layer) for layer in parameters)
     largest = parameters[sizes.index(max(sizes))]
-    flops = tuple(sum(p.flops for p in layer) for layer in parameters)
-    everything = [p for layer in parameters for p in layer]
-    work = Work(
-        sum(flops) + 2 * head_bytes / dtype.itemsize,
-        sum(p.value_bytes for p in everything) + head_bytes,
-        sum(p.unpacked_bytes for p in everything),
-        _chosen_share(config),
-    )
     return ModelShapes(
         description=describe(model, dtype) + (f", {packing.bits} bits ({packing.method})" if packing else ""),
         config=config,
         kv=KVShape.of(config, dtype),
         layer_bytes=sizes,
-        layer_flops=flops,
+        layer_flops=tuple(sum(p.flops for p in layer) for layer in parameters),
         resident_bytes=_outside_bytes(model, layers),
         scratch_bytes=max(sum(p.scratch_bytes for p in layer) for layer in parameters),
         packed_bits=packing.bits if packing else 0,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
         rows=row_counts(model, None if bits else Quantization.of(config, folder), dtype, rows, device_type),
-        work=work,
+        work=_work(config, parameters, _head_bytes(model), dtype),
         apart=_apart(parameters),
+    )
+
+
+def _work(
+    config: PretrainedConfig, layers: Sequence[Sequence[_Parameter]], head_bytes: int, dtype: torch.dtype
+) -> Work:
+    stacks = [p for layer in layers for p in layer if p.num_experts]
+    rest = [p for layer in layers for p in layer if not p.num_experts]
+    experts = ExpertWork(
+        sum(p.flops for p in stacks),
+        sum(p.value_bytes for p in stacks),
+        sum(p.unpacked_bytes for p in stacks),
+        *_num_experts(config),
+        EXPERT_ROWS,
+    )
+    return Work(
+        sum(p.flops for p in rest) + 2 * head_bytes / dtype.itemsize,
+        sum(p.value_bytes for p in rest) + head_bytes,
+        sum(p.unpacked_bytes for p in rest),
+        experts if stacks else None,
     )
 
 
@@ -201,8 +211,11 @@ def _apart(layers: Sequence[Sequence[_Parameter]]) -> Apart | None:
     counts = [stack[0].num_experts for stack in stacks]
     sizes = [sum(p.stored_bytes for p in stack) for stack in stacks]
     largest = max(size // count for size, count in zip(sizes, counts, strict=True))
-    rest = [sum(p.stored_bytes for p in layer if not p.num_experts) for layer in layers]
-    return Apart(rest, ExpertSizes(largest, max(counts), sum(counts), sum(sizes)))
+    rest = [[p for p in layer if not p.num_experts] for layer in layers]
+    scratch = max(sum(p.scratch_bytes for p in layer) for layer in rest)
+    scratch += max(p.scratch_bytes for stack in stacks for p in stack)
+    sizes_of_rest = [sum(p.stored_bytes for p in layer) for layer in rest]
+    return Apart(sizes_of_rest, ExpertSizes(largest, max(counts), sum(counts), sum(sizes)), scratch)
 
 
 def _stored_dtype(config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
@@ -232,7 +245,7 @@ def _parameters(
                 value,
                 value if is_packed else 0,
                 2.0 * parameter.numel() * (expert_share if is_stack else 1) if parameter.dim() >= 2 else 0.0,
-                shape[0] if is_stack else 0,
+                shape[0] if is_stack and has_own_products(module) else 0,
             )
 
 
@@ -250,16 +263,9 @@ def _num_experts(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def _chosen_share(config: PretrainedConfig) -> float:
+    """Of a layer's experts, what a row chooses."""
     num_experts, num_chosen = _num_experts(config)
     return num_chosen / num_experts
-
-
-def _expert_share(config: PretrainedConfig, rows: int) -> float:
-    """Of a stack of experts, how much is multiplied for each of `rows` rows, each expert's rows being padded."""
-    num_experts, num_chosen = _num_experts(config)
-    chosen = rows * num_chosen
-    expert_rows = math.ceil(chosen / num_experts / EXPERT_ROWS) * EXPERT_ROWS
-    return min(num_experts, chosen) * expert_rows / rows / num_experts
 
 
 def _outside_bytes(model: PreTrainedModel, layers: list[nn.Module]) -> int:

@@ -1,0 +1,59 @@
+"""What a pass over a model computes, reads from memory and writes out of few bits. Matrix products only: attention,
+norms and drawing come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWork:
+    """Of all layers' experts, when each row chooses some, with the same chance and for itself; real rows are alike."""
+
+    token_flops: float  # of those that one row chooses
+    weight_bytes: int  # of all
+    unpacked_bytes: int  # of all, what is written out when they are multiplied
+    num_experts: int  # of a layer
+    num_chosen: int  # of these, by each row
+    least_rows: int  # of an expert's products: as many or a multiple
+
+    def share(self, num_tokens: int) -> float:
+        """Of a layer's experts, what so many rows choose together."""
+        return 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
+
+    def flops(self, num_tokens: int) -> float:
+        """With what the rows of every expert are padded to."""
+        num_experts = self.share(num_tokens) * self.num_experts
+        if not num_experts:
+            return 0.0
+        times = math.ceil(num_tokens * self.num_chosen / num_experts / self.least_rows)
+        return self.token_flops / self.num_chosen * num_experts * times * self.least_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of a whole model; experts that are computed for the rows that choose them are apart from the rest."""
+
+    token_flops: float  # of one row, in all layers and the output head
+    weight_bytes: int  # that every chunk of rows reads from the accelerator's memory
+    unpacked_bytes: int = 0  # of these, what each sweep first writes out from 4 or 8 bits
+    experts: ExpertWork | None = None
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of one row, with the experts that it chooses."""
+        return self.token_flops + (self.experts.token_flops if self.experts else 0.0)
+
+    def flops(self, num_rows: int, num_tokens: int) -> float:
+        """Of a chunk of rows of which so many are tokens and the others pad."""
+        return num_rows * self.token_flops + (self.experts.flops(num_tokens) if self.experts else 0.0)
+
+    def bytes_read(self, num_tokens: int) -> float:
+        """From memory, by a chunk with so many tokens."""
+        return self.weight_bytes + (self.experts.share(num_tokens) * self.experts.weight_bytes if self.experts else 0.0)
+
+    def bytes_unpacked(self, num_tokens: int) -> float:
+        """By a chunk with so many tokens, beside what a sweep writes out once."""
+        return self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0.0
