@@ -99,8 +99,9 @@ async def test_sampled_output_is_the_same_for_every_size(client: Client, prompts
     sampled = replace(GREEDY, temperature=0.8, seed=2024, max_tokens=32)
     some = prompts[:3]
     plain = await all_tokens(client, some, replace(sampled, speculation=PLAIN))
-    for size in SIZES.values():
-        assert await all_tokens(client, some, replace(sampled, speculation=size)) == plain
+    for name, size in SIZES.items():
+        count = min(len(some), NUM_PROMPTS_OF.get(name, NUM_PROMPTS) // 2)
+        assert await all_tokens(client, some[:count], replace(sampled, speculation=size)) == plain[:count]
     other_seed = await all_tokens(client, some, replace(sampled, seed=2025))
     assert all(mine != theirs for mine, theirs in zip(other_seed, plain, strict=True))
 
