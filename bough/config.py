@@ -117,8 +117,8 @@ class TargetConfig(WorkerConfig):
     experts: str = setting(
         "auto",
         one_of("auto", "chosen", "all"),
-        "read of layers on disk: those that a sweep's rows have chosen, or all, ahead of it; auto is chosen, but all "
-        "beside a GPU",
+        "those that cross the link: what a sweep's rows have chosen, or all, ahead of them; auto is chosen, but all "
+        "beside a GPU where the host's memory does not hold them",
     )
     link_threads: int = setting(8, parse_count, "threads that read weights")
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")

@@ -35,7 +35,8 @@ class Fixed:
     activations: int
     scratch: int  # for weights that are unpacked layer by layer
     host_kv: int = 0  # of the host's memory, where slots are kept there; `kv` is then the stage
-    experts: int = 0  # room for those that are read when rows choose them
+    experts: int = 0  # room for those that come when rows choose them
+    host_experts: int = 0  # of the host's memory, from which they then come
 
     @property
     def total(self) -> int:
@@ -51,6 +52,8 @@ class Fixed:
             names["experts"] = self.experts
         if self.host_kv:
             names["KV slots on the host"] = self.host_kv
+        if self.host_experts:
+            names["experts on the host"] = self.host_experts
         return ", ".join(f"{name} {gigabytes(size)}" for name, size in names.items())
 
 
@@ -63,7 +66,7 @@ class Placement:
     fixed: Fixed
     num_slabs: int  # of the ring through which layers that are not resident reach the accelerator
     num_host_slabs: int = 0  # of the ring between disk and host memory, where there are three tiers
-    expert_bytes: int = 0  # of experts that are read when rows choose them, and are in no layer's bytes
+    expert_bytes: int = 0  # of experts that come when rows choose them, and are in no layer's bytes
 
     def layers(self, tier: Tier) -> tuple[int, ...]:
         """Layers of a tier, in order."""
@@ -92,7 +95,8 @@ class Placement:
     @property
     def host_bytes(self) -> int:
         """What is taken of the host's memory, where that is not the accelerator's."""
-        return self.fixed.host_kv + self.num_bytes(Tier.HOST) + self.num_host_slabs * self.slab_bytes
+        layers = self.num_bytes(Tier.HOST) + self.num_host_slabs * self.slab_bytes
+        return self.fixed.host_kv + self.fixed.host_experts + layers
 
     def __str__(self) -> str:
         parts = [
@@ -159,27 +163,38 @@ class ExpertSizes:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A mixture of experts whose experts are read when rows choose them."""
+    """A mixture of experts whose experts come when rows choose them."""
 
     layer_bytes: Sequence[int]  # without them
     experts: ExpertSizes
     scratch: int = 0  # as `Fixed.scratch`: of the largest layer without them, and of one expert's largest parameter
 
 
-def place_apart(layer_bytes: Sequence[int], apart: Apart, fixed: Fixed, budgets: Budgets) -> Placement:
+def place_apart(
+    layer_bytes: Sequence[int], apart: Apart, fixed: Fixed, budgets: Budgets, is_must: bool = False
+) -> Placement:
     """As `place`, if everything stays; otherwise of layers without their experts, which get the room that is left.
 
     That is for all experts of a layer at least, and where it is said how many layers stay, of so many, if there is
-    room. `layer_bytes` are with experts.
+    room. To an accelerator with memory of its own experts come from the host's: where not all of them find room there,
+    layers are placed whole, unless they `must` not be. `layer_bytes` are with experts.
 
     Raises:
         ConfigError: as `place`.
     """
-    if sum(layer_bytes) <= budgets.device - fixed.total and len(layer_bytes) <= budgets.max_resident:
+    experts, is_all = apart.experts, sum(layer_bytes) <= budgets.device - fixed.total
+    on_host = experts.num_bytes if budgets.host else 0
+    is_room = fixed.host_kv + on_host <= budgets.host
+    if (is_all and len(layer_bytes) <= budgets.max_resident) or not (is_room or is_must):
         return place(layer_bytes, fixed, budgets)
-    experts = apart.experts
-    fixed = replace(fixed, experts=experts.most * experts.slab_bytes, scratch=apart.scratch)
-    placement = place(apart.layer_bytes, fixed, budgets)
+    if not is_room:
+        raise ConfigError(
+            f"--host-memory: {gigabytes(budgets.host)}; --experts chosen takes them from the host's memory, all "
+            f"{gigabytes(experts.num_bytes)}: {gigabytes(fixed.host_kv + on_host)} or more, or --experts all, would do"
+        )
+    least = experts.most * experts.slab_bytes
+    fixed = replace(fixed, experts=least, host_experts=on_host, scratch=apart.scratch)
+    placement = place(apart.layer_bytes, fixed, replace(budgets, host=budgets.host - on_host))
     count = experts.most + (budgets.device - placement.device_bytes) // experts.slab_bytes
     if budgets.max_resident < len(layer_bytes):
         count = min(count, experts.most * max(1, budgets.max_resident))

@@ -99,14 +99,16 @@ def link_seconds(placement: Placement, speeds: Speeds) -> float:
         assert speeds.disk is not None, "whoever places layers on disk knows how fast it is"
         seconds = disk_bytes / speeds.disk.per_second
     if speeds.host_link is not None:
-        seconds = max(seconds, placement.link_bytes / speeds.host_link.per_second)
+        streamed = placement.num_bytes(Tier.HOST) + placement.num_bytes(Tier.DISK)
+        seconds = max(seconds, streamed / speeds.host_link.per_second)
     return seconds
 
 
 def sweep_model(placement: Placement, work: Work, rows: RowCounts, speeds: Speeds) -> SweepModel:
     """Of a model placed so, on a machine of these speeds."""
     missing = max(0, placement.expert_bytes - placement.fixed.experts)
-    expert_seconds = missing / speeds.disk.per_second if speeds.disk else 0.0
+    link = speeds.host_link or speeds.disk
+    expert_seconds = missing / link.per_second if link else 0.0
     return SweepModel(rows, work, speeds, link_seconds(placement, speeds), expert_seconds)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from bough.config import TargetConfig
 from bough.errors import ConfigError
-from bough.model.memory import SHARE, are_experts_apart, budgets, free_device_bytes, free_host_bytes
+from bough.model.memory import SHARE, budgets, free_device_bytes, free_host_bytes
 from bough.placement import MIN_SLABS, Apart, Fixed, Placement, Tier, gigabytes, place, place_apart
 
 logger = logging.getLogger(__name__)
@@ -20,16 +20,15 @@ def choose_places(
 ) -> Placement:
     """A place for each layer, with its experts, or without where they find room of their own (`Fixed.experts`).
 
-    They do where not everything stays in memory, on the CPU.
+    They do where not everything stays in memory; of an accelerator's own, if the host's has room for all of them.
 
     Raises:
         ConfigError: naming the setting that leaves too little room, or that has no meaning on this device.
     """
-    is_apart = are_experts_apart(config, is_gpu=device.type != "cpu")
     free = free_device_bytes(device)
     allowed = budgets(config, layer_bytes, config.device_memory or int(free * SHARE), _host_budget(config, device))
-    if apart is not None and is_apart:
-        placement = place_apart(layer_bytes, apart, fixed, allowed)
+    if apart is not None and config.experts != "all":
+        placement = place_apart(layer_bytes, apart, fixed, allowed, config.experts == "chosen")
     else:
         placement = place(layer_bytes, fixed, allowed)
     if device.type != "cpu" and placement.layers(Tier.DISK) and not placement.num_host_slabs:

@@ -7,18 +7,16 @@ marks in the accelerator's lanes. So a sweep is queued without a stop: its threa
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
+from target_worker.lane_traffic import LaneTraffic
 from target_worker.lanes import Copy, Lanes, Mark
 from target_worker.stream import LinkFigures
-
-NS_PER_MS = 1_000_000
 
 
 class HostSide(Protocol):
@@ -37,14 +35,6 @@ class HostSide(Protocol):
         ...
 
 
-class _Span(NamedTuple):
-    """Time between two marks, to be read when both are reached."""
-
-    begin: Mark
-    end: Mark
-    num_bytes: int
-
-
 class DeviceRing:
     """Delivers layers in order, round and round. One thread copies; one consumer takes layers with `layer()`.
 
@@ -52,9 +42,15 @@ class DeviceRing:
     """
 
     def __init__(
-        self, indices: Sequence[int], sizes: Sequence[int], source: HostSide, lanes: Lanes, num_slabs: int
+        self,
+        indices: Sequence[int],
+        sizes: Sequence[int],
+        source: HostSide,
+        lanes: Lanes,
+        num_slabs: int,
+        traffic: LaneTraffic | None = None,
     ) -> None:
-        """`sizes` are the bytes of the layers `indices`."""
+        """`sizes` are the bytes of the layers `indices`; `traffic` counts copies, with others in the same lane."""
         self._indices = tuple(indices)
         self._sizes = tuple(sizes)
         self._source = source
@@ -62,9 +58,7 @@ class DeviceRing:
         self._slabs = [lanes.device_memory(max(sizes)) for _ in range(num_slabs)]
         self._state = threading.Condition()
         self._is_closed = self._is_restarting = self._is_copying = False
-        self._copies: deque[_Span] = deque()
-        self._waits: deque[_Span] = deque()
-        self._num_bytes = self._busy_ns = self._wait_ns = 0
+        self._traffic = traffic or LaneTraffic()
         self._reset(None)
         self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
 
@@ -105,7 +99,7 @@ class DeviceRing:
             copied = self._copied.pop(sequence)
         ready = self._lanes.compute_mark()
         self._lanes.compute_after(copied)
-        self._note(self._waits, _Span(ready, self._lanes.compute_mark(), 0))
+        self._traffic.waited(ready, self._lanes.compute_mark())
         yield self._slabs[sequence % len(self._slabs)]
         computed = self._lanes.compute_mark()
         with self._state:
@@ -127,16 +121,7 @@ class DeviceRing:
 
     def figures(self) -> LinkFigures:
         """Of what has been done since the start; what is queued counts when it is done."""
-        with self._state:
-            for span in _reached(self._copies):
-                self._num_bytes += span.num_bytes
-                self._busy_ns += _nanoseconds(span)
-            self._wait_ns += sum(map(_nanoseconds, _reached(self._waits)))
-            return LinkFigures(self._num_bytes, self._busy_ns, self._wait_ns)
-
-    def _note(self, spans: deque[_Span], span: _Span) -> None:
-        with self._state:
-            spans.append(span)
+        return self._traffic.figures()
 
     def _run(self) -> None:
         while (sequence := self._begin()) is not None:
@@ -170,19 +155,9 @@ class DeviceRing:
         with self._source.layer(index) as data:
             target = self._slabs[slab][:size]
             copy: Copy = self._lanes.copy(data[:size], target, self._free_after[slab])
-            self._note(self._copies, _Span(copy.begun, copy.done, size))
+            self._traffic.copied(copy, size)
             with self._state:
                 self._copied[sequence] = copy.done
                 self._state.notify_all()
             if not self._source.stays(index):
                 copy.done.synchronize()  # the next layer from disk may then have these bytes' place
-
-
-def _reached(spans: deque[_Span]) -> Iterator[_Span]:
-    """Takes those that are over."""
-    while spans and spans[0].end.query():
-        yield spans.popleft()
-
-
-def _nanoseconds(span: _Span) -> int:
-    return int(span.begin.elapsed_time(span.end) * NS_PER_MS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -79,6 +80,7 @@ class CudaLanes:
         self.device = device
         self.is_pinned = True
         self._copying = torch.cuda.Stream(device)
+        self._lock = threading.Lock()  # between the marks of a copy there is nothing but it, whoever else queues
         self._pinned: list[tuple[int, memoryview]] = []  # by address; kept, or another's memory could come to be there
 
     def host_memory(self, num_bytes: int) -> memoryview:
@@ -108,7 +110,7 @@ class CudaLanes:
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
         """On the copying stream."""
         begun, done = _event(), _event()
-        with torch.cuda.stream(self._copying):
+        with self._lock, torch.cuda.stream(self._copying):
             if after is not None:
                 self._copying.wait_event(after)  # type: ignore[arg-type]  # marks of this class are events
             begun.record(self._copying)

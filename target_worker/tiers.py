@@ -13,12 +13,16 @@ from bough.model.pages import large_pages
 from bough.placement import Placement, Tier
 from target_worker.copy_ring import DeviceRing
 from target_worker.disk import Slab
-from target_worker.expert_store import ExpertStore
+from target_worker.expert_copies import ExpertCopies
+from target_worker.expert_reads import ExpertReads
+from target_worker.expert_rooms import Expert
+from target_worker.expert_store import Arrivals, ExpertStore
 from target_worker.host import HostLayers
+from target_worker.lane_traffic import LaneTraffic
 from target_worker.lanes import CudaLanes, Lanes
 from target_worker.stream import LinkFigures
 from target_worker.traffic import Traffic
-from target_worker.weights import LayerExperts, LayerWeights
+from target_worker.weights import LayerExperts, LayerWeights, sizes_of
 
 
 class Tiers:
@@ -40,25 +44,38 @@ class Tiers:
     ) -> None:
         """`checksums` (crc32 by tensor name) are compared when a layer is first seen; `lanes` are None on the CPU.
 
-        `experts`, by layer, are read when rows choose them, into `placement.fixed.experts` bytes; only on the CPU.
+        `experts`, by layer, come into `placement.fixed.experts` bytes when rows choose them: from disk, and to an
+        accelerator with memory of its own from the host's, where all of them then stay.
         """
         self.layers = tuple(layers)
-        self.experts: ExpertStore | None = None
-        traffic = Traffic.none_yet()
-        if experts:
-            self.experts = ExpertStore(experts, placement.fixed.experts, num_threads, checksums or {}, traffic)
         self.placement = placement
         self._lanes = lanes
+        self._traffic, self._lane_traffic = Traffic.none_yet(), LaneTraffic()
+        staying, on_host = placement.layers(Tier.RESIDENT if lanes is None else Tier.HOST), self.layers
+        numbers: dict[Expert, int] = {}
+        if experts and lanes is not None:
+            numbers, each = numbered(experts, len(self.layers))
+            staying, on_host = (*staying, *numbers.values()), (*self.layers, *each)
         self._host = HostLayers(
-            layers,
-            placement.layers(Tier.RESIDENT if lanes is None else Tier.HOST),
+            on_host,
+            staying,
             placement.layers(Tier.DISK),
             placement.num_slabs if lanes is None else placement.num_host_slabs,
             num_threads,
             checksums or {},
             large_pages if lanes is None else lanes.host_memory,
-            traffic,
+            self._traffic,
         )
+        self.experts: ExpertStore | None = None
+        if experts:
+            slab_bytes = sizes_of(experts.values()).slab_bytes
+            num_slabs = placement.fixed.experts // slab_bytes
+            arrivals: Arrivals = (
+                ExpertReads(experts, slab_bytes, num_slabs, num_threads, checksums or {}, self._traffic)
+                if lanes is None
+                else ExpertCopies(self._host, numbers, slab_bytes, num_slabs, lanes, self._lane_traffic)
+            )
+            self.experts = ExpertStore(experts, num_slabs, arrivals)
         self._resources = ExitStack()
         self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8 on the device, where that has its own memory
         self._copies: DeviceRing | None = None
@@ -107,7 +124,7 @@ class Tiers:
     def _device_ring(self, lanes: Lanes) -> DeviceRing:
         streamed = [index for index in range(len(self.layers)) if index not in self._resident]
         sizes = [self.layers[index].num_bytes for index in streamed]
-        return DeviceRing(streamed, sizes, self._host, lanes, self.placement.num_slabs)
+        return DeviceRing(streamed, sizes, self._host, lanes, self.placement.num_slabs, self._lane_traffic)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
@@ -132,10 +149,18 @@ class Tiers:
 
     def figures(self) -> LinkFigures:
         """Counters, since the start, of the link over which the weights reach what computes."""
-        figures = (self._host if self._copies is None else self._copies).figures()
+        if self._lanes is not None:
+            return self._lane_traffic.figures()
+        figures = self._host.figures()
         if self.experts is None:
             return figures
         return replace(figures, wait_ns=figures.wait_ns + self.experts.figures().wait_ns)
+
+
+def numbered(experts: Mapping[int, LayerExperts], begin: int) -> tuple[dict[Expert, int], list[LayerWeights]]:
+    """Experts in a row, and where each is in it, counted from `begin` on."""
+    row = [(Expert(index, number), each) for index in experts for number, each in enumerate(experts[index].each)]
+    return {expert: begin + place for place, (expert, _) in enumerate(row)}, [each for _, each in row]
 
 
 def lanes_of(device: torch.device) -> Lanes | None:

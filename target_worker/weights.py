@@ -103,11 +103,13 @@ def sizes_of(layers: Collection[LayerExperts]) -> ExpertSizes:
     return ExpertSizes(max(sizes), max(len(layer.each) for layer in layers), len(sizes), sum(sizes))
 
 
-def sizes_apart(layers: Sequence[LayerWeights], experts: Mapping[int, LayerExperts], dtype: torch.dtype) -> Apart:
-    """Of layers without their experts, and of these."""
+def sizes_apart(
+    layers: Sequence[LayerWeights], experts: Mapping[int, LayerExperts], dtype: torch.dtype, unpacking: int
+) -> Apart:
+    """Of layers without their experts, and of these; `unpacking` bytes of scratch memory are taken besides."""
     scratch = max(layer.scratch_bytes(dtype) for layer in layers)
     scratch += max(layer.scratch_bytes(dtype) for layer in experts.values())
-    return Apart([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch)
+    return Apart([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch + unpacking)
 
 
 def plan_apart(layers: Sequence[Sequence[ParameterSlot]]) -> tuple[tuple[LayerWeights, ...], dict[int, LayerExperts]]:

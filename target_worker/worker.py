@@ -145,7 +145,7 @@ class TargetWorker:
     def _notes(self) -> tuple[str, ...]:
         notes = [f"memory: {self._placement}; {self._placement.fixed}"]
         if self._experts:
-            notes.append(f"experts are read when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
+            notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":
             notes.append(f"computes on {self._device}, {device_name(self._device)}")
         if not (self._tiers.is_pinned and (self._kv_lanes is None or self._kv_lanes.is_pinned)):
@@ -177,12 +177,11 @@ class TargetWorker:
     def _place(self) -> Placement:
         """Decides where each layer lives, and says so."""
         config, skeleton = self._config, self._skeleton
-        scratch = max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers)
-        scratch += unpacking_bytes(skeleton, self._device)
-        is_gpu = self._device.type != "cpu"
+        unpacking, is_gpu = unpacking_bytes(skeleton, self._device), self._device.type != "cpu"
+        scratch = max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers) + unpacking
         fixed = fixed_bytes(config, is_gpu, skeleton.config, skeleton.kv_shape(), resident_bytes(skeleton), scratch)
         apart, experts = plan_apart(skeleton.layer_slots)
-        parts = sizes_apart(apart, experts, skeleton.dtype) if experts else None
+        parts = sizes_apart(apart, experts, skeleton.dtype, unpacking) if experts else None
         placement = choose_places([layer.num_bytes for layer in self.layers], fixed, config, self._device, parts)
         if placement.expert_bytes:
             self.layers, self._experts = apart, experts

@@ -26,7 +26,8 @@ from bough.model.pack import pack
 from bough.placement import Apart, Budgets, ExpertSizes, Fixed, Tier, place_apart
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from target_worker.budgets import choose_places
+from target_worker.expert_reads import ExpertReads
+from target_worker.expert_rooms import Expert
 from target_worker.expert_store import ExpertStore
 from target_worker.sweep import StreamedModel
 from target_worker.weights import LayerExperts, plan_apart, sizes_of
@@ -107,7 +108,7 @@ class Rounds:
                 weights = self._store._layers[layer].each[expert]
                 for slot in range(len(weights.slots)):
                     places = weights.slots[slot].source.places
-                    for place, data in zip(places, self._store.bytes_of(layer, expert, slot), strict=True):
+                    for place, data in zip(places, self._store.bytes_of(Expert(layer, expert), slot), strict=True):
                         assert data.numpy().tobytes() == read(place.file, place.offset, place.num_bytes)
         return (self._store.figures().num_bytes - before) // self._store._layers[0].each[0].num_bytes
 
@@ -119,7 +120,7 @@ def read(file: Path, offset: int, num_bytes: int) -> bytes:
 
 
 def store_of(layers: dict[int, LayerExperts], num_slabs: int) -> ExpertStore:
-    return ExpertStore(layers, num_slabs * sizes_of(layers.values()).slab_bytes, 3, {})
+    return ExpertStore(layers, num_slabs, ExpertReads(layers, sizes_of(layers.values()).slab_bytes, num_slabs, 3, {}))
 
 
 def test_experts_that_every_sweep_wants_stay(layers: dict[int, LayerExperts]) -> None:
@@ -146,7 +147,7 @@ def test_what_is_likely_is_there_before_it_is_wanted(layers: dict[int, LayerExpe
         rounds = Rounds(store, 4)
         for _ in range(8):
             rounds.sweep(range(6))
-        assert (store._layer_at[store._is_ahead] == 0).any()
+        assert (store._rooms._layer_at[store._rooms._is_ahead] == 0).any()
 
 
 def test_a_guess_drives_out_what_is_less_likely_and_nothing_else(layers: dict[int, LayerExperts]) -> None:
@@ -155,12 +156,12 @@ def test_a_guess_drives_out_what_is_less_likely_and_nothing_else(layers: dict[in
         rounds = Rounds(store, 4)
         for _ in range(12):
             rounds.sweep([0, 1])
-        store._usage[1, 2] = 0.6
+        store._rooms._usage[1, 2] = 0.6
         store.begin(0)
-        assert not store._is_ahead.any()
-        store._usage[1, 2], store._usage[3, 0] = 0.9, 0.1
+        assert not store._rooms._is_ahead.any()
+        store._rooms._usage[1, 2], store._rooms._usage[3, 0] = 0.9, 0.1
         store.begin(0)
-        assert (store._slab_of[1, 2] >= 0, store._slab_of[3, 0] >= 0) == (True, False)
+        assert (store._rooms._slab_of[1, 2] >= 0, store._rooms._slab_of[3, 0] >= 0) == (True, False)
 
 
 def test_what_is_wanted_overtakes_what_is_read_ahead(layers: dict[int, LayerExperts]) -> None:
@@ -169,10 +170,11 @@ def test_what_is_wanted_overtakes_what_is_read_ahead(layers: dict[int, LayerExpe
         rounds, gate = Rounds(store, 4), Event()
         for _ in range(8):
             rounds.sweep(range(6))
-        stuck = [store._ahead_threads.submit(gate.wait) for _ in range(store._num_threads)]
+        assert isinstance(store._arrivals, ExpertReads)
+        stuck = [store._arrivals._guessing.submit(gate.wait) for _ in range(3)]
         try:
             rounds.sweep(range(6))
-            assert store._is_ahead.any()
+            assert store._rooms._is_ahead.any()
             rounds.sweep([0, 3])
             rounds.sweep(range(6))
         finally:
@@ -187,9 +189,11 @@ def test_any_wishes(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
         rounds = Rounds(store, 4)
         for _ in range(40):
             rounds.sweep(rng.choice(6, size=rng.integers(1, 7), replace=False).tolist())
-            held = [(layer, expert) for layer, expert in zip(store._layer_at, store._expert_at, strict=True)]
+            held = [
+                (layer, expert) for layer, expert in zip(store._rooms._layer_at, store._rooms._number_at, strict=True)
+            ]
             for slab, (layer, expert) in enumerate(held):
-                assert layer < 0 or store._slab_of[layer, expert] == slab
+                assert layer < 0 or store._rooms._slab_of[layer, expert] == slab
 
 
 def test_a_damaged_file_fails_the_sweep_and_not_those_after_it(tmp_path: Path) -> None:
@@ -250,7 +254,7 @@ def test_a_target_with_little_memory_says_and_does_the_same(tmp_path: Path) -> N
     folder, answers = save_model(tmp_path / "model", FAMILIES["mixtral"]), []
     for flags in ("--experts all --resident-layers 0", "--resident-layers 0", "--device-memory 2.9MB"):
         with closing(start(folder, flags)) as worker:
-            is_apart = any("experts are read when rows choose them" in note for note in worker.info().notes)
+            is_apart = any("experts come when rows choose them" in note for note in worker.info().notes)
             assert is_apart == ("--experts all" not in flags)
             answers.append([answer(worker, tokens) for tokens in ([5], [7, 8, 9], list(range(40)))])
     assert answers[0] == answers[1] == answers[2]
@@ -266,11 +270,6 @@ def answer(worker: TargetWorker, tokens: list[int]) -> int:
     bonus_token = worker.verify(call).result().verdict.bonus_token
     worker.release("s").result()
     return bonus_token
-
-
-def test_beside_a_gpu_layers_come_whole() -> None:
-    with pytest.raises(ConfigError, match="--experts: chosen; beside a GPU"):
-        choose_places([1], Fixed(0, 0, 0, 0), TargetConfig(model="m", experts="chosen"), torch.device("cuda"))
 
 
 def test_a_plan_reckons_with_what_rows_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

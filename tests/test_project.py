@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bough.model import few_rows, tiles, vectors
 from bough.model.attention_tiles import WIDTH, weigh_values
-from bough.model.project import project
+from bough.model.project import ARE_FEW_ALIKE, project
 from bough.model.row_products import numbers
 from bough.model.shares import counters, take
 from bough.model.tiles import GROUP
@@ -55,6 +55,25 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
         project(counters(2)[0], 2, blocks, count, bits[:whole], None, lanes)
         sums = lanes.transpose(0, 2, 1).reshape(-1, whole)[:num_rows]
         np.testing.assert_allclose(sums, 1 + right[:, :whole], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.skipif(not ARE_FEW_ALIKE, reason="on this processor few rows are added up in another order")
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1000), num_rows=st.integers(1, 8), outputs=st.integers(GROUP, 90), lines=st.integers(1, 9))
+def test_few_rows_have_the_bits_of_many(seed: int, num_rows: int, outputs: int, lines: int) -> None:
+    """Whatever form the result has."""
+    rows, matrix = random_numbers(seed, num_rows, 16 * lines), random_numbers(seed + 1, outputs, 16 * lines)
+    bias, blocks, bits = random_numbers(seed + 2, outputs).float().numpy(), blocks_of(rows), numbers(matrix)
+    whole = outputs // GROUP * GROUP
+    for kind in (np.float32, np.uint16):
+        few, many = (np.zeros((LANES, outputs), kind) for _ in range(2))
+        for out, count in ((few, num_rows), (many, LANES)):
+            project(counters(2)[0], 2, blocks, count, bits, bias, out)
+        assert (few[:num_rows] == many[:num_rows]).all()
+    few, many = (np.ones((1, whole, LANES), np.float32) for _ in range(2))
+    for out, count in ((few, num_rows), (many, LANES)):
+        project(counters(2)[0], 2, blocks, count, bits[:whole], None, out)
+    assert (few[:, :, :num_rows] == many[:, :, :num_rows]).all()
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])

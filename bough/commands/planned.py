@@ -8,7 +8,7 @@ from pathlib import Path
 from bough.config import OrchestratorConfig, PlanConfig
 from bough.errors import ConfigError
 from bough.model.loading import DTYPES
-from bough.model.memory import SHARE, are_experts_apart, budgets, free_device_bytes
+from bough.model.memory import SHARE, budgets, free_device_bytes
 from bough.model.probe import (
     disk_speed,
     find_device,
@@ -71,12 +71,14 @@ def make_plan(settings: PlanConfig) -> Plan:
     shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
     fixed = shapes.fixed(settings, is_gpu)
     allowed = budgets(settings, shapes.layer_bytes, _device_budget(settings, is_gpu), settings.host_memory)
-    apart = shapes.apart if are_experts_apart(settings, is_gpu) else None
+    # To a gpu experts come from the host's memory, if there is any to speak of.
+    is_apart = settings.experts != "all" and (settings.host_memory > 0 or not is_gpu)
+    apart = shapes.apart if is_apart else None
 
     def place_in(budgets: Budgets) -> Placement:
         if apart is None:
             return place(shapes.layer_bytes, fixed, budgets)
-        return place_apart(shapes.layer_bytes, apart, fixed, budgets)
+        return place_apart(shapes.layer_bytes, apart, fixed, budgets, settings.experts == "chosen")
 
     placement = place_in(allowed)
     speeds = find_speeds(settings, shapes, placement, folder, is_gpu)
@@ -130,7 +132,7 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
         host_link = host_link or (host_link_speed(device) if is_gpu else None)
         memory = memory or memory_speed(device)
         unpack = unpack or (unpack_speed(shapes.packed_bits, dtype, device) if shapes.packed_bits else None)
-    if disk is None and (placement.num_bytes(Tier.DISK) or placement.expert_bytes):
+    if disk is None and (placement.num_bytes(Tier.DISK) or (placement.expert_bytes and not is_gpu)):
         disk = disk_speed(folder, settings.link_threads)
     if compute is None:
         raise ConfigError("--compute-speed: missing; there is no gpu here to measure; a number of TFLOP/s would do")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -128,20 +129,32 @@ def experts_forward(
     depends on its row alone. Rows that only pad choose nothing, and get zeros.
     """
     result = torch.zeros_like(hidden_states)
-    chosen_by_rows = top_k_index[: _num_rows.get()]
-    experts = [expert for expert in torch.unique(chosen_by_rows).tolist() if expert < self.num_experts]
+    choices = _by_expert(top_k_index[: _num_rows.get()], int(self.num_experts))  # type: ignore[arg-type]
     if isinstance(self.down_proj, ExpertTable):
-        self.down_proj.expect(experts)
-    for expert in experts:
-        rows, ranks = torch.where(chosen_by_rows == expert)
+        self.down_proj.expect([expert for expert, _, _ in choices])
+    for expert, rows, ranks in choices:
         chosen = nn.functional.pad(hidden_states[rows], (0, 0, 0, -len(rows) % EXPERT_ROWS))
-        up = _products(self, "gate_up_proj" if self.has_gate else "up_proj", expert, chosen)
+        up = _products(self, "gate_up_proj" if self.has_gate else "up_proj", expert, chosen, len(rows))
         inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)  # type: ignore[operator]
-        out = _products(self, "down_proj", expert, inner)[: len(rows)]
+        out = _products(self, "down_proj", expert, inner, len(rows))[: len(rows)]
         if self.has_post_expert_norm:
             out = self.post_expert_norm(out)  # type: ignore[operator]
         result.index_add_(0, rows, (out * top_k_weights[rows, ranks, None]).to(result.dtype))
     return result
+
+
+def _by_expert(chosen: torch.Tensor, num_experts: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Experts in order, each with the rows that have chosen it, in order, and which choice of theirs it was.
+
+    (rows, k) in; numbers from `num_experts` on stand for no choice. A GPU is waited for once: its router must have run.
+    """
+    numbers = chosen.flatten().cpu()
+    places = torch.argsort(numbers, stable=True)
+    counts = torch.bincount(numbers, minlength=num_experts)[:num_experts].tolist()
+    places = places.to(chosen.device)
+    rows, ranks, ends = places // chosen.shape[1], places % chosen.shape[1], list(accumulate(counts))
+    spans = ((expert, slice(end - count, end)) for expert, (count, end) in enumerate(zip(counts, ends, strict=True)))
+    return [(expert, rows[span], ranks[span]) for expert, span in spans if counts[expert]]
 
 
 def stack_of(module: nn.Module, source: Source | Experts) -> Experts | None:
@@ -169,12 +182,12 @@ def has_own_products(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed")
 
 
-def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    """Rows, a multiple of EXPERT_ROWS of them, times one of an expert's matrices."""
+def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Rows, a multiple of EXPERT_ROWS of them, times one of an expert's matrices; those from `count` on only pad."""
     weight = getattr(module, name)[expert]
     weight = weight.t() if module.is_transposed else weight
     if is_left_to_us(rows, weight):
-        out = multiply(rows, weight, None)
+        out = nn.functional.pad(multiply(rows[:count], weight, None), (0, 0, 0, len(rows) - count))
     else:
         with all_threads():
             out = torch.cat([part @ weight.t() for part in torch.split(rows, EXPERT_ROWS)])

@@ -1,7 +1,7 @@
 """One layer of a Llama-like decoder over some rows, compiled whole: no call of Python or torch between its parts.
 
 What becomes of a row depends on the row alone, bit for bit, wherever it stands and whatever is beside it; but for few
-rows, which have products of their own, where a caller allows it.
+rows, which on some processors have products of their own, where a caller allows it (`bough.model.project.said_rows`).
 """
 
 from __future__ import annotations

@@ -94,17 +94,6 @@ def fixed_bytes(
     return Fixed(resident, staged, activation_bytes(config, shape, limits), scratch, on_host)
 
 
-def are_experts_apart(settings: TargetConfig, is_gpu: bool) -> bool:
-    """Whether a target with these settings reads experts when rows choose them, where not everything stays in memory.
-
-    Raises:
-        ConfigError: it is to, where that is not possible.
-    """
-    if settings.experts == "chosen" and is_gpu:
-        raise ConfigError("--experts: chosen; beside a GPU layers come with all their experts: auto or all would do")
-    return settings.experts != "all" and not is_gpu
-
-
 def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:
     """What a target with these settings may take; `device` and `host` in bytes."""
     return Budgets(

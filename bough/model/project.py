@@ -7,13 +7,22 @@ from typing import Any
 import numba
 from numba.extending import overload
 
-from bough.model.few_rows import few_of, multiply_few
+from bough.model import few_outputs, few_rows
 from bough.model.int8_tiles import multiply_int8
 from bough.model.operands import are_codes, num_outputs_of
 from bough.model.shares import as_thread, take, take_next, wait_for_all
 from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
+from bough.model.vectors import LANES, multiplies_pairs
 
 PIECES = 8  # of a matrix for each thread, which they take as they come to them
+ARE_FEW_ALIKE = not multiplies_pairs()  # whether products of few rows are bit for bit those of many
+_few: Any = few_outputs if ARE_FEW_ALIKE else few_rows
+few_of, multiply_few = _few.few_of, _few.multiply_few
+
+
+def said_rows(num_rows: int, num_blocks: int) -> int:
+    """As how many rows some in blocks are multiplied where their bits must not depend on how many they are."""
+    return num_rows if ARE_FEW_ALIKE else num_blocks * LANES
 
 
 def multiply(rows: Any, few: Any, num_rows: int, matrix: Any, begin: int, end: int, bias: Any, out: Any) -> None:
@@ -92,7 +101,7 @@ def share_product(taken, thread, num_threads, rows, num_rows, matrix, bias, out)
 def project(taken, num_threads, rows, num_rows, matrix, bias, out):  # type: ignore[no-untyped-def]
     """All groups of a matrix by all threads; `taken` is a row of `bough.model.shares.counters`.
 
-    Few rows in 16 bits are computed otherwise: say that they fill their block where that must not be.
+    Few rows in 16 bits are computed otherwise: say as many as `said_rows` does where that must not be seen.
     """
     for number in numba.prange(num_threads):
         thread = as_thread(number)
