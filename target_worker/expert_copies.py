@@ -72,6 +72,10 @@ class ExpertCopies:
         """Copies keep their order."""
         return True
 
+    def is_there(self, slab: int) -> bool:
+        """Whether the copy has ended."""
+        return slab not in self._on_their_way or self._on_their_way[slab].query()
+
     def leave(self, slab: int) -> None:
         """Nor does the next copy to the slab begin before the last one to it has ended."""
         self._on_their_way.pop(slab, None)

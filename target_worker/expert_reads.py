@@ -88,6 +88,10 @@ class ExpertReads:
                 reads[number] = self._threads.submit(self._read, weights, piece, slab)
         return True
 
+    def is_there(self, slab: int) -> bool:
+        """Whether all reads have ended."""
+        return all(read.done() for read in self._reads.get(slab, ()))
+
     def leave(self, slab: int) -> None:
         """Reads that have begun are waited for."""
         self._wait([read for read in self._reads.pop(slab, ()) if not read.cancel()])

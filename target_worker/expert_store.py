@@ -62,6 +62,10 @@ class Arrivals(Protocol):
         """What was a guess is wanted now; False if it came in vain, and must be brought again."""
         ...
 
+    def is_there(self, slab: int) -> bool:
+        """Whether nobody need wait for what comes there."""
+        ...
+
     def leave(self, slab: int) -> None:
         """Returns when nobody writes there any more."""
         ...
@@ -86,8 +90,8 @@ class _Asked(NamedTuple):
     layer: int
     slot: int  # of its parameter among those of the layer's experts
 
-    def expect(self, experts: Sequence[int]) -> None:
-        self.store.expect(self.layer, experts)
+    def expect(self, experts: Sequence[int]) -> Sequence[int]:
+        return self.store.expect(self.layer, experts)
 
     def of(self, expert: int) -> Sequence[torch.Tensor]:
         return self.store.bytes_of(Expert(self.layer, expert), self.slot)
@@ -136,14 +140,19 @@ class ExpertStore:
             self._arrivals.begin()
             self._look_ahead()
 
-    def expect(self, layer: int, experts: Sequence[int]) -> None:
-        """Rows of the layer whose turn it is have chosen these: what is missing of them comes from now on."""
+    def expect(self, layer: int, experts: Sequence[int]) -> Sequence[int]:
+        """Rows of the layer whose turn it is have chosen these: what is missing of them comes from now on.
+
+        Returns them with those in front for which nobody need wait.
+        """
         assert layer == self._rooms.layer, "experts are wanted in their layer's turn"
         missing = [expert for expert in (Expert(layer, number) for number in experts) if not self._is_coming(expert)]
         self._rooms.want(experts)
         for expert, slab in zip(missing, self._rooms.for_wanted(len(missing)), strict=True):
             self._bring(expert, slab, is_guess=False)
+        order = sorted(experts, key=lambda number: not self._is_there(Expert(layer, number)))
         self._look_ahead()
+        return order
 
     def bytes_of(self, expert: Expert, slot: int) -> tuple[torch.Tensor, ...]:
         """A parameter's tensors, uint8, of an expert that `expect` has named; valid until its layer's turn is over.
@@ -173,6 +182,10 @@ class ExpertStore:
             return True
         self._empty(slab)
         return False
+
+    def _is_there(self, expert: Expert) -> bool:
+        slab = self._rooms.slab_of(expert)
+        return slab is not None and self._arrivals.is_there(slab)
 
     def _look_ahead(self) -> None:
         for expert, slab in self._rooms.guesses(self._arrivals.most_guesses):

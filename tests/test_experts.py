@@ -182,6 +182,18 @@ def test_what_is_wanted_overtakes_what_is_read_ahead(layers: dict[int, LayerExpe
         assert all(read.result() for read in stuck)
 
 
+def test_who_is_there_is_computed_before_those_who_come(layers: dict[int, LayerExperts]) -> None:
+    with store_of(layers, 12) as store:
+        rounds, gate = Rounds(store, 4), Event()
+        rounds.sweep([1, 4])
+        assert isinstance(store._arrivals, ExpertReads)
+        stuck = [store._arrivals._threads.submit(gate.wait) for _ in range(3)]
+        store.begin(0)
+        assert store.expect(0, [0, 1, 4, 5]) == [1, 4, 0, 5]
+        gate.set()
+        assert all(read.result() for read in stuck)
+
+
 @pytest.mark.parametrize("num_slabs", [6, 9])
 def test_any_wishes(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
     rng = np.random.default_rng(0)

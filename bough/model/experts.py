@@ -57,8 +57,8 @@ class Experts:
 class ExpertBytes(Protocol):
     """Where a table's experts come from. An expert's parameters come together: to expect one's is to expect all."""
 
-    def expect(self, experts: Sequence[int]) -> None:
-        """Says which will be asked for next, all that the layer's rows have chosen, in this order."""
+    def expect(self, experts: Sequence[int]) -> Sequence[int]:
+        """Says which will be asked for next, all that the layer's rows have chosen; in which order they had best be."""
         ...
 
     def of(self, expert: int) -> Sequence[torch.Tensor]:
@@ -72,8 +72,9 @@ class _AllThere:
     def __init__(self, raws: Sequence[tuple[torch.Tensor, ...]]) -> None:
         self._raws = raws
 
-    def expect(self, experts: Sequence[int]) -> None:
-        """Nothing has to be done."""
+    def expect(self, experts: Sequence[int]) -> Sequence[int]:
+        """In any order."""
+        return experts
 
     def of(self, expert: int) -> Sequence[torch.Tensor]:
         return self._raws[expert]
@@ -105,9 +106,9 @@ class ExpertTable:
             self._memory = scratch
             self._made = [self._make(expert) for expert in range(len(experts.parts))]
 
-    def expect(self, experts: Sequence[int]) -> None:
+    def expect(self, experts: Sequence[int]) -> Sequence[int]:
         """As `ExpertBytes.expect`."""
-        self._raw.expect(experts)
+        return self._raw.expect(experts)
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         if self._made is not None:
@@ -125,25 +126,34 @@ def experts_forward(
 ) -> torch.Tensor:
     """transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and their weights.
 
-    Experts are added up in the order of their numbers, each from multiples of EXPERT_ROWS rows: a result
-    depends on its row alone. Rows that only pad choose nothing, and get zeros.
+    Experts are added up in the order of their numbers, in whichever order they come, each from multiples of EXPERT_ROWS
+    rows: a result depends on its row alone. Rows that only pad choose nothing, and get zeros.
     """
     result = torch.zeros_like(hidden_states)
     choices = _by_expert(top_k_index[: _num_rows.get()], int(self.num_experts))  # type: ignore[arg-type]
+    order: Sequence[int] = tuple(choices)
     if isinstance(self.down_proj, ExpertTable):
-        self.down_proj.expect([expert for expert, _, _ in choices])
-    for expert, rows, ranks in choices:
-        chosen = nn.functional.pad(hidden_states[rows], (0, 0, 0, -len(rows) % EXPERT_ROWS))
-        up = _products(self, "gate_up_proj" if self.has_gate else "up_proj", expert, chosen, len(rows))
-        inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)  # type: ignore[operator]
-        out = _products(self, "down_proj", expert, inner, len(rows))[: len(rows)]
-        if self.has_post_expert_norm:
-            out = self.post_expert_norm(out)  # type: ignore[operator]
-        result.index_add_(0, rows, (out * top_k_weights[rows, ranks, None]).to(result.dtype))
+        order = self.down_proj.expect(order)
+    parts = {}
+    for expert in order:
+        rows, ranks = choices[expert]
+        made = _of_expert(self, expert, hidden_states[rows])
+        parts[expert] = (made * top_k_weights[rows, ranks, None]).to(result.dtype)
+    for expert, (rows, _) in choices.items():
+        result.index_add_(0, rows, parts[expert])
     return result
 
 
-def _by_expert(chosen: torch.Tensor, num_experts: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
+    """What an expert makes of rows."""
+    padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % EXPERT_ROWS))
+    up = _products(module, "gate_up_proj" if module.has_gate else "up_proj", expert, padded, len(rows))
+    inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)  # type: ignore[operator]
+    out = _products(module, "down_proj", expert, inner, len(rows))[: len(rows)]
+    return module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[operator]
+
+
+def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Experts in order, each with the rows that have chosen it, in order, and which choice of theirs it was.
 
     (rows, k) in; numbers from `num_experts` on stand for no choice. A GPU is waited for once: its router must have run.
@@ -154,7 +164,7 @@ def _by_expert(chosen: torch.Tensor, num_experts: int) -> list[tuple[int, torch.
     places = places.to(chosen.device)
     rows, ranks, ends = places // chosen.shape[1], places % chosen.shape[1], list(accumulate(counts))
     spans = ((expert, slice(end - count, end)) for expert, (count, end) in enumerate(zip(counts, ends, strict=True)))
-    return [(expert, rows[span], ranks[span]) for expert, span in spans if counts[expert]]
+    return {expert: (rows[span], ranks[span]) for expert, span in spans if counts[expert]}
 
 
 def stack_of(module: nn.Module, source: Source | Experts) -> Experts | None:
