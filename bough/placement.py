@@ -171,35 +171,42 @@ class Apart:
 
 
 def place_apart(
-    layer_bytes: Sequence[int], apart: Apart, fixed: Fixed, budgets: Budgets, is_must: bool = False
+    layer_bytes: Sequence[int],
+    apart: Apart,
+    fixed: Fixed,
+    budgets: Budgets,
+    from_host: bool = False,
+    is_forced: bool = False,
 ) -> Placement:
     """As `place`, if everything stays; otherwise of layers without their experts, which get the room that is left.
 
     That is for all experts of a layer at least, and where it is said how many layers stay, of so many, if there is
-    room. To an accelerator with memory of its own experts come from the host's: where not all of them find room there,
-    layers are placed whole, unless they `must` not be. `layer_bytes` are with experts.
+    room. `from_host`: they come to an accelerator with memory of its own from the host's; where not all of them find
+    room there, layers are placed whole, unless `is_forced`. `layer_bytes` are with experts.
 
     Raises:
         ConfigError: as `place`.
     """
     experts, is_all = apart.experts, sum(layer_bytes) <= budgets.device - fixed.total
-    on_host = experts.num_bytes if budgets.host else 0
-    is_room = fixed.host_kv + on_host <= budgets.host
-    if (is_all and len(layer_bytes) <= budgets.max_resident) or not (is_room or is_must):
+    on_host = experts.num_bytes if from_host else 0
+    if (is_all and len(layer_bytes) <= budgets.max_resident) or fixed.host_kv > budgets.host:
         return place(layer_bytes, fixed, budgets)
-    if not is_room:
+    if fixed.host_kv + on_host > budgets.host and from_host:
+        if not is_forced:
+            return place(layer_bytes, fixed, budgets)
         raise ConfigError(
             f"--host-memory: {gigabytes(budgets.host)}; --experts chosen takes them from the host's memory, all "
             f"{gigabytes(experts.num_bytes)}: {gigabytes(fixed.host_kv + on_host)} or more, or --experts all, would do"
         )
-    least = experts.most * experts.slab_bytes
-    fixed = replace(fixed, experts=least, host_experts=on_host, scratch=apart.scratch)
-    placement = place(apart.layer_bytes, fixed, replace(budgets, host=budgets.host - on_host))
+    least = replace(fixed, experts=experts.most * experts.slab_bytes, host_experts=on_host, scratch=apart.scratch)
+    placement = place(apart.layer_bytes, least, replace(budgets, host=budgets.host - on_host))
+    if from_host and not is_forced and placement.layers(Tier.DISK) and not placement.num_host_slabs:
+        return place(layer_bytes, fixed, budgets)  # the rest, on its way from disk, would find no room on the host
     count = experts.most + (budgets.device - placement.device_bytes) // experts.slab_bytes
     if budgets.max_resident < len(layer_bytes):
         count = min(count, experts.most * max(1, budgets.max_resident))
     room = min(count, experts.num_experts) * experts.slab_bytes
-    return replace(placement, fixed=replace(fixed, experts=room), expert_bytes=experts.num_bytes)
+    return replace(placement, fixed=replace(least, experts=room), expert_bytes=experts.num_bytes)
 
 
 def _place_on_host(sizes: Sequence[int], streamed: Sequence[int], budget: int) -> tuple[frozenset[int], int]:

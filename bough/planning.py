@@ -49,6 +49,7 @@ class SweepModel:
     speeds: Speeds
     link_seconds: float  # of what crosses the link in every sweep
     expert_seconds: float = 0.0  # of what crosses it besides if rows choose all experts that are not in memory
+    disk_seconds: float = 0.0  # of a disk behind that link, which reads at the same time
 
     def chunk_seconds(self, num_tokens: int) -> float:
         """Of the products of a chunk, padding included; of experts also what is written out for them."""
@@ -65,7 +66,7 @@ class SweepModel:
     def link_seconds_of(self, num_tokens: int) -> float:
         """Of the link: what every sweep reads, and the experts that its rows choose."""
         share = self.work.experts.share(num_tokens) if self.work.experts else 0.0
-        return self.link_seconds + share * self.expert_seconds
+        return max(self.disk_seconds, self.link_seconds + share * self.expert_seconds)
 
     def seconds(self, num_tokens: int) -> float:
         """Link and compute go on at the same time."""
@@ -92,24 +93,20 @@ def step_seconds(work: Work, num_rows: int, num_tokens: int, speeds: Speeds) -> 
     return max(compute, work.bytes_read(num_tokens) / speeds.memory.per_second) if speeds.memory else compute
 
 
-def link_seconds(placement: Placement, speeds: Speeds) -> float:
-    """What is on disk crosses the disk's link and then, where there is one, the host's; both run at once."""
-    seconds = 0.0
-    if disk_bytes := placement.num_bytes(Tier.DISK):
-        assert speeds.disk is not None, "whoever places layers on disk knows how fast it is"
-        seconds = disk_bytes / speeds.disk.per_second
-    if speeds.host_link is not None:
-        streamed = placement.num_bytes(Tier.HOST) + placement.num_bytes(Tier.DISK)
-        seconds = max(seconds, streamed / speeds.host_link.per_second)
-    return seconds
-
-
 def sweep_model(placement: Placement, work: Work, rows: RowCounts, speeds: Speeds) -> SweepModel:
-    """Of a model placed so, on a machine of these speeds."""
-    missing = max(0, placement.expert_bytes - placement.fixed.experts)
-    link = speeds.host_link or speeds.disk
-    expert_seconds = missing / link.per_second if link else 0.0
-    return SweepModel(rows, work, speeds, link_seconds(placement, speeds), expert_seconds)
+    """Of a model placed so, on a machine of these speeds.
+
+    What is on disk crosses the disk's link and then, where there is one, the host's.
+    """
+    disk_bytes, expert_bytes = placement.num_bytes(Tier.DISK), max(0, placement.expert_bytes - placement.fixed.experts)
+    assert speeds.disk or not disk_bytes, "whoever places layers on disk knows how fast it is"
+    disk_seconds = disk_bytes / speeds.disk.per_second if speeds.disk else 0.0
+    if speeds.host_link is None:
+        expert_seconds = expert_bytes / speeds.disk.per_second if speeds.disk else 0.0
+        return SweepModel(rows, work, speeds, disk_seconds, expert_seconds)
+    per_second = speeds.host_link.per_second
+    link_seconds = (placement.num_bytes(Tier.HOST) + disk_bytes) / per_second
+    return SweepModel(rows, work, speeds, link_seconds, expert_bytes / per_second, disk_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +136,7 @@ class Purchase:
 
     kind: str  # "device" or "host"
     added_bytes: int
-    link_bytes: int  # that then cross the link in every sweep
+    link_bytes: int  # that then cross the link in every sweep, at most
     sweep_seconds: float
     saved_seconds: float  # of every sweep
 

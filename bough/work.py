@@ -4,31 +4,33 @@ norms and drawing come on top.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWork:
-    """Of all layers' experts, when each row chooses some, with the same chance and for itself; real rows are alike."""
+    """Of all layers' experts, when each row chooses some, with the same chance and for itself.
+
+    Real rows choose more alike than that.
+    """
 
     token_flops: float  # of those that one row chooses
     weight_bytes: int  # of all
     unpacked_bytes: int  # of all, what is written out when they are multiplied
     num_experts: int  # of a layer
     num_chosen: int  # of these, by each row
-    least_rows: int  # of an expert's products: as many or a multiple
+    least_rows: int  # that an expert's products cost at least
 
     def share(self, num_tokens: int) -> float:
         """Of a layer's experts, what so many rows choose together."""
         return 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
 
     def flops(self, num_tokens: int) -> float:
-        """With what the rows of every expert are padded to."""
+        """At least: experts chosen by few rows cost as if by `least_rows`, and what pads more than that is left out."""
         num_experts = self.share(num_tokens) * self.num_experts
         if not num_experts:
             return 0.0
-        times = math.ceil(num_tokens * self.num_chosen / num_experts / self.least_rows)
+        times = max(1.0, num_tokens * self.num_chosen / num_experts / self.least_rows)
         return self.token_flops / self.num_chosen * num_experts * times * self.least_rows
 
 

@@ -28,13 +28,14 @@ def choose_places(
     free = free_device_bytes(device)
     allowed = budgets(config, layer_bytes, config.device_memory or int(free * SHARE), _host_budget(config, device))
     if apart is not None and config.experts != "all":
-        placement = place_apart(layer_bytes, apart, fixed, allowed, config.experts == "chosen")
+        placement = place_apart(layer_bytes, apart, fixed, allowed, device.type != "cpu", config.experts == "chosen")
     else:
         placement = place(layer_bytes, fixed, allowed)
     if device.type != "cpu" and placement.layers(Tier.DISK) and not placement.num_host_slabs:
+        least = placement.fixed.host_kv + placement.fixed.host_experts + MIN_SLABS * placement.slab_bytes
         raise ConfigError(
             f"--host-memory: {gigabytes(allowed.host)}; layers pass from disk to the GPU through pinned memory, which "
-            f"must hold {MIN_SLABS}: {gigabytes(fixed.host_kv + MIN_SLABS * placement.slab_bytes)} or more would do"
+            f"must hold {MIN_SLABS}: {gigabytes(least)} or more would do"
         )
     said = "as told" if config.device_memory else f"{SHARE:.0%} of the {gigabytes(free)} that are free"
     beside = f", {gigabytes(allowed.host)} of the host's" if allowed.host else ""

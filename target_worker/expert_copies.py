@@ -11,7 +11,6 @@ from target_worker.copy_ring import HostSide
 from target_worker.expert_rooms import Expert
 from target_worker.lane_traffic import LaneTraffic
 from target_worker.lanes import Lanes, Mark
-from target_worker.stream import LinkFigures
 
 GUESSED_BYTES = 64 * 1000**2  # queued at most when another guess is: what is wanted next comes after them
 
@@ -77,8 +76,13 @@ class ExpertCopies:
         return slab not in self._on_their_way or self._on_their_way[slab].query()
 
     def leave(self, slab: int) -> None:
-        """Nor does the next copy to the slab begin before the last one to it has ended."""
+        """Nobody waits: the next copy to the slab does not begin before the last one to it has ended."""
         self._on_their_way.pop(slab, None)
+
+    @property
+    def wait_ns(self) -> int:
+        """With waits for layers, which are counted where all copies are."""
+        return self._traffic.figures().wait_ns
 
     def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
         """The computing lane waits, not the caller."""
@@ -87,7 +91,3 @@ class ExpertCopies:
             self._lanes.compute_after(self._on_their_way.pop(slab))
             self._traffic.waited(ready, self._lanes.compute_mark())
         return self._slabs[slab]
-
-    def figures(self) -> LinkFigures:
-        """Counters since the start, of all copies."""
-        return self._traffic.figures()

@@ -12,7 +12,6 @@ import torch
 from bough.model.pages import large_pages
 from target_worker.disk import Allocate, Disk, Piece, ReadError, Slab, cut, stream_error
 from target_worker.expert_rooms import Expert
-from target_worker.stream import LinkFigures
 from target_worker.traffic import Traffic, read_begins, read_ends
 from target_worker.weights import LayerExperts, LayerWeights
 
@@ -40,10 +39,10 @@ class ExpertReads:
         self._slabs = [Slab.over(memory[i * slab_bytes : (i + 1) * slab_bytes]) for i in range(num_slabs)]
         self._num_threads = num_threads
         self._checksums = checksums
-        self._unseen = {Expert(i, e) for i, layer in layers.items() for e in range(len(layer.each))}
+        self._unseen = {Expert(i, e) for i, layer in layers.items() for e in range(len(layer.each)) if checksums}
         self._reads: dict[int, list[Future[None]]] = {}  # under way, or not looked at since, by slab
         self._traffic = traffic or Traffic.none_yet()
-        self._wait_ns = 0
+        self.wait_ns = 0
 
     def __enter__(self) -> ExpertReads:
         files = (extent.file for layer in self._layers.values() for expert in layer.each for extent in expert.extents)
@@ -109,17 +108,13 @@ class ExpertReads:
             self._unseen.discard(expert)
         return data
 
-    def figures(self) -> LinkFigures:
-        """Counters since the start, of all who count with the same `traffic`; waits are for experts."""
-        return LinkFigures.of(self._traffic, self._wait_ns)
-
     def _weights(self, expert: Expert) -> LayerWeights:
         return self._layers[expert.layer].each[expert.number]
 
     def _wait(self, reads: Sequence[Future[None]]) -> None:
         began = time.perf_counter_ns()
         wait(reads)
-        self._wait_ns += time.perf_counter_ns() - began
+        self.wait_ns += time.perf_counter_ns() - began
 
     def _read(self, weights: LayerWeights, piece: Piece, slab: int) -> None:
         read_begins(self._traffic)

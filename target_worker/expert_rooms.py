@@ -43,13 +43,14 @@ class ExpertRooms:
         self._is_ahead = np.zeros(num_slabs, bool)
         self._clock = 0
         self.layer = NOBODY  # whose turn it is
+        self._has_chosen = False  # in this turn
 
     def begin(self, layer: int) -> None:
         """A layer's turn."""
         if self.layer != NOBODY:
             self._usage[self.layer] += RATE * (self._wanted - self._usage[self.layer])
         self.layer = layer
-        self._wanted[:] = False
+        self._wanted[:], self._has_chosen = False, False
         self._is_ahead[self._layer_at == layer] = False
 
     def restart(self) -> None:
@@ -67,7 +68,7 @@ class ExpertRooms:
 
     def want(self, numbers: Sequence[int]) -> None:
         """Rows of the layer whose turn it is have chosen these: they stay until it is over."""
-        self._wanted[list(numbers)] = True
+        self._wanted[list(numbers)], self._has_chosen = True, True
         self._clock += 1
         slabs = self._slab_of[self.layer, list(numbers)]
         self._used_at[slabs[slabs != NOBODY]] = self._clock
@@ -77,7 +78,7 @@ class ExpertRooms:
         self._slab_of[expert] = slab
         self._layer_at[slab], self._number_at[slab] = expert
         self._used_at[slab] = self._clock
-        self._is_ahead[slab] = expert.layer != self.layer
+        self._is_ahead[slab] = expert.layer != self.layer or (self._has_chosen and not self._wanted[expert.number])
 
     def empty(self, slab: int) -> None:
         """Whoever was there leaves."""
@@ -96,14 +97,15 @@ class ExpertRooms:
     def guesses(self, most: int) -> Iterator[tuple[Expert, int]]:
         """What the next turns, round the end of the sweep, will probably want, and slabs for it: to be taken at once.
 
-        What is there and as likely to be wanted stays, unless it is another layer's: that one's turn has just been.
+        The layer whose turn it is comes first until its rows have chosen, and then last. What is there and as likely to
+        be wanted stays, unless it is another layer's.
         """
         room = min(most, int(AHEAD_SHARE * len(self._is_ahead)) - int(self._is_ahead.sum()))
         layers, numbers = np.nonzero((self._usage > LIKELY) & (self._slab_of == NOBODY))
         if room <= 0 or not len(layers):
             return
         leaving = iter(self._leaving((self._layer_at != self.layer) & ~self._is_ahead).tolist())
-        turns, grains = (layers - self.layer) % len(self._usage), self._grains(layers, numbers)
+        turns, grains = (layers - self.layer - self._has_chosen) % len(self._usage), self._grains(layers, numbers)
         slab = next(leaving, None)
         for guess in np.lexsort((-self._usage[layers, numbers], turns))[: 2 * room]:
             if room <= 0 or slab is None:

@@ -18,7 +18,6 @@ from bough.errors import StreamError
 from bough.model.experts import Experts, ExpertTable
 from bough.model.source import ReusedMemory
 from target_worker.expert_rooms import Expert, ExpertRooms
-from target_worker.stream import LinkFigures
 from target_worker.weights import LayerExperts, sizes_of
 
 
@@ -55,7 +54,11 @@ class Arrivals(Protocol):
         ...
 
     def bring(self, expert: Expert, slab: int, is_guess: bool) -> None:
-        """Begins to."""
+        """Begins to.
+
+        Raises:
+            StreamError: as `arrived`, where that is known at once.
+        """
         ...
 
     def hasten(self, expert: Expert, slab: int) -> bool:
@@ -78,8 +81,9 @@ class Arrivals(Protocol):
         """
         ...
 
-    def figures(self) -> LinkFigures:
-        """Counters since the start, of all that crosses the same link; waits are for experts."""
+    @property
+    def wait_ns(self) -> int:
+        """Since the start, for which whoever computes has waited."""
         ...
 
 
@@ -120,9 +124,10 @@ class ExpertStore:
         """Whether all reads go past the page cache."""
         return self._arrivals.is_direct
 
-    def figures(self) -> LinkFigures:
-        """As `Arrivals.figures`."""
-        return self._arrivals.figures()
+    @property
+    def wait_ns(self) -> int:
+        """As `Arrivals.wait_ns`."""
+        return self._arrivals.wait_ns
 
     def bind(self, dtype: torch.dtype) -> None:
         """Puts tables that ask this one in the parameters' places; values that are no views share one memory."""

@@ -20,7 +20,7 @@ from target_worker.kv_stage import KVHome, KVInPlace
 from target_worker.stream import BestSpeed
 from target_worker.tiers import Tiers
 
-SPEED_BYTES = 1000**3  # or those of a sweep: over so many the link's speed is taken
+SPEED_BYTES = 1000**3  # over which the link's speed is taken
 MOST_VIEWS = 4096  # layers in slabs whose values are kept: a few kilobytes each, beside the memory that is budgeted
 
 
@@ -55,7 +55,7 @@ class StreamedModel:
         self._compiled = CompiledLayers(skeleton) if is_whole else None
         self.device = device
         self._figures = tiers.figures()
-        self._best_speed = BestSpeed(self._figures, min(tiers.placement.link_bytes, SPEED_BYTES))
+        self._best_speed = BestSpeed(self._figures, SPEED_BYTES)
         scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
         self._views: dict[LayerAt, tuple[Any, ...]] = {}

@@ -154,7 +154,7 @@ class Tiers:
         figures = self._host.figures()
         if self.experts is None:
             return figures
-        return replace(figures, wait_ns=figures.wait_ns + self.experts.figures().wait_ns)
+        return replace(figures, wait_ns=figures.wait_ns + self.experts.wait_ns)
 
 
 def numbered(experts: Mapping[int, LayerExperts], begin: int) -> tuple[dict[Expert, int], list[LayerWeights]]:

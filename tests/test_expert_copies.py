@@ -51,7 +51,8 @@ class Rounds:
     def __init__(self, layers: Mapping[int, LayerExperts], num_slabs: int, lanes: FakeLanes) -> None:
         size = sizes_of(layers.values()).slab_bytes
         self.numbers, _ = numbered(layers, 100)
-        self.copies = ExpertCopies(FakeHost(size), self.numbers, size, num_slabs, lanes, LaneTraffic())
+        self.traffic = LaneTraffic()
+        self.copies = ExpertCopies(FakeHost(size), self.numbers, size, num_slabs, lanes, self.traffic)
         self.store = ExpertStore(layers, num_slabs, self.copies)
         self.right: list[bool] = []
         self._lanes, self._num_layers = lanes, len(layers)
@@ -120,7 +121,7 @@ def test_what_is_there_is_not_copied_again_and_guesses_are_few(
         for _ in range(5):
             rounds.sweep(range(6))
         rounds._lanes.compute_mark().synchronize()
-        assert rounds.copies.figures().num_bytes == 24 * size
+        assert rounds.traffic.figures().num_bytes == 24 * size
     with rounds_of(layers, 12, 0) as rounds:
         assert rounds.copies.most_guesses == 2
         for _ in range(5):
@@ -160,14 +161,16 @@ def test_packed_experts_too(tmp_path: Path) -> None:
 def test_experts_that_the_host_holds_come_when_they_are_chosen() -> None:
     """Otherwise layers come whole, as if nothing had been said; or it is said what would do."""
     fixed, little, much = Fixed(1000, 0, 0, 0), Budgets(3000, 7999, 2000, 10), Budgets(3000, 8100, 2000, 10)
-    placement = place_apart(*MIXTURE, fixed, much, is_must=True)
+    placement = place_apart(*MIXTURE, fixed, much, from_host=True, is_forced=True)
     assert (placement.fixed.experts, placement.fixed.host_experts) == (1500, 8000)
     assert (placement.device_bytes, placement.host_bytes) == (3000, 8000)
     assert placement.layers(Tier.RESIDENT) == tuple(range(10))
-    whole = place_apart(*MIXTURE, fixed, little)
+    for too_little in (little, Budgets(3000, 8050, 2000, 2)):  # the second holds experts, and no slabs for the rest
+        assert place_apart(*MIXTURE, fixed, too_little, from_host=True).expert_bytes == 0
+    whole = place_apart(*MIXTURE, fixed, little, from_host=True)
     assert (whole.expert_bytes, whole.layer_bytes) == (0, tuple(MIXTURE[0]))
     with pytest.raises(ConfigError, match=r"--host-memory.*--experts chosen.*or more, or --experts all, would do"):
-        place_apart(*MIXTURE, fixed, little, is_must=True)
+        place_apart(*MIXTURE, fixed, little, from_host=True, is_forced=True)
 
 
 def test_a_plan_reckons_with_the_link_of_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ from bough.tree import Tree
 from target_worker.expert_reads import ExpertReads
 from target_worker.expert_rooms import Expert
 from target_worker.expert_store import ExpertStore
+from target_worker.stream import LinkFigures
 from target_worker.sweep import StreamedModel
 from target_worker.weights import LayerExperts, plan_apart, sizes_of
 from target_worker.worker import TargetWorker
@@ -100,7 +101,7 @@ class Rounds:
 
     def sweep(self, experts: Sequence[int]) -> int:
         """How many experts were read; bytes are compared with the checkpoint's."""
-        before = self._store.figures().num_bytes
+        before = self._num_bytes()
         for layer in range(self._num_layers):
             self._store.begin(layer)
             self._store.expect(layer, experts)
@@ -110,7 +111,11 @@ class Rounds:
                     places = weights.slots[slot].source.places
                     for place, data in zip(places, self._store.bytes_of(Expert(layer, expert), slot), strict=True):
                         assert data.numpy().tobytes() == read(place.file, place.offset, place.num_bytes)
-        return (self._store.figures().num_bytes - before) // self._store._layers[0].each[0].num_bytes
+        return (self._num_bytes() - before) // self._store._layers[0].each[0].num_bytes
+
+    def _num_bytes(self) -> int:
+        assert isinstance(self._store._arrivals, ExpertReads)
+        return LinkFigures.of(self._store._arrivals._traffic, 0).num_bytes
 
 
 def read(file: Path, offset: int, num_bytes: int) -> bytes:

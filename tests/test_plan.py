@@ -175,6 +175,7 @@ def test_few_rows_multiply_few_experts() -> None:
     assert work.flops(16, 1) == pytest.approx(16 + 16)
     assert (work.bytes_read(1), work.bytes_unpacked(1)) == (pytest.approx(20), pytest.approx(5))
     assert work.flops(1008, 1000) == pytest.approx(1008 + 1600, rel=0.01)
+    assert work.flops(3200, 3200) == pytest.approx(3200 + 3200)
     assert work.bytes_read(1000) == pytest.approx(1010, rel=0.01)
 
 
@@ -218,7 +219,7 @@ def test_the_price_list_says_what_is_saved() -> None:
     budgets = Budgets(device=10 * 10**9, host=20 * 10**9, ring=2 * 10**9, max_resident=40)
 
     def seconds(placement: Placement) -> float:
-        return sweep_model(placement, Work(0, 0), FIXED, SPEEDS).link_seconds
+        return sweep_model(placement, Work(0, 0), FIXED, SPEEDS).link_seconds_of(1)
 
     bought = purchases(budgets, ("device", "host"), lambda budgets: place(sizes, fixed, budgets), seconds)
     before = place(sizes, fixed, budgets)

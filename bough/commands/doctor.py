@@ -78,6 +78,6 @@ def _print_worker(worker: WorkerStatus) -> None:
         f"{info.num_sessions} sessions held, KV {info.kv_used_bytes / 1e9:.2f} of {info.kv_bytes / 1e9:.2f} GB"
     )
     if info.link_bytes_per_pass:
-        print(f"              {info.link_bytes_per_pass / 1e9:.2f} GB over the link in every sweep")
+        print(f"              {info.link_bytes_per_pass / 1e9:.2f} GB over the link in every sweep, at most")
     for note in info.notes:
         print(f"              {note}")

@@ -68,15 +68,14 @@ def _places(plan: Plan) -> Iterator[str]:
         yield f"  {begin:4}  {letters[begin : begin + MAP_WIDTH]}"
     yield f"        one letter a layer: {legend}"
     disk_bytes = placement.num_bytes(Tier.DISK)
+    kv, layer_bytes = placement.fixed.host_kv, placement.num_bytes(Tier.HOST) + disk_bytes
+    beside = f", and KV of what its sessions hold, {gigabytes(kv)} at most" if kv else ""
     if placement.expert_bytes:
         yield (
-            f"experts {gigabytes(placement.expert_bytes)}, read when rows choose them, with room for "
-            f"{gigabytes(placement.fixed.experts)}; every sweep moves {gigabytes(disk_bytes)} of layers beside"
+            f"experts {gigabytes(placement.expert_bytes)}, of which those move that rows choose and that are not among "
+            f"the {gigabytes(placement.fixed.experts)} that stay"
         )
-    else:
-        kv = placement.fixed.host_kv
-        beside = f", and KV of what its sessions hold, {gigabytes(kv)} at most" if kv else ""
-        yield f"every sweep moves {gigabytes(placement.link_bytes)}, {gigabytes(disk_bytes)} of it from disk{beside}"
+    yield f"every sweep moves {gigabytes(layer_bytes)} of layers, {gigabytes(disk_bytes)} of it from disk{beside}"
 
 
 def _speeds(plan: Plan) -> Iterator[str]:
@@ -137,7 +136,7 @@ def _prices(plan: Plan) -> Iterator[str]:
 def _price(purchase: Purchase) -> str:
     return (
         f"{purchase.added_bytes // 1000**3:+} GB of {purchase.kind} memory: {purchase.saved_seconds:.3f} s less "
-        f"({purchase.sweep_seconds:.3f} s, {gigabytes(purchase.link_bytes)} over the link)"
+        f"({purchase.sweep_seconds:.3f} s, {gigabytes(purchase.link_bytes)} over the link at most)"
     )
 
 

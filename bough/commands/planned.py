@@ -71,14 +71,12 @@ def make_plan(settings: PlanConfig) -> Plan:
     shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
     fixed = shapes.fixed(settings, is_gpu)
     allowed = budgets(settings, shapes.layer_bytes, _device_budget(settings, is_gpu), settings.host_memory)
-    # To a gpu experts come from the host's memory, if there is any to speak of.
-    is_apart = settings.experts != "all" and (settings.host_memory > 0 or not is_gpu)
-    apart = shapes.apart if is_apart else None
+    apart = shapes.apart if settings.experts != "all" else None
 
     def place_in(budgets: Budgets) -> Placement:
         if apart is None:
             return place(shapes.layer_bytes, fixed, budgets)
-        return place_apart(shapes.layer_bytes, apart, fixed, budgets, settings.experts == "chosen")
+        return place_apart(shapes.layer_bytes, apart, fixed, budgets, is_gpu, settings.experts == "chosen")
 
     placement = place_in(allowed)
     speeds = find_speeds(settings, shapes, placement, folder, is_gpu)

@@ -1,7 +1,7 @@
 """Mixtures of experts: one expert's weights at a time, and only of those experts that some row has chosen.
 
 transformers keeps the experts of a layer in one stacked parameter. Here an `ExpertTable` stands in its place, whose
-entries are made when they are asked for: views of a slab, or unpacked into the same small piece of scratch memory.
+values are made when they are asked for: views of a slab, or unpacked into the same small piece of scratch memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bough.model.checkpoint import TensorPlace
 from bough.model.row_products import is_left_to_us, multiply
-from bough.model.source import ReusedMemory, Scratch, Source, Stored
+from bough.model.source import ReusedMemory, Scratch, Source, Stored, pieces
 from bough.model.threads import all_threads
 
 NAME = "bough"
-_num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # that are no padding; all
 EXPERT_ROWS = 16  # rows of an expert's matrix products: one count for all, wherever torch or a library computes
+_num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # beyond which rows only pad; None: none do
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def with_rows(num_rows: int) -> Iterator[None]:
 
 
 class ExpertTable:
-    """`table[e]` is the value of expert e, valid until the next is asked for where memory is reused."""
+    """The values of a stacked parameter, one expert's at a time."""
 
     def __init__(self, experts: Experts, raw: ExpertBytes, dtype: torch.dtype, scratch: Scratch) -> None:
         self._experts = experts
@@ -101,7 +101,7 @@ class ExpertTable:
         if isinstance(scratch, ReusedMemory):
             room = scratch.take((experts.scratch_bytes(dtype),), torch.uint8)
             self._memory = ReusedMemory(room)
-            self._made: list[torch.Tensor] | None = None
+            self._made: list[list[torch.Tensor]] | None = None
         else:
             self._memory = scratch
             self._made = [self._make(expert) for expert in range(len(experts.parts))]
@@ -110,15 +110,19 @@ class ExpertTable:
         """As `ExpertBytes.expect`."""
         return self._raw.expect(experts)
 
-    def __getitem__(self, expert: int) -> torch.Tensor:
+    def pieces(self, expert: int) -> list[torch.Tensor]:
+        """An expert's value in pieces along the first axis, valid until the next is asked for where memory is reused.
+
+        A projection that the checkpoint has in two tensors need not be copied together to be multiplied with.
+        """
         if self._made is not None:
             return self._made[expert]
         assert isinstance(self._memory, ReusedMemory), "values that do not stay are made in reused memory"
         self._memory.begin()
         return self._make(expert)
 
-    def _make(self, expert: int) -> torch.Tensor:
-        return self._experts.parts[expert].value(self._raw.of(expert), self._dtype, self._memory)
+    def _make(self, expert: int) -> list[torch.Tensor]:
+        return pieces(self._experts.parts[expert], self._raw.of(expert), self._dtype, self._memory)
 
 
 def experts_forward(
@@ -126,8 +130,9 @@ def experts_forward(
 ) -> torch.Tensor:
     """transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and their weights.
 
-    Experts are added up in the order of their numbers, in whichever order they come, each from multiples of EXPERT_ROWS
-    rows: a result depends on its row alone. Rows that only pad choose nothing, and get zeros.
+    Experts are added up in the order of their numbers, in whichever order they come. Each is computed with a multiple
+    of EXPERT_ROWS rows, but for products that are ours: a result depends on its row alone. Rows that pad a chunk
+    choose nothing, and get zeros.
     """
     result = torch.zeros_like(hidden_states)
     choices = _by_expert(top_k_index[: _num_rows.get()], int(self.num_experts))  # type: ignore[arg-type]
@@ -149,8 +154,9 @@ def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tens
     padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % EXPERT_ROWS))
     up = _products(module, "gate_up_proj" if module.has_gate else "up_proj", expert, padded, len(rows))
     inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)  # type: ignore[operator]
-    out = _products(module, "down_proj", expert, inner, len(rows))[: len(rows)]
-    return module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[operator]
+    out = _products(module, "down_proj", expert, inner, len(rows))
+    out = module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[operator]
+    return out[: len(rows)]
 
 
 def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
@@ -194,14 +200,28 @@ def has_own_products(module: nn.Module) -> bool:
 
 def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor, count: int) -> torch.Tensor:
     """Rows, a multiple of EXPERT_ROWS of them, times one of an expert's matrices; those from `count` on only pad."""
-    weight = getattr(module, name)[expert]
-    weight = weight.t() if module.is_transposed else weight
+    weights = _pieces(module, name, expert)
+    if module.is_transposed:
+        weights = [_joined(weights, 0).t()]
+    out = _joined([_product(rows, weight, count) for weight in weights], -1)
+    return out + _joined(_pieces(module, f"{name}_bias", expert), 0) if module.has_bias else out
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
     if is_left_to_us(rows, weight):
-        out = nn.functional.pad(multiply(rows[:count], weight, None), (0, 0, 0, len(rows) - count))
-    else:
-        with all_threads():
-            out = torch.cat([part @ weight.t() for part in torch.split(rows, EXPERT_ROWS)])
-    return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
+        return nn.functional.pad(multiply(rows[:count], weight, None), (0, 0, 0, len(rows) - count))
+    with all_threads():
+        return torch.cat([part @ weight.t() for part in torch.split(rows, EXPERT_ROWS)])
+
+
+def _pieces(module: nn.Module, name: str, expert: int) -> list[torch.Tensor]:
+    """As `ExpertTable.pieces`, of what stands for a parameter or of the parameter itself."""
+    values = getattr(module, name)
+    return values.pieces(expert) if isinstance(values, ExpertTable) else [values[expert]]
+
+
+def _joined(parts: list[torch.Tensor], axis: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

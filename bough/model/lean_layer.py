@@ -181,7 +181,7 @@ def share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, roo
 def run_layer(taken, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
     """Takes room.hidden through a layer, and puts keys and values of all rows into slots, as their number `layer`.
 
-    Few rows in 16 bits, as `num_rows` has them, are computed otherwise: count whole blocks where that must not be.
+    Few rows in 16 bits, as `num_rows` has them, are computed otherwise: see `bough.model.project.said_rows`.
     cos, sin (rows, head_dim) float32; `taken` counts in LOOPS loops (`bough.model.shares.counters`).
     """
     for number in numba.prange(num_threads):

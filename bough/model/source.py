@@ -140,12 +140,20 @@ class Joined:
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
         """A copy."""
-        whole, row, taken = scratch.take(self.shape, dtype), 0, 0
-        for part in self.parts:
-            end = taken + len(part.places)
-            whole[row : row + part.shape[0]] = part.value(raw[taken:end], dtype, scratch)
-            row, taken = row + part.shape[0], end
-        return whole
+        whole = scratch.take(self.shape, dtype)
+        return torch.cat(pieces(self, raw, dtype, scratch), out=whole)
+
+
+def pieces(source: Source, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> list[torch.Tensor]:
+    """What stands below one another along the first axis of a value, without being copied together."""
+    if not isinstance(source, Joined):
+        return [source.value(raw, dtype, scratch)]
+    found, taken = [], 0
+    for part in source.parts:
+        end = taken + len(part.places)
+        found.append(part.value(raw[taken:end], dtype, scratch))
+        taken = end
+    return found
 
 
 def typed(data: torch.Tensor, place: TensorPlace) -> torch.Tensor:
