@@ -48,6 +48,7 @@ class FakeLanes:
         self._choice = random.Random(seed)
         self._lanes: dict[str, deque[Work]] = {"copy": deque(), "compute": deque()}
         self._state = threading.Condition()
+        self._copying = threading.Lock()  # the pieces of a copy stand together in their lane
         self._is_held = self._is_closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -60,11 +61,12 @@ class FakeLanes:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
         middle = len(source) // 2
-        self._queue("copy", lambda: None, after)
-        begun = self._mark("copy")
-        self._queue("copy", lambda: target[:middle].copy_(source[:middle]))
-        self._queue("copy", lambda: target[middle:].copy_(source[middle:]))
-        return Copy(begun, self._mark("copy"))
+        with self._copying:
+            self._queue("copy", lambda: None, after)
+            begun = self._mark("copy")
+            self._queue("copy", lambda: target[:middle].copy_(source[:middle]))
+            self._queue("copy", lambda: target[middle:].copy_(source[middle:]))
+            return Copy(begun, self._mark("copy"))
 
     def compute(self, act: Callable[[], object]) -> None:
         """Queues a kernel."""

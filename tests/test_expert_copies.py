@@ -20,6 +20,7 @@ from test_reproducible import FAMILIES
 from bough.errors import ConfigError
 from bough.model.pack import pack
 from bough.placement import Budgets, Fixed, Tier, place_apart
+from target_worker.copy_ring import DeviceRing
 from target_worker.expert_copies import ExpertCopies
 from target_worker.expert_rooms import Expert
 from target_worker.expert_store import ExpertStore
@@ -54,15 +55,24 @@ class Rounds:
         self.traffic = LaneTraffic()
         self.copies = ExpertCopies(FakeHost(size), self.numbers, size, num_slabs, lanes, self.traffic)
         self.store = ExpertStore(layers, num_slabs, self.copies)
+        self.ring = DeviceRing(range(len(layers)), [size] * len(layers), FakeHost(size), lanes, num_slabs=2)
         self.right: list[bool] = []
         self._lanes, self._num_layers = lanes, len(layers)
 
     def sweep(self, numbers: Sequence[int], until: int | None = None) -> None:
+        """What is left of each layer comes through a ring in the same lane."""
         for layer in range(self._num_layers)[:until]:
             self.store.begin(layer)
-            self.store.expect(layer, numbers)
-            for number in numbers:
-                self._compute(Expert(layer, number))
+            with self.ring.layer(layer) as slab:
+                self._lanes.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
+                self.store.expect(layer, numbers)
+                for number in numbers:
+                    self._compute(Expert(layer, number))
+                self._lanes.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
+
+    def restart(self) -> None:
+        self.store.restart()
+        self.ring.restart()
 
     def _compute(self, expert: Expert) -> None:
         for data in self.store.bytes_of(expert, 0):
@@ -79,8 +89,9 @@ def rounds_of(layers: Mapping[int, LayerExperts], num_slabs: int, seed: int) -> 
     lanes = FakeLanes(seed)
     try:
         rounds = Rounds(layers, num_slabs, lanes)
-        yield rounds
-        lanes.compute_mark().synchronize()
+        with rounds.ring:
+            yield rounds
+            lanes.compute_mark().synchronize()
         assert rounds.right
         assert all(rounds.right)
     finally:
@@ -99,7 +110,7 @@ def test_an_expert_is_whole_while_it_is_computed_with(
             chosen = rng.choice(6, size=rng.integers(1, 7), replace=False).tolist()
             rounds.sweep(chosen, until=2 if number % 5 == 4 else None)
             if number % 5 == 4:
-                rounds.store.restart()
+                rounds.restart()
 
 
 def test_a_turn_is_queued_without_waiting_for_the_device(layers: dict[int, LayerExperts]) -> None:
