@@ -251,7 +251,8 @@ def main() -> None:
     arguments = _arguments()
     ensure_demonstration(0)
     folder = demonstration_folder(0)
-    flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--threads", str(arguments.threads)]
+    flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--bits", arguments.bits]
+    flags += ["--threads", str(arguments.threads)]
     sizes = ["--max-nodes", "1024", "--branch", str(RANKS), "--max-context", "512"]
     draft = DraftWorker(parse(DraftConfig, "bench", [*flags, *sizes], {}), "bench")
     tokenizer = Tokenizer(draft.tokenizer)
@@ -268,10 +269,13 @@ def main() -> None:
         print(table(rows, temperature, arguments.nodes) + "\n")
     if arguments.plot:
         plot(rows, arguments.plot)
-    settings = {name: getattr(arguments, name) for name in ("num", "max_tokens", "seed", "drop_layers")}
+    settings = {name: getattr(arguments, name) for name in ("num", "max_tokens", "seed", "drop_layers", "bits")}
     compute_with(arguments.threads)
-    model = load_draft(Checkpoint.open(folder), parse_layers(arguments.drop_layers), "bfloat16", CPU, bits="auto")
-    step_ratio = draft_step.measure({"auto": model}, (1, 2, 4, 8, 16), STEP_TURNS).ratios("auto")
+    model = load_draft(
+        Checkpoint.open(folder), parse_layers(arguments.drop_layers), "bfloat16", CPU, bits=arguments.bits
+    )
+    timed = draft_step.measure({arguments.bits: model}, (1, 2, 4, 8, 16), STEP_TURNS)
+    step_ratio = timed.ratios(arguments.bits)
     figures = {"tokens_per_round": tokens_per_round(rows), "draft_step_ratio": step_ratio}
     errors = {f"prediction_error{which}": prediction_error(rows, f"predicted{which}") for which in ("", "_before")}
     print(json.dumps({**settings, **figures, **errors, "rows": rows}))
@@ -285,6 +289,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="JSONL file with `text` or `turns`; bough's own by default")
     parser.add_argument("--max-tokens", type=int, default=32, help="of each prompt")
     parser.add_argument("--drop-layers", default="3,14", help="of the substitute draft")
+    parser.add_argument("--bits", choices=["auto", "8", "16"], default="auto", help="of the draft's products")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="one is best where others compute too")
     parser.add_argument(
