@@ -3,9 +3,10 @@
     python -m loadtest.gpu_check [--layers 80] [--device-memory 24GB]
 
 A random Llama of 70B's shape streams from pinned memory, in 16 and in 4 bits; a small one is compared with plain
-decoding bit for bit; a draft of 1B's shape is timed. Takes minutes and up to the host's memory; ends with one JSON
-line. Exit status 2 where there is no GPU, 1 where something did not hold. `--dry-run-on-cpu` does everything in
-miniature on the CPU, so that the check itself can be checked: its figures mean nothing.
+decoding bit for bit, and a mixture whose experts come when they are chosen with one whose layers come whole; a draft of
+1B's shape is timed. Takes minutes and up to the host's memory; ends with one JSON line. Exit status 2 where there is no
+GPU, 1 where something did not hold. `--dry-run-on-cpu` does everything in miniature on the CPU, so that the check
+itself can be checked: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from bough.placement import Tier
 from bough.tree import Tree
 from bough.values import parse_bytes
 from loadtest import gpu_parts
+from loadtest.gpu_experts import Mixture, experts
 from loadtest.gpu_model import Machine, layers_without_disk, repeated, streamed, write_random
 from target_worker.lanes import CudaLanes, InlineLanes, Lanes
 from target_worker.sweep import StreamedModel
@@ -51,6 +53,7 @@ class Sizes:
     max_resident: int
     small: LlamaConfig
     num_compared: int  # nodes of a tree, with plain decoding
+    mixture: Mixture
     draft: LlamaConfig
     trees: tuple[int, ...]
     copy_bytes: int
@@ -74,6 +77,7 @@ REAL = Sizes(
     max_resident=1000,
     small=_llama(1024, 2816, 16, 4, 6, 4096),
     num_compared=40,
+    mixture=Mixture(layers=8, experts=64, chosen=8),
     draft=_llama(2048, 8192, 32, 8, 16, 128_256),
     trees=(1, 64, 256, 512),
     copy_bytes=1 << 30,
@@ -85,6 +89,7 @@ MINIATURE = Sizes(
     max_resident=2,
     small=_llama(*_TINY, 6, 256),
     num_compared=3,
+    mixture=Mixture(layers=7, experts=8, chosen=2),
     draft=_llama(*_TINY, 2, 256),
     trees=(1, 8),
     copy_bytes=1 << 20,
@@ -190,6 +195,7 @@ def check(device: torch.device, sizes: Sizes, folder: Path, arguments: argparse.
     machine = Machine(device, new_lanes(device), arguments.device_memory, 0, 1)
     report: dict[str, Any] = {"device": gpu_parts.describe(device), "attention": gpu_parts.attention(device)}
     report["equality"] = gpu_parts.equality(machine, sizes.small, sizes.num_compared, folder / "small", new_lanes)
+    report["experts"] = experts(device, sizes.mixture, folder / "mixture", new_lanes)
     report["draft"] = gpu_parts.draft_steps(device, sizes.draft, folder / "draft")
     rate = bandwidth(device, sizes.copy_bytes)
     report["host_to_device_gb_s"] = round(rate / 1e9, 2)
@@ -201,6 +207,7 @@ def check(device: torch.device, sizes: Sizes, folder: Path, arguments: argparse.
     report["ok"] = (
         report["attention"]["is_close"]
         and all(case["equal"] == case["compared"] for case in report["equality"])
+        and report["experts"]["equal"] == report["experts"]["compared"]
         and all(memory["is_within"] for memory in report["memory"])
     )
     return report

@@ -37,6 +37,9 @@ def test_a_dry_run_goes_through_everything(
         {"resident": 1, "host": 5, "disk": 0},
     ]
     assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
+    experts = report["experts"]
+    assert experts["equal"] == experts["compared"]
+    assert experts["chosen"]["gigabytes"][0] < 0.5 * experts["whole"]["gigabytes"][0], "a token chooses two of eight"
     assert all(row["largest_difference"] == 0 for row in report["draft"]), "nothing differs where there are no graphs"
     assert {(row["bits"], row["tokens"]) for row in report["sweeps"]} == {(16, 1), (16, 8), (4, 1), (4, 8)}
     assert all(row["layers"] == {"resident": 2, "host": 3, "disk": 0} for row in report["sweeps"])
