@@ -252,8 +252,7 @@ def main() -> None:
     ensure_demonstration(0)
     folder = demonstration_folder(0)
     flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--bits", arguments.bits]
-    flags += ["--threads", str(arguments.threads)]
-    sizes = ["--max-nodes", "1024", "--branch", str(RANKS), "--max-context", "512"]
+    sizes = ["--max-nodes", "1024", "--branch", str(RANKS), "--max-context", "512", "--threads", str(arguments.threads)]
     draft = DraftWorker(parse(DraftConfig, "bench", [*flags, *sizes], {}), "bench")
     tokenizer = Tokenizer(draft.tokenizer)
     texts = load_prompts(arguments.prompts)[: arguments.num]
@@ -292,9 +291,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bits", choices=["auto", "8", "16"], default="auto", help="of the draft's products")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="one is best where others compute too")
-    parser.add_argument(
-        "--rows", type=Path, help="JSONL file: what is in it is not measured again, what is new is added"
-    )
+    parser.add_argument("--rows", type=Path, help="JSONL file: what is in it is not measured again, what is new added")
     parser.add_argument("--plot", type=Path, help="PNG file")
     return parser.parse_args()
 
