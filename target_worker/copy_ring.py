@@ -1,7 +1,8 @@
 """The link to an accelerator with memory of its own: layers copied from host to device ahead of the sweep.
 
 A thread queues copies round the layers for ever, as the ring from disk reads them; what orders copies and computing are
-marks in the accelerator's lanes. So a sweep is queued without a stop: its thread waits only for a copy to be *queued*.
+marks in the accelerator's lanes. So a sweep is queued without a stop: its thread waits only for a copy to be *queued*,
+and in a mixture of experts for each layer's router.
 """
 
 from __future__ import annotations

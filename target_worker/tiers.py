@@ -70,11 +70,11 @@ class Tiers:
         if experts:
             slab_bytes = sizes_of(experts.values()).slab_bytes
             num_slabs = placement.fixed.experts // slab_bytes
-            arrivals: Arrivals = (
-                ExpertReads(experts, slab_bytes, num_slabs, num_threads, checksums or {}, self._traffic)
-                if lanes is None
-                else ExpertCopies(self._host, numbers, slab_bytes, num_slabs, lanes, self._lane_traffic)
-            )
+            arrivals: Arrivals
+            if lanes is None:
+                arrivals = ExpertReads(experts, slab_bytes, num_slabs, num_threads, checksums or {}, self._traffic)
+            else:
+                arrivals = ExpertCopies(self._host, numbers, slab_bytes, num_slabs, lanes, self._lane_traffic)
             self.experts = ExpertStore(experts, num_slabs, arrivals)
         self._resources = ExitStack()
         self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8 on the device, where that has its own memory

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.model import tiles, vectors
+from bough.model import few_rows, tiles, vectors
 from bough.model.attention_tiles import WIDTH, weigh_values
 from bough.model.project import ARE_FEW_ALIKE, project
 from bough.model.row_products import numbers
@@ -101,17 +101,22 @@ def test_weights_times_values(num_keys: int, kind: torch.dtype) -> None:
     assert (parts == whole).all()
 
 
-def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_few", [False, True])
+def test_products_on_processors_without_an_instruction_for_them(is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "has_feature", lambda _name: False)
-    tile = tiles._tile_of(1, GROUP)
+    tile, few = tiles._tile_of(1, GROUP), few_rows._tile_of(8)
 
     @numba.njit
     def run(rows, matrix, sums):  # type: ignore[no-untyped-def]
-        tile(rows, 0, matrix, 0, None, sums)
+        if is_few:
+            for output in range(0, GROUP, 2):
+                few(rows, matrix, output, None, sums)
+        else:
+            tile(rows, 0, matrix, 0, None, sums)
 
     matrix, rows = random_numbers(0, GROUP, 64), random_numbers(1, 8, 64)
     sums = np.ones((1, GROUP, LANES), np.float32)
-    run(blocks_of(rows), matrix.view(torch.uint16).numpy(), sums)
+    run(words_of(rows) if is_few else blocks_of(rows), matrix.view(torch.uint16).numpy(), sums)
     expected = (matrix.double() @ rows.double().T).numpy()
     np.testing.assert_allclose(sums[0, :, :8], 1 + expected, rtol=1e-4, atol=1e-4)
 

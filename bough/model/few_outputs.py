@@ -13,14 +13,27 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils
 from numba.extending import intrinsic
 
+from bough.model.few_rows import MOST, num_few
 from bough.model.numbers import widened
 from bough.model.tiles import GROUP, compiled
-from bough.model.vectors import FLOATS, I32, I64, LANES, SECOND_LEVEL, at, call, prefetch, rounded, shuffled, store
+from bough.model.vectors import (
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    SECOND_LEVEL,
+    array_of,
+    at,
+    call,
+    prefetch,
+    rounded,
+    shuffled,
+    spaced,
+    store,
+)
 
-MOST = 8  # rows that are few
 SHORT = 8  # outputs that are computed together, and words of each that are turned together
 _SHORTS, _SHORT_WORDS = ir.VectorType(ir.FloatType(), SHORT), ir.VectorType(I32, SHORT)
 _WORD_BYTES, _FLOAT_BYTES = 4, 4
@@ -96,40 +109,33 @@ def _tile_of(num_rows: int) -> Any:
         signature = numba.types.void(rows, matrix, output, bias, out)
 
         def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
-            def array(place: int) -> tuple[Any, list[Any], list[Any]]:
-                """Address, bytes from one entry to the next along each axis, and its shape."""
-                made = context.make_array(signature.args[place])(context, builder, values[place])
-                return made.data, *(cgutils.unpack_tuple(builder, sizes) for sizes in (made.strides, made.shape))
-
-            def entries(begin: Any, step: Any, count: int) -> list[Any]:
-                return [at(builder, begin, builder.mul(step, ir.Constant(I64, index))) for index in range(count)]
-
-            first, (step, _), (_, num_floats) = array(0)
-            begin, (row_step, _), _ = array(1)
-            weights = entries(at(builder, begin, builder.mul(row_step, values[2])), row_step, GROUP)
+            arrays = {i: array_of(context, builder, signature.args[i], values[i]) for i in (0, 1, 4)}
+            first, (step, _), (_, num_floats) = arrays[0]
+            begin, (row_step, _), _ = arrays[1]
+            weights = spaced(builder, at(builder, begin, builder.mul(row_step, values[2])), row_step, GROUP)
             ahead = builder.mul(row_step, ir.Constant(I64, GROUP))
             halves = [weights[:SHORT], weights[SHORT:]]
-            inputs, num_words = entries(first, step, num_rows), builder.lshr(num_floats, ir.Constant(I64, 1))
+            inputs, num_words = spaced(builder, first, step, num_rows), builder.lshr(num_floats, ir.Constant(I64, 1))
             if num_rows == 1:  # one sum would wait for itself
                 sums = _sums(builder, inputs, halves, ahead, num_words)
             else:
                 sums = [_sums(builder, inputs, [half], ahead, num_words)[0] for half in halves]
             totals = [shuffled(builder, low, high, range(LANES)) for low, high in zip(*sums, strict=True)]
-            begin, steps, _ = array(4)
+            begin, steps, _ = arrays[4]
             begin = at(builder, begin, builder.mul(steps[1], values[2]))
             if signature.args[4].ndim == 3:
                 for row, total in enumerate(totals):
                     lane = at(builder, begin, ir.Constant(I64, _FLOAT_BYTES * row))
-                    for output, address in enumerate(entries(lane, steps[1], GROUP)):
+                    for output, address in enumerate(spaced(builder, lane, steps[1], GROUP)):
                         part = builder.extract_element(total, ir.Constant(I32, output))
                         place = builder.bitcast(address, ir.FloatType().as_pointer())
                         before = builder.load(address, typ=ir.FloatType(), align=4)
                         builder.store(builder.fadd(before, part), place, align=4)
             else:
-                added, (float_bytes,), _ = array(3)
+                added, (float_bytes,), _ = array_of(context, builder, signature.args[3], values[3])
                 added = at(builder, added, builder.mul(float_bytes, values[2]))
                 bias = builder.load(added, typ=FLOATS, align=4)
-                for total, address in zip(totals, entries(begin, steps[0], num_rows), strict=True):
+                for total, address in zip(totals, spaced(builder, begin, steps[0], num_rows), strict=True):
                     number = builder.fadd(total, bias)
                     is_rounded = signature.args[4].dtype == numba.types.uint16
                     store(builder, rounded(builder, number) if is_rounded else number, address)
@@ -149,9 +155,7 @@ def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
 
     `blocks` are those of bfloat16 that `bough.model.tiles` has.
     """
-    count = 1 if 0 < num_rows <= MOST and blocks.shape[1] % SHORT == 0 else 0
-    while 0 < count < num_rows:
-        count *= 2
+    count = num_few(num_rows, blocks.shape[1] % SHORT == 0)
     rows = np.empty((count, 2 * blocks.shape[1]), np.float32)
     for word in range(blocks.shape[1] if count else 0):
         for row in range(count):

@@ -14,7 +14,6 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bough.model.tiles import GROUP, LINE_BYTES, compiled
@@ -25,10 +24,12 @@ from bough.model.vectors import (
     NUM_VECTORS,
     SECOND_LEVEL,
     WORDS,
+    array_of,
     at,
     dot_pairs,
     prefetch,
     shuffled,
+    spaced,
     store,
 )
 
@@ -89,36 +90,30 @@ def _tile_of(num_rows: int) -> Any:
         signature = numba.types.void(rows, matrix, output, bias, out)
 
         def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
-            def array(place: int) -> tuple[Any, list[Any], list[Any]]:
-                """Address, bytes from one entry to the next along each axis, and its shape."""
-                made = context.make_array(signature.args[place])(context, builder, values[place])
-                return made.data, *(cgutils.unpack_tuple(builder, sizes) for sizes in (made.strides, made.shape))
-
-            def entries(begin: Any, step: Any, count: int) -> list[Any]:
-                return [at(builder, begin, builder.mul(step, ir.Constant(I64, index))) for index in range(count)]
+            arrays = {i: array_of(context, builder, signature.args[i], values[i]) for i in (0, 1, 4)}
 
             def put(address: Any, some: Any, part: Any) -> None:
                 store(builder, builder.fadd(part, builder.load(some, typ=part.type, align=4)), address)
 
-            first, (step, word_bytes), (_, num_words) = array(0)
-            begin, (row_step, _), _ = array(1)
-            weights = entries(at(builder, begin, builder.mul(row_step, values[2])), row_step, len(outputs))
+            first, (step, word_bytes), (_, num_words) = arrays[0]
+            begin, (row_step, _), _ = arrays[1]
+            weights = spaced(builder, at(builder, begin, builder.mul(row_step, values[2])), row_step, len(outputs))
             ahead = builder.mul(row_step, ir.Constant(I64, GROUP))
             row_bytes = builder.mul(num_words, word_bytes)
-            sums = _sums(builder, entries(first, step, num_rows), weights, ahead, row_bytes)
-            begin, steps, _ = array(4)
+            sums = _sums(builder, spaced(builder, first, step, num_rows), weights, ahead, row_bytes)
+            begin, steps, _ = arrays[4]
             if signature.args[4].ndim == 3:
                 together = _added_up(builder, [sums[row, output] for output in outputs for row in range(num_rows)])
                 begin = at(builder, begin, builder.mul(steps[1], values[2]))
-                for output, address in enumerate(entries(begin, steps[1], len(outputs))):
+                for output, address in enumerate(spaced(builder, begin, steps[1], len(outputs))):
                     places = range(output * num_rows, (output + 1) * num_rows)
                     put(address, address, shuffled(builder, together, together, places))
             else:
                 together = _added_up(builder, [sums[row, output] for row in range(num_rows) for output in outputs])
-                added, (float_bytes,), _ = array(3)
+                added, (float_bytes,), _ = array_of(context, builder, signature.args[3], values[3])
                 added = at(builder, added, builder.mul(float_bytes, values[2]))
                 begin = at(builder, begin, builder.mul(steps[1], values[2]))
-                for row, address in enumerate(entries(begin, steps[0], num_rows)):
+                for row, address in enumerate(spaced(builder, begin, steps[0], num_rows)):
                     places = range(row * len(outputs), (row + 1) * len(outputs))
                     put(address, added, shuffled(builder, together, together, places))
             return context.get_dummy_value()
@@ -132,14 +127,21 @@ _tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
 
 
 @compiled
+def num_few(num_rows, are_whole):  # type: ignore[no-untyped-def]
+    """As how many rows some are computed, 1, 2, 4 or 8; 0 where they are not few, or their inputs fill no vectors."""
+    count = 1 if 0 < num_rows <= MOST and are_whole else 0
+    while 0 < count < num_rows:
+        count *= 2
+    return count
+
+
+@compiled
 def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
     """The rows themselves, 1, 2, 4 or 8 of them, (rows, words); none where they are not few.
 
     They must fill whole lines, too. `blocks` as `bough.model.tiles` has them.
     """
-    count = 1 if 0 < num_rows <= MOST and blocks.shape[1] % LANES == 0 else 0
-    while 0 < count < num_rows:
-        count *= 2
+    count = num_few(num_rows, blocks.shape[1] % LANES == 0)
     rows = np.empty((count, blocks.shape[1]), np.int32)
     for word in range(blocks.shape[1] if count else 0):
         for row in range(count):

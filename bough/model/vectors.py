@@ -199,6 +199,17 @@ def at(builder: ir.IRBuilder, base: Any, offset: Any) -> Any:
     return builder.gep(base, [offset], source_etype=ir.IntType(8))
 
 
+def spaced(builder: ir.IRBuilder, begin: Any, step: Any, count: int) -> list[Any]:
+    """So many addresses, each `step` bytes from the one before."""
+    return [at(builder, begin, builder.mul(step, ir.Constant(I64, index))) for index in range(count)]
+
+
+def array_of(context: Any, builder: ir.IRBuilder, kind: Any, value: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Of an array of numba's: address, bytes from one entry to the next along each axis, and its shape."""
+    made = context.make_array(kind)(context, builder, value)
+    return made.data, *(cgutils.unpack_tuple(builder, sizes) for sizes in (made.strides, made.shape))
+
+
 def store(builder: ir.IRBuilder, vector: Any, address: Any) -> None:
     """To an address that need not be aligned."""
     builder.store(vector, builder.bitcast(address, vector.type.as_pointer()), align=2)
