@@ -14,7 +14,8 @@ work_ratio       the same, but reading costs processor time too: sweep / max(raw
 link_busy        share of ten consecutive rounds with drafting during which the link was reading, a link slowed down to
                  --slow-link; link_busy_unlimited is the same on the disk as it is
 accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit
-packed4_ratio    sweep of a 4-bit pack / of 16 bits, both limited by a link slowed down to --slow-link
+packed4_ratio    for 1, 16 and 64 tokens: sweep of a 4-bit pack / of 16 bits, both over a link slowed down to
+                 --slow-link; where computing takes longer than a quarter of the read, that is the limit
 resident_ratio   64 tokens with everything resident / transformers' own forward
 peak_over_budget_bytes  worst of several memory budgets: peak of the process less what it took before it knew of a
                  model, less the budget
@@ -42,6 +43,7 @@ from loadtest.limits import can_limit, drop_cached, limited
 from loadtest.sweep_rounds import link_busy_at
 
 SIZES = (1, 64, 256)
+PACKED_SIZES = (1, 16, 64)
 SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256", "--max-sweep-tokens", "256"]
 INTERPRETER_BYTES = 600_000_000  # what Python, torch and transformers take before there is a model
 SLOW_TURNS = 2  # a slow link is steady
@@ -198,26 +200,26 @@ def accelerate_ratio(model: Path, memory: int, turns: int) -> dict[str, Any]:
 
 
 def packed_ratio(model: Path, packed: Path, slow_link: int, turns: int) -> dict[str, Any]:
-    """A pack against 16 bits over the same slow link, for 64 tokens; rings are small, lest one be filled in between."""
+    """A pack against 16 bits over the same slow link; rings are small, lest one be filled in between."""
     if not can_limit():
         return {"packed4_ratio": None}
-    seconds: dict[Path, list[float]] = {model: [], packed: []}
     with ExitStack() as stack:
         engines = {}
-        for folder in seconds:
+        for name, folder in (("sixteen_bit", model), ("packed4", packed)):
             prefix = stack.enter_context(limited(read_bytes_per_second=slow_link, disk_of=folder))
             flags = ["bough", "--model", str(folder), "--resident-layers", "0", "--ring-memory", "64MB", *SMALL]
-            engines[folder] = stack.enter_context(Contestant(*flags, prefix=prefix))
+            engines[name] = stack.enter_context(Contestant(*flags, prefix=prefix))
+        seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in PACKED_SIZES} for name in engines}
         for turn in range(turns):
-            for folder, engine in engines.items():
-                seconds[folder].append(engine.seconds(64, 2))
-            _tell(f"turn {turn + 1} of {turns}: 16 bits {seconds[model][-1]:.3f} s, 4 bits {seconds[packed][-1]:.3f} s")
-    return {
-        "packed4_ratio": round(median(seconds[packed]) / median(seconds[model]), 3),
-        "slow_link_gigabytes_per_second": slow_link / 1e9,
-        "packed4_seconds": round(median(seconds[packed]), 4),
-        "sixteen_bit_seconds": round(median(seconds[model]), 4),
-    }
+            for size in PACKED_SIZES:
+                for name, engine in engines.items():
+                    seconds[name][size].append(engine.seconds(size, 2))
+                times = ", ".join(f"{name} {seconds[name][size][-1]:.3f} s" for name in engines)
+                _tell(f"turn {turn + 1} of {turns}: {size} tokens: {times}")
+    medians = {name: {size: median(times) for size, times in of.items()} for name, of in seconds.items()}
+    ratios = {size: round(medians["packed4"][size] / medians["sixteen_bit"][size], 3) for size in PACKED_SIZES}
+    rounded = {f"{name}_seconds": {size: round(s, 4) for size, s in of.items()} for name, of in medians.items()}
+    return {"packed4_ratio": ratios, "slow_link_gigabytes_per_second": slow_link / 1e9, **rounded}
 
 
 def peak_over_budget(model: Path) -> dict[str, Any]:

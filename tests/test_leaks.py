@@ -2,8 +2,9 @@
 
 All services run in this process, so that one count sees the tasks, threads and file descriptors of all. Everything is
 the real thing, gRPC and index included, but for two savings: the model has one layer of sixteen channels, and outputs
-are short. What a leak would be made of does not depend on either. A session takes 9 ms of one core, so the suite opens
-2,000; BOUGH_LEAK_SESSIONS=10000 opens more, and against processes of their own `python -m loadtest.abandon` does.
+are short. What a leak would be made of does not depend on either. A session takes 9 ms of one core or more, so the
+suite opens 1,000; BOUGH_LEAK_SESSIONS=10000 opens more, and against processes of their own `python -m loadtest.abandon`
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bough.sampling import SamplingParams
 from bough.tree import Tree
 from loadtest.abandon import Abandoner, Holdings
 
-NUM_SESSIONS = int(os.environ.get("BOUGH_LEAK_SESSIONS", "2000"))
+NUM_SESSIONS = int(os.environ.get("BOUGH_LEAK_SESSIONS", "1000"))
 SETTLE_SECONDS = 30.0
 
 

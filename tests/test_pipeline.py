@@ -32,9 +32,9 @@ GREEDY = GenerateOptions(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 async def cluster(smollm: Path) -> AsyncIterator[Cluster]:
-    """SmolLM2 in float32, with a substitute draft of it; room for all prompts at once."""
+    """SmolLM2 in float32, a third of it streamed, with a substitute draft of it; room for all prompts at once."""
     patient = ("--draft-timeout", "300")  # twelve sessions wait in line for one draft model
-    target_flags = ("--rows", "64", "--max-context", "512")
+    target_flags = ("--resident-layers", "20", "--max-context", "512")
     config = settings(smollm, smollm, *target_flags, drops="3,14", orchestrator=patient)
     async with pipeline(config) as running:
         yield running
@@ -56,19 +56,12 @@ def prompts(smollm: Path) -> list[list[int]]:
 def expected(smollm: Path, prompts: list[list[int]]) -> list[list[int]]:
     """transformers' own greedy text on the same weights, float32."""
     model = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
-    outputs = []
-    for prompt in prompts:
-        tokens = torch.tensor([prompt])
-        output = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=LENGTH,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        outputs.append(output[0, len(prompt) :].tolist())
-    return outputs
+    length = max(map(len, prompts))
+    padded = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    settings = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    output: list[list[int]] = model.generate(padded, attention_mask=mask, **settings)[:, length:].tolist()
+    return output
 
 
 async def tokens_for(client: Client, prompt: list[int], options: GenerateOptions) -> list[int]:

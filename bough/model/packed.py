@@ -58,13 +58,13 @@ def _unpack8(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
     size = packed.shape[1] // groups
     for row in numba.prange(rows):
         for group in range(groups):
-            scale = scales[0, row, group]
+            scale, begin = scales[0, row, group], size * group
             if is_bf16:
-                for column in range(size * group, size * (group + 1)):
-                    out[row, column] = rounded(np.float32(packed[row, column]) * scale)
+                for j in range(size):
+                    out[row, begin + j] = rounded(np.float32(packed[row, begin + j]) * scale)
             else:
-                for column in range(size * group, size * (group + 1)):
-                    out[row, column] = np.float32(packed[row, column]) * scale
+                for j in range(size):
+                    out[row, begin + j] = np.float32(packed[row, begin + j]) * scale
 
 
 @_parallel
