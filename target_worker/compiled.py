@@ -58,7 +58,7 @@ class CompiledLayers:
         """What a layer with its parameters bound makes of (1, num_rows, hidden) rows.
 
         Only the first layer looks at `hidden` and the `rotary` tables (1, num_rows, head_dim), and only the last one
-        returns what came of them. `place` is where the parameters are, None where other layers' will be next.
+        returns what came of them. `place` is where the parameters are, None where that is not kept.
         """
         if index == 0:
             self._begin(hidden, batch, rotary)

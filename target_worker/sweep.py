@@ -19,9 +19,10 @@ from target_worker.compiled import CompiledLayers, LayerAt
 from target_worker.kv_stage import KVHome, KVInPlace
 from target_worker.stream import BestSpeed
 from target_worker.tiers import Tiers
+from target_worker.weights import MadeLayer
 
 SPEED_BYTES = 1000**3  # over which the link's speed is taken
-MOST_VIEWS = 4096  # layers in slabs whose values are kept: a few kilobytes each, beside the memory that is budgeted
+MOST_MADE = 4096  # layers in slabs of which that is kept: a few kilobytes each, beside the memory that is budgeted
 
 
 class SweepFigures(NamedTuple):
@@ -58,7 +59,7 @@ class StreamedModel:
         self._best_speed = BestSpeed(self._figures, SPEED_BYTES)
         scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
-        self._views: dict[LayerAt, tuple[Any, ...]] = {}
+        self._made: dict[LayerAt, MadeLayer] = {}
         bind_resident(skeleton.resident_slots, skeleton.dtype, device)
         move_buffers(skeleton.model, device)
         if tiers.experts is not None:
@@ -120,18 +121,21 @@ class StreamedModel:
         return f"{describe(self.rows)}{', layers compiled whole' if self._compiled is not None else ''}"
 
     def _bind(self, index: int, slab: torch.Tensor) -> LayerAt | None:
-        """Values that are views are the same whenever a layer comes to the same slab, and are made once.
+        """Values are in the same places whenever a layer comes to the same slab: they are made once, and those that
+        are no views, in memory that layers share, are written again.
 
-        Returns where those are, None where they were made in memory that the next layer's will take.
+        Returns where they are, None where they are not kept.
         """
         layer, place = self.tiers.layers[index], (index, slab.data_ptr())
-        made = self._views.get(place)
+        made = self._made.get(place)
         if made is None:
             made = layer.made(slab, self.skeleton.dtype, self._scratch)
-            if len(self._views) < MOST_VIEWS and not layer.scratch_bytes(self.skeleton.dtype):
-                self._views[place] = made
+            if len(self._made) < MOST_MADE:
+                self._made[place] = made
+        else:
+            made.write()
         layer.put(made)
-        return place if place in self._views else None
+        return place if place in self._made else None
 
 
 def _narrow(kwargs: dict[str, Any], chunk: Chunk, batch: Batch) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,19 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeLayer:
+    """Values of a layer's parameters, and how those are written that are no views of its bytes."""
+
+    values: tuple[Any, ...]
+    writes: tuple[Callable[[], object], ...]
+
+    def write(self) -> None:
+        """To where they were, when the layer's bytes have come to the same slab again."""
+        for write in self.writes:
+            write()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """What to read for a layer, and where each of its tensors then is."""
 
@@ -41,17 +54,18 @@ class LayerWeights:
     begins: dict[TensorPlace, int]  # offset of each tensor's first byte in the slab
     num_bytes: int  # room that the layer takes in a slab
 
-    def made(self, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory) -> tuple[Any, ...]:
-        """The values of the layer's parameters from a slab (uint8): views of it, or made in scratch memory."""
+    def made(self, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory) -> MadeLayer:
+        """The values of the layer's parameters from a slab (uint8): views of it, or written to scratch memory."""
         scratch.begin()
-        return tuple(
+        values = tuple(
             slot.made([self.bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
             for slot in self.slots
         )
+        return MadeLayer(values, tuple(scratch.writes))
 
-    def put(self, made: Sequence[Any]) -> None:
+    def put(self, made: MadeLayer) -> None:
         """Gives the layer's parameters values that were made from its bytes."""
-        for slot, value in zip(self.slots, made, strict=True):
+        for slot, value in zip(self.slots, made.values, strict=True):
             slot.put(value)
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:

@@ -104,6 +104,6 @@ def test_weights_are_found_again_where_nobody_remembers_them(tmp_path: Path, mon
     folder = save_model(tmp_path / "model", TINY)
     with streamed(folder, torch.bfloat16) as model:
         wanted = plain_logits(model, CONTEXT[:5])
-    monkeypatch.setattr(sweep, "MOST_VIEWS", 1)
+    monkeypatch.setattr(sweep, "MOST_MADE", 1)
     with streamed(folder, torch.bfloat16) as model:
         assert all(torch.equal(*pair) for pair in zip(plain_logits(model, CONTEXT[:5]), wanted, strict=True))

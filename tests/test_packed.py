@@ -21,11 +21,13 @@ from bough.errors import CheckpointError, ConfigError, StreamError
 from bough.model import pack_folder as packing
 from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace
 from bough.model.loading import build_skeleton
+from bough.model.numbers import from_half
 from bough.model.pack import pack
 from bough.model.pack_folder import MANIFEST_NAME
 from bough.model.packed import Packed
 from bough.model.quantize import GROUP_SIZES, quantize
 from bough.model.source import FreshMemory
+from bough.model.tiles import compiled
 
 TOKENS = [5, 6, 7, 200, 31]
 MIXTRAL = MixtralConfig(
@@ -352,3 +354,19 @@ def test_packed_tensors_that_do_not_fit_one_another_are_named(
     folder = rewrite(tiny, tmp_path / "model", packed, quantization)
     with pytest.raises(CheckpointError, match=message):
         build_skeleton(Checkpoint.open(folder), torch.float32)
+
+
+def test_scales_are_what_they_are_in_float16() -> None:
+    """All that are finite, the smallest and 0 with their signs too."""
+    halves = np.arange(2**16, dtype=np.uint16)
+    halves = halves[np.isfinite(halves.view(np.float16))]
+    expected = halves.view(np.float16).astype(np.float32)
+    assert np.array_equal(_floats(halves).view(np.uint32), expected.view(np.uint32))
+
+
+@compiled
+def _floats(halves):  # type: ignore[no-untyped-def]
+    out = np.empty(len(halves), np.float32)
+    for i in range(len(halves)):
+        out[i] = from_half(halves[i])
+    return out

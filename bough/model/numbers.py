@@ -1,4 +1,4 @@
-"""Single numbers in compiled code: bfloat16 as its bits."""
+"""Single numbers in compiled code: bfloat16 and float16 as their bits."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ def rounded(value):  # type: ignore[no-untyped-def]
 def widened(bits):  # type: ignore[no-untyped-def]
     """bfloat16's bits as float32."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@_compiled
+def from_half(bits):  # type: ignore[no-untyped-def]
+    """float16's bits as float32. Of finite numbers: where those have their largest exponent, float16 has no end."""
+    magnitude = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * np.float32(
+        2.0**112
+    )
+    return -magnitude if bits & np.uint16(0x8000) else magnitude

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from bough.errors import StreamError
 from bough.model.checkpoint import TensorPlace
-from bough.model.numbers import rounded
+from bough.model.numbers import from_half, rounded
 from bough.model.source import Scratch, room_bytes, typed
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # that the kernels below write; any other goes by way of torch
@@ -33,12 +34,13 @@ _parallel = numba.njit(fastmath=False, cache=True, error_model="numpy", parallel
 
 @_parallel
 def _unpack4(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
-    """packed (rows, columns / 2) uint8, scales (2, rows, groups) float32, out (rows, columns)."""
+    """packed (rows, columns / 2) uint8, scales (2, rows, groups) float16's bits, out (rows, columns)."""
     _, rows, groups = scales.shape
     half = packed.shape[1] // groups
     for row in numba.prange(rows):
         for group in range(groups):
-            scale, offset, begin = scales[0, row, group], scales[1, row, group], 2 * half * group
+            scale, offset = from_half(scales[0, row, group]), from_half(scales[1, row, group])
+            begin = 2 * half * group
             if is_bf16:
                 for j in range(half):
                     byte = np.int32(packed[row, half * group + j])
@@ -53,12 +55,12 @@ def _unpack4(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
 
 @_parallel
 def _unpack8(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
-    """packed (rows, columns) int8, scales (1, rows, groups) float32, out (rows, columns)."""
+    """packed (rows, columns) int8, scales (1, rows, groups) float16's bits, out (rows, columns)."""
     _, rows, groups = scales.shape
     size = packed.shape[1] // groups
     for row in numba.prange(rows):
         for group in range(groups):
-            scale, begin = scales[0, row, group], size * group
+            scale, begin = from_half(scales[0, row, group]), size * group
             if is_bf16:
                 for j in range(size):
                     out[row, begin + j] = rounded(np.float32(packed[row, begin + j]) * scale)
@@ -113,7 +115,12 @@ def _write(
         return
     is_bf16 = out.dtype == torch.bfloat16
     target = out.view(torch.uint16) if is_bf16 else out
-    kernel(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in inputs), target.numpy(), is_bf16)
+    kernel(*(_array(x) if isinstance(x, torch.Tensor) else x for x in inputs), target.numpy(), is_bf16)
+
+
+def _array(values: torch.Tensor) -> np.ndarray[Any, Any]:
+    """For kernels, which take float16 as its bits."""
+    return (values.view(torch.uint16) if values.dtype == torch.float16 else values).numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +148,17 @@ class Packed:
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
         """Written out."""
-        packed, scales = typed(raw[0], self.packed), typed(raw[1], self.scales).float()
         out = scratch.take(self.shape, dtype)
-        kernel = _unpack4 if self.bits == 4 else _unpack8
-        _write(out, kernel, lambda rows: self._by_torch(packed[rows], scales[:, rows]), packed, scales)
+        scratch.write(lambda: self._write(raw, out))
         return out
 
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        packed, scales = typed(raw[0], self.packed), typed(raw[1], self.scales)
+        kernel = _unpack4 if self.bits == 4 else _unpack8
+        _write(out, kernel, lambda rows: self._by_torch(packed[rows], scales[:, rows]), packed, scales)
+
     def _by_torch(self, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        _, rows, groups = scales.shape
+        (_, rows, groups), scales = scales.shape, scales.float()
         integers = packed.view(rows, groups, -1)
         if self.bits == 8:
             return (integers.float() * scales[0, :, :, None]).view(rows, -1)
@@ -181,11 +191,16 @@ class Gptq:
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
         """Written out, as the transpose of a matrix that is in order."""
+        num_outputs, num_inputs = self.shape
+        out = scratch.take((num_inputs, num_outputs), dtype)
+        scratch.write(lambda: self._write(raw, out))
+        return out.t()
+
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
         shifts = torch.arange(0, 32, self.bits, device=words.device, dtype=torch.int32)
-        mask = (1 << self.bits) - 1
+        mask, num_inputs = (1 << self.bits) - 1, len(out)
         zeros = (typed(raw[1], self.zeros)[:, :, None] >> shifts & mask).flatten(1).float() + self.zero_offset
-        num_outputs, num_inputs = self.shape
         groups = (
             self._checked(typed(raw[3], self.groups))
             if self.groups
@@ -197,9 +212,7 @@ class Gptq:
             integers = (some[:, None, :] >> shifts[:, None] & mask).flatten(0, 1).float()
             return (integers - zeros[groups[rows].long()]) * scales[groups[rows].long()]
 
-        out = scratch.take((num_inputs, num_outputs), dtype)
         _write(out, _unpack_words_down, by_torch, words, zeros, scales, groups, self.bits)
-        return out.t()
 
     def _checked(self, groups: torch.Tensor) -> torch.Tensor:
         """Kernels take groups at their word; on a GPU torch checks its own."""
@@ -231,18 +244,20 @@ class Awq:
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
         """Written out, as the transpose of a matrix that is in order."""
-        words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
-        zeros = _awq_integers(typed(raw[1], self.zeros))
         num_outputs, num_inputs = self.shape
-        group_size = num_inputs // len(scales)
+        out = scratch.take((num_inputs, num_outputs), dtype)
+        scratch.write(lambda: self._write(raw, out))
+        return out.t()
+
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
+        zeros, group_size = _awq_integers(typed(raw[1], self.zeros)), len(out) // len(scales)
 
         def by_torch(rows: slice) -> torch.Tensor:
             groups = torch.arange(rows.start, rows.stop, device=words.device) // group_size
             return (_awq_integers(words[rows]) - zeros[groups]) * scales[groups]
 
-        out = scratch.take((num_inputs, num_outputs), dtype)
         _write(out, _unpack_words_across, by_torch, words, zeros, scales, group_size)
-        return out.t()
 
 
 def _awq_integers(words: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,10 @@ class Scratch(Protocol):
         """An uninitialised tensor."""
         ...
 
+    def write(self, how: Callable[[], object]) -> None:
+        """Has what was taken written to: now, and where memory is reused again whenever the bytes are there again."""
+        ...
+
 
 class FreshMemory:
     """Values that stay: each gets memory of its own."""
@@ -45,6 +49,10 @@ class FreshMemory:
         """An uninitialised tensor."""
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
+    def write(self, how: Callable[[], object]) -> None:
+        """Once."""
+        how()
+
 
 class ReusedMemory:
     """Values of one layer after another in the same memory: those of a layer are gone when the next one begins."""
@@ -52,16 +60,22 @@ class ReusedMemory:
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory  # (num_bytes,) uint8
         self._used = 0
+        self.writes: list[Callable[[], object]] = []  # since the beginning, in order
 
     def begin(self) -> None:
         """Gives everything back."""
-        self._used = 0
+        self._used, self.writes = 0, []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor."""
         begin, self._used = self._used, self._used + room_bytes(shape, dtype)
         assert self._used <= len(self._memory), "a layer takes more than was reckoned"
         return self._memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+    def write(self, how: Callable[[], object]) -> None:
+        """And keeps it in `writes`."""
+        how()
+        self.writes.append(how)
 
 
 def room_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -114,7 +128,9 @@ class Stored:
         (data,) = raw
         if self._is_view(dtype):
             return typed(data, self.place)
-        return scratch.take(self.shape, dtype).copy_(typed(data, self.place))
+        out = scratch.take(self.shape, dtype)
+        scratch.write(lambda: out.copy_(typed(data, self.place)))
+        return out
 
     def _is_view(self, dtype: torch.dtype) -> bool:
         return STORED_DTYPES[self.place.dtype] == dtype and _is_aligned(self.place)
@@ -140,8 +156,9 @@ class Joined:
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
         """A copy."""
-        whole = scratch.take(self.shape, dtype)
-        return torch.cat(pieces(self, raw, dtype, scratch), out=whole)
+        whole, parts = scratch.take(self.shape, dtype), pieces(self, raw, dtype, scratch)
+        scratch.write(lambda: torch.cat(parts, out=whole))
+        return whole
 
 
 def pieces(source: Source, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> list[torch.Tensor]:
