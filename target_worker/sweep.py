@@ -22,7 +22,7 @@ from target_worker.tiers import Tiers
 from target_worker.weights import MadeLayer
 
 SPEED_BYTES = 1000**3  # over which the link's speed is taken
-MOST_MADE = 4096  # layers in slabs of which that is kept: a few kilobytes each, beside the memory that is budgeted
+MOST_MADE = 2048  # layers in slabs of which that is kept: up to 20 KB each, beside the memory that is budgeted
 
 
 class SweepFigures(NamedTuple):
