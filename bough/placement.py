@@ -14,6 +14,7 @@ from enum import Enum
 from bough.errors import ConfigError
 
 MIN_SLABS = 2  # one that is computed on, one that is filled
+ENOUGH_SLABS = 0.75  # of those that there is room for, where that brings layers to the same slabs again and again
 RING_SHARE = 0.25  # of the memory left for layers, where not all fit
 STAGED_LAYERS = 2  # whose KV is on the accelerator, where it is kept on the host: one computed on, one on its way
 
@@ -148,7 +149,17 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
     streamed = [index for index in range(num_layers) if index not in resident]
     host, num_host_slabs = _place_on_host(sizes, streamed, budgets.host - fixed.host_kv)
     tiers = (Tier.RESIDENT if i in resident else Tier.HOST if i in host else Tier.DISK for i in range(num_layers))
-    return Placement(tuple(tiers), sizes, fixed, min(num_slabs, len(streamed)), num_host_slabs)
+    return Placement(tuple(tiers), sizes, fixed, _in_step(num_slabs, len(streamed)), num_host_slabs)
+
+
+def _in_step(most: int, num_layers: int) -> int:
+    """Slabs of a ring, a few fewer than the most where every layer then comes to the same slab in every sweep.
+
+    What is made of a layer's bytes is made for a slab, so it is made once, and kept for no more places than layers.
+    """
+    most = min(most, num_layers)
+    enough = (slabs for slabs in range(most, 0, -1) if slabs >= ENOUGH_SLABS * most)
+    return next((slabs for slabs in enough if num_layers % slabs == 0), most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,13 @@ def test_a_budget_that_is_too_small_says_what_would_do(limits: Budgets, message:
         place([100] * 80, Fixed(100, 100, 0, 0), limits)
 
 
+@pytest.mark.parametrize(("room", "slabs"), [(29, 25), (25, 25), (141, 141), (3, 3), (2, 2), (400, 300)])
+def test_a_ring_of_a_few_slabs_fewer_brings_layers_to_the_same_ones(room: int, slabs: int) -> None:
+    """Of 300 layers, where that takes no more than a quarter of the ring."""
+    placement = place([10] * 300, Fixed(0, 0, 0, 0), budgets(10**5, ring=10 * room, max_resident=0))
+    assert placement.num_slabs == slabs
+
+
 def test_spread_is_even_and_within() -> None:
     assert spread(2, range(8)) == [2, 6]
     assert spread(8, range(8)) == list(range(8))
