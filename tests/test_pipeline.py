@@ -59,8 +59,8 @@ def expected(smollm: Path, prompts: list[list[int]]) -> list[list[int]]:
     length = max(map(len, prompts))
     padded = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    settings = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    output: list[list[int]] = model.generate(padded, attention_mask=mask, **settings)[:, length:].tolist()
+    greedy = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    output: list[list[int]] = model.generate(padded, attention_mask=mask, **greedy)[:, length:].tolist()
     return output
 
 

@@ -24,7 +24,6 @@ def widened(bits):  # type: ignore[no-untyped-def]
 @_compiled
 def from_half(bits):  # type: ignore[no-untyped-def]
     """float16's bits as float32. Of finite numbers: where those have their largest exponent, float16 has no end."""
-    magnitude = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * np.float32(
-        2.0**112
-    )
+    shifted = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13))
+    magnitude = shifted.view(np.float32) * np.float32(2.0**112)  # the difference of the exponents' biases
     return -magnitude if bits & np.uint16(0x8000) else magnitude
