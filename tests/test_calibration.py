@@ -69,7 +69,7 @@ def test_old_rounds_are_forgotten() -> None:
 
 
 def confident_where_right(rng: np.random.Generator) -> tuple[Tree, list[int]]:
-    """A chain of four guesses, each likelier where the one before was right than where it was wrong; and its verdict."""
+    """A chain of four guesses, each likelier where the one before was right; and its verdict."""
     parents, log_probs, accepted, right = [-1, 0], [0.0, np.log(0.5)], [], True
     for node in range(1, 5):
         right = bool(rng.random() < np.exp(log_probs[node]))
