@@ -126,11 +126,11 @@ def test_numbers_that_are_all_zero() -> None:
 
 def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "has_feature", lambda _name: False)
-    tile = int8_tiles._tile_of(8)
+    tile = int8_tiles.tile_of(8)
 
     @numba.njit
     def run(rows, matrix, bias, out):  # type: ignore[no-untyped-def]
-        tile(rows, 8, matrix, 0, bias, out)
+        tile(rows, rows, 8, matrix, 0, bias, out)
 
     rows, matrix = rows_of(random_numbers(0, LANES, 2 * LINE)), matrix_of(random_numbers(1, LANES, 2 * LINE))
     out = np.zeros((LANES, LANES), np.float32)

@@ -104,7 +104,7 @@ def test_weights_times_values(num_keys: int, kind: torch.dtype) -> None:
 @pytest.mark.parametrize("is_few", [False, True])
 def test_products_on_processors_without_an_instruction_for_them(is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "has_feature", lambda _name: False)
-    tile, few = tiles._tile_of(1, GROUP), few_rows._tile_of(8)
+    tile, few = tiles.tile_of(1, GROUP), few_rows._tile_of(8)
 
     @numba.njit
     def run(rows, matrix, sums):  # type: ignore[no-untyped-def]

@@ -7,12 +7,11 @@ exactly, then scaled as the rows say, so what becomes of a row depends on the ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
 from llvmlite import ir
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bough.model.operands import LINE, LINE_WORDS
@@ -25,6 +24,7 @@ from bough.model.vectors import (
     NUM_VECTORS,
     SECOND_LEVEL,
     WORDS,
+    array_of,
     at,
     dot_bytes,
     multiply_add,
@@ -38,7 +38,7 @@ _WORD = LANES * WORD_BYTES  # bytes from one word of a block, or of a group, to 
 _CODES = LINE // 4 * _WORD  # bytes of a line's codes
 
 
-def _sums(b: ir.IRBuilder, num_rows: int, words: Any, group: Any, group_bytes: Any) -> list[Any]:
+def _sums(b: ir.IRBuilder, num_rows: int, words: Any, _codes: Any, group: Any, group_bytes: Any) -> list[Any]:
     """A vector of sums for each of some rows, the first of which stands at `words`, with a group of outputs."""
     rows, inputs_end = range(num_rows), b.sub(group_bytes, ir.Constant(I64, _WORD))
 
@@ -98,35 +98,38 @@ def _add_lanes(b: ir.IRBuilder, sums: Sequence[Any], out: Any) -> None:
         store(b, b.fadd(b.load(place, typ=part.type, align=4), part), place)
 
 
-def _tile_of(num_rows: int) -> Any:
-    """A function that compiled code may call: some rows with one group of outputs; see `multiply_int8`."""
+def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
+    """A function that compiled code may call: some rows with one group of outputs; see `multiply_int8`.
 
-    def tile(_context, rows, row, matrix, group, bias, out):  # type: ignore[no-untyped-def]
-        signature = numba.types.void(rows, row, matrix, group, bias, out)
+    `codes` are what `sums_of` wants of the rows beside themselves, of the block where they stand.
+    """
+
+    def tile(_context, rows, codes, row, matrix, group, bias, out):  # type: ignore[no-untyped-def]
+        signature = numba.types.void(rows, codes, row, matrix, group, bias, out)
 
         def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
             def array(place: int) -> tuple[Any, list[Any]]:
                 """Address, and bytes from one entry to the next along each axis."""
-                made = context.make_array(signature.args[place])(context, builder, values[place])
-                return made.data, cgutils.unpack_tuple(builder, made.strides)
+                return array_of(context, builder, signature.args[place], values[place])[:2]
 
             def entry(begin: Any, stride: Any, index: Any) -> Any:
                 return at(builder, begin, builder.mul(stride, index))
 
-            _, row, _, group, _, _ = values
+            _, _, row, _, group, _, _ = values
             lanes = ir.Constant(I64, LANES)
             block, lane = builder.udiv(row, lanes), builder.urem(row, lanes)
             lane_bytes = builder.mul(lane, ir.Constant(I64, WORD_BYTES))
-            (words, (block_bytes, *_)), (groups, (group_bytes, *_)) = array(0), array(2)
+            (words, (block_bytes, *_)), (more, (more_bytes, *_)), (groups, (group_bytes, *_)) = map(array, (0, 1, 3))
             first = at(builder, entry(words, block_bytes, block), lane_bytes)
-            sums = _sums(builder, num_rows, first, entry(groups, group_bytes, group), group_bytes)
-            result, steps = array(5)
+            of_block = entry(more, more_bytes, block)
+            sums = sums_of(builder, num_rows, first, of_block, entry(groups, group_bytes, group), group_bytes)
+            result, steps = array(6)
             output = builder.mul(group, lanes)
-            if signature.args[5].ndim == 3:
+            if signature.args[6].ndim == 3:
                 begin = entry(entry(result, steps[0], block), steps[1], output)
                 _add_lanes(builder, sums, at(builder, begin, lane_bytes))
             else:
-                added, (float_bytes,) = array(4)
+                added, (float_bytes,) = array(5)
                 begin = entry(entry(result, steps[0], row), steps[1], output)
                 _put_rows(builder, sums, entry(added, float_bytes, output), begin, steps[0])
             return context.get_dummy_value()
@@ -139,25 +142,25 @@ def _tile_of(num_rows: int) -> Any:
 # Registers hold a line's sums of so many rows, beside what they are made of; those of lines before are put aside.
 # A tile reads its group once: the more rows it has, the less it asks of memory, and of the caches for each product.
 _MOST_ROWS = NUM_VECTORS // 2
-_tile_1, _tile_2, _tile_4, _tile_8, _tile_16 = map(_tile_of, (1, 2, 4, 8, 16))
+_tile_1, _tile_2, _tile_4, _tile_8, _tile_16 = map(tile_of, (1, 2, 4, 8, 16))
 
 
 @compiled
 def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: ignore[no-untyped-def]
     """Some of the rows from `row` on, or all that are left; how many."""
     if _MOST_ROWS >= 16 and num_left > 12:
-        _tile_16(rows, row, matrix, group, bias, out)
+        _tile_16(rows, rows, row, matrix, group, bias, out)
         return 16
     if _MOST_ROWS >= 8 and num_left > 4:
-        _tile_8(rows, row, matrix, group, bias, out)
+        _tile_8(rows, rows, row, matrix, group, bias, out)
         return 8
     if num_left > 2:
-        _tile_4(rows, row, matrix, group, bias, out)
+        _tile_4(rows, rows, row, matrix, group, bias, out)
         return 4
     if num_left > 1:
-        _tile_2(rows, row, matrix, group, bias, out)
+        _tile_2(rows, rows, row, matrix, group, bias, out)
         return 2
-    _tile_1(rows, row, matrix, group, bias, out)
+    _tile_1(rows, rows, row, matrix, group, bias, out)
     return 1
 
 

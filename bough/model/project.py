@@ -7,7 +7,7 @@ from typing import Any
 import numba
 from numba.extending import overload
 
-from bough.model import few_outputs, few_rows
+from bough.model import amx, amx_tiles, few_outputs, few_rows
 from bough.model.int8_tiles import multiply_int8
 from bough.model.operands import are_codes, num_outputs_of
 from bough.model.shares import as_thread, take, take_next, wait_for_all
@@ -18,6 +18,8 @@ PIECES = 8  # of a matrix for each thread, which they take as they come to them
 ARE_FEW_ALIKE = not multiplies_pairs()  # whether products of few rows are bit for bit those of many
 _few: Any = few_outputs if ARE_FEW_ALIKE else few_rows
 few_of, multiply_few = _few.few_of, _few.multiply_few
+HAS_TILES = amx.ask_for_tiles() and amx_tiles.are_right()
+_multiply_many = amx_tiles.multiply_groups_by_tiles if HAS_TILES else multiply_groups
 
 
 def said_rows(num_rows: int, num_blocks: int) -> int:
@@ -41,21 +43,27 @@ def _multiply(rows, few, num_rows, matrix, begin, end, bias, out):  # type: igno
         if len(few):
             multiply_few(few, matrix, begin, end, bias, out)
         else:
-            multiply_groups(rows, matrix, begin, end, bias, out)
+            _multiply_many(rows, matrix, begin, end, bias, out)
 
     def in_8_bits(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
         multiply_int8(rows, num_rows, matrix, begin, end, bias, out)
+
+    def in_8_bits_by_tiles(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
+        amx_tiles.multiply_int8_by_tiles(rows, few, num_rows, matrix, begin, end, bias, out)
 
     def in_32_bits(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
         multiply_groups(rows, matrix, begin, end, bias, out)
 
     if are_codes(rows):
-        return in_8_bits
+        return in_8_bits_by_tiles if HAS_TILES else in_8_bits
     return by_number if rows.dtype == numba.types.int32 else in_32_bits
 
 
 def form_of(rows: Any, num_rows: int) -> Any:
-    """Few rows in 16 bits in the form in which they are multiplied; otherwise of no length. Only within kernels."""
+    """Rows in the form in which they are multiplied, where they are not as they stand: else of no length.
+
+    Few rows in 16 bits, and many in 8 bits by registers of tiles. Only within kernels.
+    """
     raise NotImplementedError
 
 
@@ -63,6 +71,8 @@ def form_of(rows: Any, num_rows: int) -> Any:
 def _form_of(rows, num_rows):  # type: ignore[no-untyped-def]  # noqa: ARG001
     if rows.dtype == numba.types.int32:
         return lambda rows, num_rows: few_of(rows, num_rows)
+    if HAS_TILES and are_codes(rows):
+        return lambda rows, num_rows: amx_tiles.codes_by_row(rows, num_rows)
     return lambda rows, num_rows: rows[:0]  # noqa: ARG005
 
 

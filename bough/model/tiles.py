@@ -12,7 +12,6 @@ from typing import Any
 
 import numba
 from llvmlite import ir
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bough.model.vectors import (
@@ -23,6 +22,7 @@ from bough.model.vectors import (
     NUM_VECTORS,
     SECOND_LEVEL,
     WORDS,
+    array_of,
     at,
     dot_pairs,
     multiply_add,
@@ -58,7 +58,7 @@ def _times(builder: ir.IRBuilder, number: int, size: Any) -> Any:
     return builder.mul(size, ir.Constant(I64, number))
 
 
-class _Tile:
+class Tile:
     """The code for some blocks of rows with some rows of the matrix: all its sums stay in registers."""
 
     def __init__(self, builder: ir.IRBuilder, num_blocks: int, num_outputs: int, is_bf16: bool) -> None:
@@ -129,7 +129,7 @@ class _Tile:
             store(b, b.fadd(b.load(place, typ=FLOATS, align=4), total), place)
 
 
-def _tile_of(num_blocks: int, num_outputs: int) -> Any:
+def tile_of(num_blocks: int, num_outputs: int, kind: type[Tile] = Tile) -> Any:
     """A function that compiled code may call; see `multiply_groups`."""
 
     def tile(_context, blocks, block, matrix, output, bias, out):  # type: ignore[no-untyped-def]
@@ -139,27 +139,23 @@ def _tile_of(num_blocks: int, num_outputs: int) -> Any:
         def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
             _, block, _, output, _, _ = values
 
-            def array(place: int) -> tuple[Any, list[Any]]:
-                """Address, and bytes from one entry to the next along each axis."""
-                made = context.make_array(signature.args[place])(context, builder, values[place])
-                return made.data, cgutils.unpack_tuple(builder, made.strides)
+            def array(place: int) -> tuple[Any, list[Any], list[Any]]:
+                return array_of(context, builder, signature.args[place], values[place])
 
             def entry(begin: Any, stride: Any, index: Any) -> Any:
                 return at(builder, begin, builder.mul(stride, index))
 
             kind_of_matrix, kind_of_out = signature.args[2], signature.args[5]
-            (rows, (block_bytes, *_)), (weights, (row_step, _)), (result, steps) = array(0), array(2), array(5)
-            num_words = cgutils.unpack_tuple(
-                builder, context.make_array(signature.args[0])(context, builder, values[0]).shape
-            )[1]
+            (rows, (block_bytes, *_), (_, num_words, _)), (weights, (row_step, _), _) = array(0), array(2)
+            result, steps, _ = array(5)
             row_bytes = _times(builder, WORD_BYTES, num_words)
-            made = _Tile(builder, num_blocks, num_outputs, kind_of_matrix.dtype == numba.types.uint16)
+            made = kind(builder, num_blocks, num_outputs, kind_of_matrix.dtype == numba.types.uint16)
             matrix = entry(weights, row_step, output)
             sums = made.sums(entry(rows, block_bytes, block), block_bytes, matrix, row_step, row_bytes)
             if kind_of_out.ndim == 3:
                 made.add_lanes(sums, entry(entry(result, steps[0], block), steps[1], output), steps[0])
             else:
-                added, (float_bytes,) = array(4)
+                added, (float_bytes,), _ = array(4)
                 first = entry(entry(result, steps[0], _times(builder, LANES, block)), steps[1], output)
                 is_rounded = kind_of_out.dtype == numba.types.uint16
                 made.put_rows(sums, entry(added, float_bytes, output), first, steps[0], is_rounded)
@@ -173,7 +169,7 @@ def _tile_of(num_blocks: int, num_outputs: int) -> Any:
 # So many sums as registers hold, beside what they are made of. With few outputs, widening rows would take the time.
 _NUM_SUMS, _LEAST_OUTPUTS = NUM_VECTORS // 2, 4
 _OF_1, _OF_2, _OF_4 = (_NUM_SUMS // num_blocks for num_blocks in (1, 2, 4))  # outputs
-_tile_1, _tile_2, _tile_4 = _tile_of(1, _OF_1), _tile_of(2, _OF_2), _tile_of(4, _OF_4)
+_tile_1, _tile_2, _tile_4 = tile_of(1, _OF_1), tile_of(2, _OF_2), tile_of(4, _OF_4)
 # "fastmath" is said everywhere: where it is not, numba takes it over from whichever function is compiled first of those
 # that call, and sums whose order must not change would be put in another.
 compiled = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True)
