@@ -16,6 +16,7 @@ from emulated_tiles import emulate
 from test_int8 import matrix_of, rows_of
 from test_project import blocks_of, random_numbers
 
+from bough import model
 from bough.model import amx, amx_tiles
 from bough.model.int8_tiles import multiply_int8
 from bough.model.operands import LINE
@@ -130,8 +131,6 @@ def test_real_tiles_have_the_bits_of_emulated_ones(in_16_bits: Function) -> None
 
 # A process of its own: for which processor numba compiles is decided once in each.
 COMPILE = """
-from bough.model import amx
-amx._is_permitted = lambda: True
 import numba
 from numba import types
 from bough.model import amx_tiles
@@ -178,13 +177,12 @@ def test_kernels_are_compiled_to_the_instructions_of_the_manual(tmp_path: Path) 
 
 
 def test_a_system_that_refuses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled for them then, neither ours nor what numba would think of."""
-    features = "+avx2,+amx-tile,+amx-bf16,+amx-int8,-sse4a"
-    monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
-    monkeypatch.setattr(amx, "_is_permitted", lambda: True)
-    assert amx.ask_for_tiles()
-    assert features == numba.config.CPU_FEATURES  # type: ignore[attr-defined]
-    monkeypatch.setattr(amx, "_is_permitted", lambda: False)
-    assert not amx.ask_for_tiles()
-    assert numba.config.CPU_FEATURES == "+avx2,-sse4a"  # type: ignore[attr-defined]
-    assert not amx.ask_for_tiles()
+    """Kernels that were compiled elsewhere, with tiles, are not taken over then."""
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", ",".join(f"+{name}" for name in amx.FEATURES))
+    folders = set()
+    for is_permitted in (True, False):
+        for module in (model, amx):
+            monkeypatch.setattr(module, "may_use_tiles", lambda answer=is_permitted: answer)
+        assert amx.has_tiles() == is_permitted
+        folders.add(model.compiled_folder())
+    assert len(folders) == 2

@@ -1,7 +1,9 @@
 """Running a causal language model on packed trees: what the draft worker and the target worker share."""
 
+import ctypes
 import hashlib
 import os
+import platform
 from functools import cache
 from pathlib import Path
 
@@ -21,13 +23,25 @@ def files_hash() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def compiled_folder() -> Path:
-    """For what numba compiles of these files as they are.
+@cache
+def may_use_tiles() -> bool:
+    """Whether the system lets this process use registers of tiles (`bough.model.amx`), if the processor has any.
 
-    On its own numba looks only at the file that a function stands in, and would go on using what it compiled from
-    others that have changed since.
+    Linux gives a process the room for them when it asks first, and otherwise ends it at the first instruction.
     """
-    return cache_folder() / "compiled" / files_hash()
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # Documentation/arch/x86/xstate.rst
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+
+
+def compiled_folder() -> Path:
+    """For what numba compiles of these files as they are, on processors and in systems like this.
+
+    On its own numba looks only at the processor and the file that a function stands in. It would go on using what it
+    compiled from other files that have changed since, and use tiles where they are refused.
+    """
+    return cache_folder() / "compiled" / (files_hash() + ("-tiles" if may_use_tiles() else ""))
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))

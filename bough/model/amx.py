@@ -1,4 +1,4 @@
-"""Intel's registers of tiles (AMX) in LLVM's terms, and whether this process may use them.
+"""Intel's registers of tiles (AMX) in LLVM's terms.
 
 A tile is sixteen rows of 64 bytes. One instruction multiplies the rows of one tile with those of another and adds to a
 third: of pairs of bfloat16 512 times as many products as a thread's vectors have numbers, of fours of bytes as many
@@ -7,43 +7,24 @@ again. Instructions: Intel 64 and IA-32 Architectures Software Developer's Manua
 
 from __future__ import annotations
 
-import ctypes
-import platform
-from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 
-from bough.model.vectors import I64, POINTER, at, call, has_feature, without_features
+from bough.model import may_use_tiles
+from bough.model.vectors import I64, POINTER, at, call, has_feature
 
 ROWS, ROW_BYTES = 16, 64  # of a tile
 TILE_BYTES = ROWS * ROW_BYTES
 NUM_TILES = 8
 FEATURES = "amx-tile", "amx-bf16", "amx-int8"
 _I8 = ir.IntType(8)
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux, x86-64: documentation of its x86/xstate
 
 
-def ask_for_tiles() -> bool:
-    """Whether this process may use tiles; where the system refuses them, nothing is compiled for them from now on.
-
-    Linux gives a process the room for them when it asks first, and otherwise ends it at the first instruction.
-    """
-    if not all(map(has_feature, FEATURES)):
-        return False
-    if _is_permitted():
-        return True
-    numba.config.CPU_FEATURES = without_features(FEATURES)  # type: ignore[attr-defined]
-    return False
-
-
-@cache
-def _is_permitted() -> bool:
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return False
-    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+def has_tiles() -> bool:
+    """Whether this processor has them, and the system lets this process use them."""
+    return all(map(has_feature, FEATURES)) and may_use_tiles()
 
 
 def _configuration() -> bytes:

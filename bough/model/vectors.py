@@ -41,14 +41,6 @@ def has_feature(name: str) -> bool:
     return bool(_own_features().get(name, False))
 
 
-def without_features(names: Sequence[str]) -> str:
-    """What numba is to compile for, so that it leaves these out."""
-    chosen = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
-    if chosen is None:
-        chosen = llvmlite.binding.get_host_cpu_features().flatten()
-    return ",".join(feature for feature in chosen.split(",") if feature.lstrip("+-") not in names)
-
-
 @cache
 def _own_features() -> dict[str, bool]:
     """Of this processor. To ask takes a third of a millisecond, and products ask."""
