@@ -1,8 +1,8 @@
 """Intel's registers of tiles (AMX) in LLVM's terms.
 
-A tile is sixteen rows of 64 bytes. One instruction multiplies the rows of one tile with those of another and adds to a
-third: of pairs of bfloat16 512 times as many products as a thread's vectors have numbers, of fours of bytes as many
-again. Instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, "TDPBF16PS" and others.
+A tile is sixteen rows of 64 bytes. One instruction multiplies one tile with another as matrices, and adds to a third:
+8,192 products of bfloat16, or 16,384 of bytes. Instructions: Intel 64 and IA-32 Architectures Software Developer's
+Manual, volume 2, "TDPBF16PS" and others.
 """
 
 from __future__ import annotations
