@@ -22,37 +22,33 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from bough.acceptance import Acceptance, DepthCounts, SchemeAcceptance, by_rank
+from bough.acceptance import Acceptance, by_rank
 from bough.calibration import Calibration
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, parse
 from bough.demonstration import demonstration_folder
 from bough.growth import BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
-from bough.messages import Context, GrowCall, Verdict, VerifyCall
 from bough.model.checkpoint import Checkpoint
 from bough.model.threads import compute_with
 from bough.sampling import SamplingParams
 from bough.shapes import best_chains, best_shape, expected_tokens, expected_tokens_of_chains
 from bough.tokenizer import Tokenizer
-from bough.tree import Tree
 from bough.values import parse_layers
 from draft_worker.sources import load_draft
 from draft_worker.worker import DraftWorker
 from loadtest import draft_step
+from loadtest.acceptance_bench import RANKS, Bench, Outcome
 from loadtest.acceptance_report import Row, interval, plot, prediction_error, table, tokens_per_round
 from loadtest.acceptance_target import LazyTarget
 from loadtest.draft_step import CPU
 from loadtest.prompts import load_prompts
 
-RANKS = 32  # children whose acceptance is measured
 LEVELS = 18  # of shapes and chains, at most
 STEP_TURNS = 21  # in which draft steps are timed
 
@@ -94,102 +90,6 @@ GREEDY = ("SpecExec: target, best-first", "target, optimal top-k shape", "greedy
 CONTESTANTS["greedy k chains"] = Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chains)
 
 
-@dataclass(slots=True)
-class Stream:
-    """A prompt being continued."""
-
-    name: str
-    tokens: list[int]
-    prompt_length: int
-    draft_held: int = 0
-    rounds: int = 0
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - self.prompt_length
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Rounds of one contestant at one size and temperature."""
-
-    per_prompt: list[float] = field(default_factory=list)  # tokens per round
-    rounds: list[list[tuple[Tree, tuple[int, ...]]]] = field(default_factory=list)  # of each prompt: tree, accepted
-
-    @property
-    def mean_of_rounds(self) -> float:
-        """Tokens per round where every round weighs the same."""
-        num_tokens = [len(accepted) + 1 for rounds in self.rounds for _, accepted in rounds]
-        return float(np.mean(num_tokens))
-
-
-class Bench:
-    """A draft, a target, and prompts that are continued in step."""
-
-    def __init__(self, draft: DraftWorker, target: LazyTarget, prompts: Sequence[list[int]], length: int) -> None:
-        self._draft = draft
-        self._target = target
-        self._prompts = prompts
-        self._length = length
-
-    def run(self, plan: TreePlan, params: SamplingParams) -> Outcome:
-        """Rounds until every prompt has its tokens."""
-        outcome = Outcome(rounds=[[] for _ in self._prompts])
-        with self._streams() as streams:
-            while waiting := [index for index, stream in enumerate(streams) if stream.num_generated < self._length]:
-                for index, (tree, verdict) in zip(
-                    waiting, self._round([streams[i] for i in waiting], plan, params), strict=True
-                ):
-                    streams[index].tokens += verdict.tokens_of(tree)
-                    outcome.rounds[index].append((tree, verdict.accepted_nodes))
-            outcome.per_prompt = [stream.num_generated / stream.rounds for stream in streams]
-        return outcome
-
-    def acceptance(self, scheme: Scheme, guess: Guess, params: SamplingParams) -> SchemeAcceptance:
-        """By rank, from trees of a root and its children only, at every position of the texts."""
-        accepted, rejected = np.zeros(RANKS), np.zeros(RANKS)
-        growth = Chains(RANKS, 1) if scheme is Scheme.MULTI_ROUND else StaticShape((0,) * RANKS)
-        plan = TreePlan(growth, scheme, guess)
-        with self._streams() as streams:
-            for _ in range(self._length):
-                for stream, (tree, verdict) in zip(streams, self._round(streams, plan, params), strict=True):
-                    if verdict.accepted_nodes:
-                        accepted[verdict.accepted_nodes[0] - 1] += 1
-                    else:
-                        rejected[len(tree) - 2] += 1
-                    stream.tokens.append(verdict.tokens_of(tree)[0])  # one, so that every position is counted once
-        counts = DepthCounts(tuple(accepted.tolist()), tuple(rejected.tolist()))
-        return SchemeAcceptance(scheme, int(accepted.sum() + rejected.sum()), (counts,))
-
-    def _round(self, streams: Sequence[Stream], plan: TreePlan, params: SamplingParams) -> list[tuple[Tree, Verdict]]:
-        """A tree for each stream, and the verdict on it."""
-        growing = [self._draft.grow(_grow_call(stream, plan, params)) for stream in streams]
-        trees = [grown.result().tree for grown in growing]
-        calls = [
-            VerifyCall(_context(stream, 0), 1, stream.rounds, tree, params, plan.scheme)
-            for stream, tree in zip(streams, trees, strict=True)
-        ]
-        for stream, grown in zip(streams, growing, strict=True):
-            stream.draft_held = grown.result().held_length
-            stream.rounds += 1
-        return [*zip(trees, self._target.verify(calls), strict=True)]
-
-    @contextmanager
-    def _streams(self) -> Iterator[list[Stream]]:
-        streams = [Stream(f"prompt-{index}", [*prompt], len(prompt)) for index, prompt in enumerate(self._prompts)]
-        yield streams
-        for stream in streams:
-            self._draft.release(stream.name).result()
-
-
-def _context(stream: Stream, held: int) -> Context:
-    return Context.of(stream.name, stream.tokens, held, stream.prompt_length)
-
-
-def _grow_call(stream: Stream, plan: TreePlan, params: SamplingParams) -> GrowCall:
-    return GrowCall(_context(stream, stream.draft_held), stream.tokens[-1], params, stream.rounds, plan)
-
-
 def measure(bench: Bench, temperature: float, arguments: argparse.Namespace, rows: list[Row]) -> None:
     """All contestants at one temperature, but for what is among the rows already; adds to these."""
     names = GREEDY if temperature == 0 else tuple(name for name in CONTESTANTS if name not in GREEDY[2:])
@@ -201,10 +101,12 @@ def measure(bench: Bench, temperature: float, arguments: argparse.Namespace, row
             continue
         # Shapes are chosen by what other random numbers came to, as they are in use.
         before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, others))
-        same_texts = by_rank(bench.acceptance(contestant.scheme, contestant.guess, params))
+        same_texts: Acceptance | None = None
         for nodes in sorted(set(arguments.nodes) - done):
             plan = contestant.plan(before, nodes) if nodes > 1 else TreePlan(StaticShape(()), contestant.scheme)
             outcome = bench.run(plan, params)
+            if same_texts is None or contestant.scheme is not Scheme.TARGET:  # whose texts depend on the trees
+                same_texts = by_rank(bench.acceptance(contestant.scheme, contestant.guess, params, outcome.texts))
             row: Row = {
                 "temperature": temperature,
                 "contestant": name,
