@@ -14,7 +14,8 @@ from bough.tree import Tree
 NUM_BINS = 24
 LOWEST = -12.0  # log-probabilities below are all alike
 PRIOR_GUESSES = 4.0  # before anything is counted a bin holds so many guesses, right as often as the draft says
-PRIOR_LIFTS = 10.0  # right guesses with as much below them as expected, before any are counted
+SEEN = 1e-6  # tokens below guesses: fewer are left of rounds long forgotten
+PRIOR_RIGHT = 10.0  # right guesses with as much below them as expected, before any are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,13 @@ class Calibration:
 
         A draft whose rates change moves both means alike: that is for the rates to learn, and is not learnt twice.
         """
-        if not self._below_expected:
+        if self._below_expected < SEEN:
             return 1.0
         mean = self._below_expected / self._expected_right
-        return (self._below_right / mean + PRIOR_LIFTS) / (self._right + PRIOR_LIFTS)
+        return (self._below_right / mean + PRIOR_RIGHT) / (self._right + PRIOR_RIGHT)
 
     def _conditional(self, tree: Tree) -> NDArray[np.float64]:
-        """(num_nodes,) by how much each node is less probable than its parent."""
+        """(num_nodes,) probability of each node given its parent, lifted but not above 1; the root's means nothing."""
         conditional = self._rates(self._bins(tree))
         deep = tree.parents > 0
         conditional[deep] = np.minimum(1.0, self._lift() * conditional[deep])

@@ -171,6 +171,7 @@ def test_kernels_are_compiled_to_the_instructions_of_the_manual(tmp_path: Path) 
     assert names[: 1 + len(four_blocks)] == ["ldtilecfg", *four_blocks]
     in_8_bits = ["ldtilecfg", "tilezero", "tileloadd", "tileloadd", "tdpbsud", "tilestored", "tilerelease"]
     assert names[-len(in_8_bits) :] == in_8_bits
+    assert names.count("tilerelease") == names.count("ldtilecfg") == 2
     # The tile of the sums comes last in this notation, and the first factor's before it.
     assert "tdpbf16ps %tmm5, %tmm4, %tmm3" in tiles
     assert "tdpbsud %tmm5, %tmm4, %tmm0" in tiles

@@ -97,6 +97,12 @@ def test_what_stands_below_a_guess_says_something_about_it() -> None:
         assert (probs[1:] <= probs[tree.parents[1:]]).all()
 
 
+def test_a_lift_of_rounds_long_forgotten_is_none() -> None:
+    calibration = Calibration(half_life_rounds=50)
+    calibration._right = calibration._below_right = calibration._below_expected = 5e-324
+    assert calibration._lift() == 1.0
+
+
 def test_a_draft_that_gets_worse_is_not_counted_as_worse_twice() -> None:
     """While its rates are being learnt anew, expectations come down to what is realised, and not below."""
     rng, calibration = np.random.default_rng(1), Calibration(half_life_rounds=100)

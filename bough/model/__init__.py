@@ -28,8 +28,9 @@ def may_use_tiles() -> bool:
     """Whether the system lets this process use registers of tiles (`bough.model.amx`), if the processor has any.
 
     Linux gives a process the room for them when it asks first, and otherwise ends it at the first instruction.
+    BOUGH_TILES=0 does without them.
     """
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+    if os.environ.get("BOUGH_TILES") == "0" or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # Documentation/arch/x86/xstate.rst
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)

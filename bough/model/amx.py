@@ -18,7 +18,8 @@ from bough.model.vectors import I64, POINTER, at, call, has_feature
 ROWS, ROW_BYTES = 16, 64  # of a tile
 TILE_BYTES = ROWS * ROW_BYTES
 NUM_TILES = 8
-FEATURES = "amx-tile", "amx-bf16", "amx-int8"
+# The last is for few rows of drafts: targets must not take the way that few rows have without it.
+FEATURES = "amx-tile", "amx-bf16", "amx-int8", "avx512bf16"
 _I8 = ir.IntType(8)
 
 
@@ -30,7 +31,7 @@ def has_tiles() -> bool:
 def _configuration() -> bytes:
     """All tiles of full size."""
     made = np.zeros(64, np.uint8)
-    made[0] = 1  # the only palette there is
+    made[0] = 1  # the only palette with tiles
     made[16 : 16 + 2 * NUM_TILES].view(np.uint16)[:] = ROW_BYTES
     made[48 : 48 + NUM_TILES] = ROWS
     return made.tobytes()
@@ -71,7 +72,8 @@ def store(b: ir.IRBuilder, tile: int, address: Any) -> None:
 def add_pairs(b: ir.IRBuilder, sums: int, first: int, second: int) -> None:
     """sums[m, n] += the dot product of first[m, k] and second[k, n] over k: pairs of bfloat16, into float32.
 
-    Those that are first in their pairs are added up apart from those that are second.
+    Those that are first in their pairs are added up apart from those that are second; numbers too small for their
+    exponent count as 0.
     """
     _call(b, "tdpbf16ps", *(ir.Constant(_I8, tile) for tile in (sums, first, second)))
 

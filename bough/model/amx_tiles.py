@@ -146,7 +146,7 @@ _int8_tile = int8_tile_of(LANES, _int8_sums)
 
 @compiled
 def multiply_groups_by_tiles(blocks, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
-    """As `bough.model.tiles.multiply_groups`, in 16 bits; the same where rows of the matrix are not whole lines."""
+    """As `bough.model.tiles.multiply_groups`, in 16 bits; by vectors where rows of the matrix are not whole lines."""
     num_blocks = len(blocks)
     if 2 * matrix.shape[1] % LINE_BYTES:
         multiply_groups(blocks, matrix, begin, end, bias, out)
@@ -196,7 +196,7 @@ def multiply_int8_by_tiles(rows, codes, num_rows, matrix, begin, end, bias, out)
 def are_right(in_16_bits: Any = multiply_groups_by_tiles, in_8_bits: Any = multiply_int8_by_tiles) -> bool:
     """Whether tiles give what they should: products of small whole numbers, whose sums are exact in any order."""
     rng = np.random.default_rng(0)
-    rows, matrix = (rng.integers(-8, 9, (count, 3 * LINE)) for count in (2 * LANES, GROUP))
+    rows, matrix = (rng.integers(-8, 9, (count, 3 * LINE)) for count in (7 * LANES, GROUP))  # four blocks, two and one
     of_pairs, of_fours = (np.zeros((len(rows), GROUP), np.float32) for _ in range(2))
     bias = np.zeros(GROUP, np.float32)
     in_16_bits(_by_lanes(_bfloat16(rows)), _bfloat16(matrix), 0, 1, bias, of_pairs)

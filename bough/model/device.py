@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from bough.errors import ConfigError
+from bough.model.project import HAS_TILES
 from bough.model.vectors import multiplies_pairs
 
 
@@ -34,6 +35,7 @@ def device_name(device: torch.device) -> str:
     """What it is; of a CPU the instructions that torch's kernels and ours are chosen by."""
     if device.type == "cpu":
         dots = " and products of bfloat16" if multiplies_pairs() else ""
+        dots += " by tiles" if HAS_TILES else ""
         return f"CPU with {torch.backends.cpu.get_cpu_capability()}{dots}"
     return str(torch.cuda.get_device_name(device))
 

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from bough.model.experts import has_own_products
 from bough.model.loading import Skeleton
 from bough.model.naming import Quantization
-from bough.model.project import HAS_TILES
 from bough.model.row_products import can_multiply, is_left_to_us, multiply
 from bough.model.threads import all_threads
 from bough.model.tiles import GROUP, LINE_BYTES
@@ -78,8 +77,7 @@ def product_of(counts: RowCounts) -> Product:
 
 def describe(counts: RowCounts) -> str:
     """What two workers must have in common to give the same bits, beside device and library."""
-    how = " by tiles" if HAS_TILES else ""
-    return f"products of single rows{how}" if counts.step < counts.most else f"products of {counts.most} rows"
+    return "products of single rows" if counts.step < counts.most else f"products of {counts.most} rows"
 
 
 def _linears(layers: nn.ModuleList) -> list[nn.Linear]:
