@@ -104,9 +104,11 @@ def measure(bench: Bench, temperature: float, arguments: argparse.Namespace, row
         same_texts: Acceptance | None = None
         for nodes in sorted(set(arguments.nodes) - done):
             plan = contestant.plan(before, nodes) if nodes > 1 else TreePlan(StaticShape(()), contestant.scheme)
-            outcome = bench.run(plan, params)
-            if same_texts is None or contestant.scheme is not Scheme.TARGET:  # whose texts depend on the trees
-                same_texts = by_rank(bench.acceptance(contestant.scheme, contestant.guess, params, outcome.texts))
+            # Verified by TARGET, a seed's text is the same whatever the tree, and what is predicted from it is so too.
+            of_one_text = contestant.scheme is Scheme.TARGET
+            outcome = bench.run(plan, params, 1 if of_one_text else arguments.repeats)
+            if same_texts is None or not of_one_text:
+                same_texts = by_rank(bench.acceptance(contestant.scheme, contestant.guess, params, outcome))
             row: Row = {
                 "temperature": temperature,
                 "contestant": name,
@@ -170,7 +172,9 @@ def main() -> None:
         print(table(rows, temperature, arguments.nodes) + "\n")
     if arguments.plot:
         plot(rows, arguments.plot)
-    settings = {name: getattr(arguments, name) for name in ("num", "max_tokens", "seed", "drop_layers", "bits")}
+    settings = {
+        name: getattr(arguments, name) for name in ("num", "max_tokens", "repeats", "seed", "drop_layers", "bits")
+    }
     compute_with(arguments.threads)
     model = load_draft(
         Checkpoint.open(folder), parse_layers(arguments.drop_layers), "bfloat16", CPU, bits=arguments.bits
@@ -189,6 +193,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--num", type=int, default=24, help="prompts")
     parser.add_argument("--prompts", type=Path, help="JSONL file with `text` or `turns`; bough's own by default")
     parser.add_argument("--max-tokens", type=int, default=32, help="of each prompt")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="of the schemes whose texts depend on the trees, with other seeds"
+    )
     parser.add_argument("--drop-layers", default="3,14", help="of the substitute draft")
     parser.add_argument("--bits", choices=["auto", "8", "16"], default="auto", help="of the draft's products")
     parser.add_argument("--seed", type=int, default=1)
