@@ -1,4 +1,4 @@
-"""Learns of every draft worker what its probabilities are worth, for whoever decides how large trees should be."""
+"""Learns of every draft worker what its probabilities are worth, as `bough doctor` tells."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ class Calibrations:
 
     def __init__(self) -> None:
         self._drafts: dict[str, _Draft] = {}
-
-    def of(self, draft_id: str) -> Calibration:
-        """As far as it is known; the draft's own word for one that is not."""
-        draft = self._drafts.get(draft_id)
-        return draft.calibration if draft else Calibration()
 
     def observe(self, draft_id: str, plan: TreePlan, drafted: Tree, tokens: Sequence[int]) -> None:
         """One verdict on a tree that a draft worker grew, whatever was verified beside it: `tokens` end with the bonus.

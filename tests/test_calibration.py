@@ -146,8 +146,17 @@ def test_a_round_counts_for_what_the_draft_had_guessed(tokens: list[int], realis
     (report,) = calibrations.reports()
     assert (report.draft_id, report.num_rounds, report.realised_tokens) == ("draft", 1, realised)
     assert report.expected_tokens == pytest.approx(Calibration().expected_tokens(TREE))
-    assert calibrations.of("draft").acceptance(TREE) != pytest.approx(Calibration().acceptance(TREE))
-    assert calibrations.of("another").acceptance(TREE) == pytest.approx(Calibration().acceptance(TREE))
+
+
+def test_drafts_are_learned_of_apart() -> None:
+    """What is expected of a round is what the rounds before it have taught."""
+    calibrations, before = Calibrations(), Calibration().expected_tokens(TREE)
+    for _ in range(20):
+        calibrations.observe("draft", PLAN, TREE, [99])
+    calibrations.observe("another", PLAN, TREE, [99])
+    draft, another = calibrations.reports()
+    assert draft.realised_tokens < draft.expected_tokens < 0.9 * before
+    assert another.expected_tokens == pytest.approx(before)
 
 
 def test_what_says_nothing_of_the_drafts_probabilities_is_not_counted() -> None:
