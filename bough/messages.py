@@ -60,6 +60,7 @@ class GrowCall:
     sampling: SamplingParams
     round: int  # of the session: its number sets this tree's random numbers apart from all others'
     plan: TreePlan
+    vocab_size: int = 0  # ids below it can be the target's tokens; 0 for as many as the draft's model has
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Pure values; the drawing is in `bough.model.draw`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ MAX_STOP_TOKENS = 1024
 MAX_STOPS = 64  # every piece of text is searched for each
 MAX_STOP_LENGTH = 1024
 MAX_SEED = 2**64 - 1
+BANNED = -math.inf  # as a bias
 
 
 def _require(condition: bool, name: str, value: object, would_do: str) -> None:
@@ -40,7 +42,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output (arXiv 1909.05858)
     presence_penalty: float = 0.0  # over the output
     frequency_penalty: float = 0.0  # over the output
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # BANNED for tokens that are never to be drawn
     logprobs: int | None = None  # alternatives to report; None reports nothing
     stop_token_ids: frozenset[int] = frozenset()
 
@@ -78,7 +80,10 @@ class SamplingParams:
             _require_number(name, len(getattr(self, name)), most)
         for token, bias in self.logit_bias.items():
             _require(0 <= token < vocab_size, "logit_bias", token, f"a token id below {vocab_size} would do")
-            _require(abs(bias) <= 1000, f"logit_bias[{token}]", bias, "a number in [-1000, 1000] would do")
+            is_number = abs(bias) <= 1000 or bias == BANNED
+            _require(is_number, f"logit_bias[{token}]", bias, "a number in [-1000, 1000], or -inf to ban it, would do")
+        if sum(bias == BANNED for bias in self.logit_bias.values()) == vocab_size:
+            raise InvalidRequest(f"logit_bias: all {vocab_size} tokens are banned; one that is not would do")
         _require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "logprobs",

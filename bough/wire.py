@@ -23,6 +23,7 @@ from bough.wire_trees import (
 
 TOKENIZER_CHUNK_BYTES = 1024 * 1024
 MAX_NAME_LENGTH = 256  # characters of a session's or request's name, which is a key in more than one place
+MAX_VOCAB = 2**31 - 1  # token ids are numbers of 32 bits with a sign
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -101,11 +102,15 @@ def grow_call_to_wire(call: m.GrowCall) -> draft_pb2.GrowRequest:
         growth=growth_to_wire(call.plan.growth),
         scheme=SCHEMES[call.plan.scheme],
         guess_distribution=call.plan.guess is Guess.DISTRIBUTION,
+        vocab_size=call.vocab_size,
     )
 
 
 def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nodes: int) -> m.GrowCall:
-    """Checks everything; raises InvalidRequest."""
+    """Checks everything, `vocab_size` being that of the draft's model; raises InvalidRequest."""
+    vocab_size = message.vocab_size or vocab_size
+    if vocab_size > MAX_VOCAB:
+        raise InvalidRequest(f"vocab_size: {vocab_size}; at most {MAX_VOCAB} would do")
     require_tokens("root_token", [message.root_token], vocab_size)
     growth = growth_from_wire(message.growth)
     require_growth("growth", growth, max_nodes)
@@ -117,6 +122,7 @@ def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nod
         sampling,
         message.round,
         TreePlan(growth, scheme_from_wire("scheme", message.scheme), guess_from_wire(message.guess_distribution)),
+        message.vocab_size,
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.futures import settle
 from bough.growth import BestFirst, Scheme
 from bough.messages import GrowCall, GrowResult, Timings
-from bough.model.batch import Batch
+from bough.model.batch import Batch, Segment
 from draft_worker.ahead import Ahead
 from draft_worker.job import Job, Stepping, num_levels
 from draft_worker.pool import SessionPool
@@ -172,7 +173,8 @@ class Engine:
     def _ask(self, parts: Sequence[Stepping]) -> list[Largest]:
         """The largest adjusted logits of each part's rows."""
         segments = [part.segments() for part in parts]
-        logits = self._model.logits(Batch([s for own in segments for s in own], None, self._model.device))
+        readable = [self._readable(segment) for own in segments for segment in own]
+        logits = self._model.logits(Batch(readable, None, self._model.device))
         sizes = [sum(len(s) for s in own if s.wants_logits) for own in segments]
         of_parts = torch.split(logits, sizes)
         adjusted = [part.adjusted(rows) for part, rows in zip(parts, of_parts, strict=True)]
@@ -181,6 +183,11 @@ class Engine:
         values, tokens = largest(logits, NUM_CONSIDERED)
         ends = np.cumsum(sizes)[:-1]
         return list(zip(np.split(values, ends), np.split(tokens, ends), strict=True))
+
+    def _readable(self, segment: Segment) -> Segment:
+        """With any other token for those that only the target's model has: guesses after them matter little."""
+        is_known = segment.tokens < self._vocab_size
+        return segment if is_known.all() else replace(segment, tokens=np.where(is_known, segment.tokens, 0))
 
     def _go_on(self, running: _Running, answer: Largest | None = None) -> None:
         """With what the model said, as far as can be without it."""

@@ -30,18 +30,18 @@ class Guessing:
     prompt_length: int
     is_sample: bool  # candidates are the distribution to sample from, not the likeliest to be accepted
     is_perturbed: bool  # by the noise with which the target will draw
+    vocab_size: int = 0  # tokens beyond it the target cannot draw; 0 where it can draw all that the draft has
 
     @classmethod
     def of(cls, call: GrowCall) -> Guessing:
         """What a call asks for."""
         is_sample = call.plan.scheme is not Scheme.TARGET
         is_perturbed = not is_sample and call.plan.guess is Guess.SAMPLE and not call.sampling.is_greedy
-        return cls(call.sampling, call.context.prompt_length, is_sample, is_perturbed)
+        return cls(call.sampling, call.context.prompt_length, is_sample, is_perturbed, call.vocab_size)
 
-    @property
-    def is_adjusted(self) -> bool:
-        """Whether logits need `adjusted`."""
-        return self.params.has_penalties or bool(self.params.logit_bias)
+    def adjusts(self, vocab_size: int) -> bool:
+        """Whether logits of so many tokens need `adjusted`."""
+        return self.params.has_penalties or bool(self.params.logit_bias) or 0 < self.vocab_size < vocab_size
 
     def candidates(
         self, values: NDArray[np.float32], tokens: NDArray[np.int32], positions: NDArray[np.int32], vocab_size: int
@@ -83,23 +83,28 @@ class Guessing:
         """Logits (num_nodes, vocab_size) after penalties and bias, as decoding would see them at each node.
 
         `held` are the tokens before the root; paths and positions (num_nodes, width) are the tokens from the root to
-        each node and where they stand, -1 in places that are not used.
+        each node and where they stand, -1 in places that are not used. Some may be tokens that only the target has.
         """
         params = self.params
         adjusted = logits.cpu().numpy().copy()
+        vocab_size = adjusted.shape[1]
         if params.has_penalties:
-            nodes, places = np.nonzero(positions >= 0)
+            is_known = paths < vocab_size
+            nodes, places = np.nonzero((positions >= 0) & is_known)
             is_seen = np.zeros(adjusted.shape, np.bool_)
-            is_seen[:, held] = True
+            is_seen[:, [token for token in held if token < vocab_size]] = True
             is_seen[nodes, paths[nodes, places]] = True
             factor = np.where(adjusted > 0, 1 / params.repetition_penalty, params.repetition_penalty)
             adjusted *= np.where(is_seen, factor, 1.0)
-            nodes, places = np.nonzero(positions >= self.prompt_length)
-            counts = np.tile(np.bincount(held[self.prompt_length :], minlength=adjusted.shape[1]), (len(adjusted), 1))
+            nodes, places = np.nonzero((positions >= self.prompt_length) & is_known)
+            of_held = np.bincount(held[self.prompt_length :], minlength=vocab_size)[:vocab_size]
+            counts = np.tile(of_held, (len(adjusted), 1))
             np.add.at(counts, (nodes, paths[nodes, places]), 1)
             adjusted -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
         for token, bias in params.logit_bias.items():
-            adjusted[:, token] += bias
+            adjusted[:, token : token + 1] += bias
+        if self.vocab_size:
+            adjusted[:, self.vocab_size :] = -np.inf
         return torch.from_numpy(adjusted).to(logits.device)
 
 

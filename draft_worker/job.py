@@ -48,7 +48,7 @@ class Job:
         """Raises InvalidRequest or PrefixMissing."""
         self.session, self.call = session, call
         self.num_passes = 0
-        grower = grower_for(call, branch, vocab_size)
+        grower = grower_for(call, branch, call.vocab_size or vocab_size)
         session.stand_on(call, Guessing.of(call), num_levels(call.plan.growth))
         self._walk = Walk(grower, session.explored)
         self._num_context = 0  # pending tokens in this step

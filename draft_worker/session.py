@@ -109,7 +109,7 @@ class DraftSession:
 
     def adjusted(self, wanted: Wanted, logits: torch.Tensor) -> torch.Tensor:
         """Logits (num_new, vocab_size) of nodes after penalties and bias."""
-        if self._guessing is None or not self._guessing.is_adjusted:
+        if self._guessing is None or not self._guessing.adjusts(logits.shape[1]):
             return logits
         steps = np.arange(wanted.paths.shape[1])
         positions = np.where(steps <= wanted.depths[:, None], len(self.tokens) + steps, -1).astype(np.int32)

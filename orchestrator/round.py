@@ -104,8 +104,9 @@ class Rounds:
         plan = plan.within(draft.info.max_nodes)
         draft.num_running += 1
         try:
-            result, timed = await draft.client.grow(session, plan, session.patience.within(self.config.draft_timeout))
-            _require_fit(result.tree, session.tokens[-1], target.info.vocab_size, plan)
+            vocab_size, timeout = target.info.vocab_size, session.patience.within(self.config.draft_timeout)
+            result, timed = await draft.client.grow(session, plan, vocab_size, timeout)
+            _require_fit(result.tree, session.tokens[-1], vocab_size, plan)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)
             # What it refuses of this request (say, a longer context than it has) is no reason to spare it others.

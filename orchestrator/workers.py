@@ -77,13 +77,15 @@ class DraftClient(WorkerClient):
     def __init__(self, address: str) -> None:
         super().__init__(address, draft_pb2_grpc.DraftStub)
 
-    async def grow(self, session: Session, plan: TreePlan, timeout_seconds: float) -> tuple[GrowResult, Timed]:
-        """A tree for the session's next round, and how long the call took."""
+    async def grow(
+        self, session: Session, plan: TreePlan, vocab_size: int, timeout_seconds: float
+    ) -> tuple[GrowResult, Timed]:
+        """A tree for the session's next round, of tokens that its target has, and how long the call took."""
 
         async def call(context: Context) -> GrowResult:
             # Every round stands on another token: no two of a session, nor of its turns, have random numbers in common.
             round_ = context.base_length
-            grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan)
+            grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan, vocab_size)
             request = wire.grow_call_to_wire(grow)
             return wire.grow_result_from_wire(await self._errors(self._stub.Grow(request, timeout=timeout_seconds)))
 

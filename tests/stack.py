@@ -72,15 +72,15 @@ class Stack:
 
 
 @asynccontextmanager
-async def stack(folder: Path, *target_flags: str) -> AsyncIterator[Stack]:
-    """Everything, ready; ended with the block."""
-    model = save_model(folder / "smallest", SMALLEST)
-    flags = ["--model", str(model), "--dtype", "float32", "--threads", "1", "--max-nodes", "32"]
-    flags += ["--max-context", str(MAX_CONTEXT)]
-    target_config = parse(
-        TargetConfig, "t", [*flags, "--resident-layers", "0", "--metrics-port", "-1", *target_flags], {}
-    )
-    draft_config = parse(DraftConfig, "d", flags, {})
+async def stack(
+    folder: Path, *target_flags: str, model: Path | None = None, draft_model: Path | None = None
+) -> AsyncIterator[Stack]:
+    """Everything, ready; ended with the block. The draft is the target's own model by default."""
+    model = model or save_model(folder / "smallest", SMALLEST)
+    flags = ["--dtype", "float32", "--threads", "1", "--max-nodes", "32", "--max-context", str(MAX_CONTEXT)]
+    of_target = ["--model", str(model), "--resident-layers", "0", "--metrics-port", "-1", *target_flags]
+    target_config = parse(TargetConfig, "t", [*flags, *of_target], {})
+    draft_config = parse(DraftConfig, "d", [*flags, "--model", str(draft_model or model)], {})
     config = parse(OrchestratorConfig, "o", ["--port", "0", "--budget", "8", "--draft-timeout", "5"], {})
     cluster = Cluster(Settings(target_config, None, config), folder)
     async with AsyncExitStack() as exits:

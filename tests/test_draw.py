@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, Unavailable
 from bough.model.draw import _gumbel, adjusted, draw, filtered, gumbel_noise, position_logprobs
-from bough.sampling import SamplingParams, StopConditions
+from bough.sampling import BANNED, SamplingParams, StopConditions
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -144,6 +144,8 @@ def test_logits_that_are_no_numbers_are_an_error_and_not_a_token() -> None:
         ({"frequency_penalty": float("nan")}, "frequency_penalty: nan"),
         ({"logit_bias": {6: 1.0}}, "logit_bias: 6"),
         ({"logit_bias": {1: float("nan")}}, r"logit_bias\[1\]: nan"),
+        ({"logit_bias": {1: float("inf")}}, r"logit_bias\[1\]: inf; .* or -inf to ban it, would do"),
+        ({"logit_bias": dict.fromkeys(range(6), BANNED)}, "logit_bias: all 6 tokens are banned"),
         ({"logprobs": 65}, "logprobs: 65"),
         ({"stop_token_ids": frozenset({6})}, "stop_token_ids: 6"),
     ],

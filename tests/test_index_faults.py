@@ -21,11 +21,13 @@ from bough.errors import ConfigError, Unavailable
 from bough.prefix import block_hashes
 from bough.records import RequestRecord, SessionRecord, WorkerLoad, WorkerRecord, pack_tokens
 from bough.registry import Registry
-from bough.sampling import SamplingParams, StopConditions
+from bough.sampling import BANNED, SamplingParams, StopConditions
 
 WORKER = WorkerRecord("target", "t1", "127.0.0.1:9", WorkerLoad(2, 1000, 300, (0.5,)))
 SESSION = SessionRecord("s", "t1", "d1", 5, 2, 2, (1, 2, 3))
-REQUEST = RequestRecord("r", "s", 5, 2, (1, 2, 3), SamplingParams(logit_bias={3: 1.0}), StopConditions(9, ("x",)))
+REQUEST = RequestRecord(
+    "r", "s", 5, 2, (1, 2, 3), SamplingParams(logit_bias={3: 1.0, 4: BANNED}), StopConditions(9, ("x",))
+)
 HASHES = block_hashes(range(64))
 SECONDS = 10.0  # "within seconds"
 

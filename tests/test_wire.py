@@ -23,7 +23,7 @@ from bough.draft_probs import DraftProbs
 from bough.errors import InvalidRequest
 from bough.growth import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
 from bough.pb import draft_pb2, generation_pb2
-from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
+from bough.sampling import BANNED, PositionLogprobs, SamplingParams, TokenLogprob
 from bough.tokenizer import TokenizerFiles
 from bough.tree import Tree
 from bough.wire_trees import growth_to_wire
@@ -31,6 +31,7 @@ from bough.wire_trees import growth_to_wire
 ROOT = Path(__file__).parent.parent
 VOCAB = 100
 POSITIVE = st.floats(0.1, 4.0)
+BIASES = st.floats(-9, 9) | st.just(BANNED)
 
 sampling_params = st.builds(
     SamplingParams,
@@ -42,7 +43,7 @@ sampling_params = st.builds(
     repetition_penalty=POSITIVE,
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
-    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=3),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), BIASES, max_size=3),
     logprobs=st.none() | st.integers(0, 20),
     stop_token_ids=st.frozensets(st.integers(0, VOCAB - 1), max_size=3),
 )
@@ -82,7 +83,7 @@ def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree
     tree = tree if plan.scheme is Scheme.TARGET else SAMPLED  # the others are only for trees that were sampled
     verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme, 400, "me", 3, "you")
     assert wire.verify_call_from_wire(wire.verify_call_to_wire(verify), VOCAB, 8) == verify
-    grow = m.GrowCall(context, 5, params, 3, plan)
+    grow = m.GrowCall(context, 5, params, 3, plan, VOCAB + 7)
     assert wire.grow_call_from_wire(wire.grow_call_to_wire(grow), VOCAB, 8) == grow
 
 
@@ -101,7 +102,7 @@ options = st.builds(
     temperature=st.floats(0, 4),
     top_k=st.integers(0, 9),
     seed=st.none() | st.integers(0, 2**64 - 1),
-    logit_bias=st.dictionaries(st.integers(0, 9), st.floats(-9, 9), max_size=2),
+    logit_bias=st.dictionaries(st.integers(0, 9), BIASES, max_size=2),
     max_tokens=st.integers(0, 999),
     stop=st.lists(st.text(max_size=3), max_size=2).map(tuple),
     ignore_eos=st.booleans(),
@@ -193,6 +194,8 @@ def test_sizes_and_names_out_of_range_are_refused_by_name() -> None:
         ("scheme", 7, r"scheme: 7; one of 0 \(target\)"),
         ("root_token", VOCAB, rf"root_token\[0\]: {VOCAB}"),
         ("root_token", -1, r"root_token\[0\]: -1"),
+        ("vocab_size", 5, r"root_token\[0\]: 5 is outside the vocabulary of 5"),
+        ("vocab_size", 2**31, "vocab_size: 2147483648; at most 2147483647 would do"),
     ):
         broken = draft_pb2.GrowRequest()
         broken.CopyFrom(good)

@@ -49,6 +49,7 @@ def draft_weights(
         raise Unavailable("the draft's logits are not numbers; its weights may be damaged")
     if params.is_greedy:
         best = _best(logits, min(max_tokens, GREEDY_TOKENS))
+        best = best[np.isfinite(logits[best])]
         return best, np.ldexp(np.float32(1), GREEDY_STEP * (GREEDY_TOKENS // 2 - np.arange(len(best))))
     kept = filtered(logits, params)
     best = _best(kept, max_tokens)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GrowRequest(_message.Message):
-    __slots__ = ("context", "root_token", "sampling", "round", "growth", "scheme", "guess_distribution")
+    __slots__ = ("context", "root_token", "sampling", "round", "growth", "scheme", "guess_distribution", "vocab_size")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ROOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class GrowRequest(_message.Message):
     GROWTH_FIELD_NUMBER: _ClassVar[int]
     SCHEME_FIELD_NUMBER: _ClassVar[int]
     GUESS_DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.Context
     root_token: int
     sampling: _common_pb2.SamplingParams
@@ -22,7 +23,8 @@ class GrowRequest(_message.Message):
     growth: _common_pb2.Growth
     scheme: _common_pb2.VerificationScheme
     guess_distribution: bool
-    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., root_token: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., round: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., guess_distribution: _Optional[bool] = ...) -> None: ...
+    vocab_size: int
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., root_token: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., round: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., guess_distribution: _Optional[bool] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class GrowReply(_message.Message):
     __slots__ = ("tree", "held_length", "timings", "num_warm_nodes")
