@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from bough.errors import StreamError
+from bough.errors import CheckpointError, StreamError
 from target_worker.weights import ALIGNMENT, Extent, LayerWeights
 
 logger = logging.getLogger(__name__)
@@ -143,4 +143,7 @@ def _open(file: Path) -> _File:
     except OSError:
         pass
     logger.warning("%s: the file system refuses O_DIRECT; reading through the page cache", file)
-    return _File(os.open(file, os.O_RDONLY), False)
+    try:
+        return _File(os.open(file, os.O_RDONLY), False)
+    except OSError as exc:
+        raise CheckpointError(f"{file}: cannot be opened: {exc}") from exc

@@ -60,7 +60,7 @@ class StreamedModel:
         scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
         self._made: dict[LayerAt, MadeLayer] = {}
-        bind_resident(skeleton.resident_slots, skeleton.dtype, device)
+        bind_resident(skeleton, skeleton.resident_slots, device)
         move_buffers(skeleton.model, device)
         if tiers.experts is not None:
             tiers.experts.bind(skeleton.dtype)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from bough.errors import StreamError
+from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint import TensorPlace
 from bough.model.experts import stack_of
-from bough.model.loading import ParameterSlot
-from bough.model.source import ReusedMemory, crc32
+from bough.model.loading import ParameterSlot, require_checksum
+from bough.model.source import ReusedMemory
 from bough.placement import Apart, ExpertSizes
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT asks for on every common file system
@@ -86,12 +86,10 @@ class LayerWeights:
             StreamError: naming the file and the tensor.
         """
         for place in self.begins:
-            expected = checksums.get(place.name)
-            if expected is not None and crc32(self.bytes_of(place, slab)) != expected:
-                raise StreamError(
-                    f"{place.file}: tensor {place.name} does not have the checksum that it was written with; "
-                    "the file is damaged: write it again with `bough pack`"
-                )
+            try:
+                require_checksum(place, self.bytes_of(place, slab), checksums)
+            except CheckpointError as exc:
+                raise StreamError(str(exc)) from exc
 
     def bytes_of(self, place: TensorPlace, slab: torch.Tensor) -> torch.Tensor:
         """A tensor's bytes in a slab, (num_bytes,) uint8."""

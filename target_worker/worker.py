@@ -19,7 +19,6 @@ from bough.model.device import choose_device, device_name
 from bough.model.kv_arena import KVArena
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import Limits, fixed_bytes, num_kv_rows, resident_bytes, unpacking_bytes
-from bough.model.pack_folder import read_checksums
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Placement, Tier, gigabytes
@@ -61,16 +60,16 @@ class TargetWorker:
         self._metrics = Metrics(self._name)
         self._resources = ExitStack()
         try:
-            self._start(checkpoint)
+            self._start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, checkpoint: Checkpoint) -> None:
+    def _start(self) -> None:
         """Takes the memory, and starts the link and the sweep thread."""
         config = self._config
         pool, kv = self._make_pool()
-        checksums, lanes = read_checksums(checkpoint.folder), lanes_of(self._device)
+        checksums, lanes = self._skeleton.checksums, lanes_of(self._device)
         self._tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes, self._experts)
         tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))

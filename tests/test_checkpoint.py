@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import save_model
+from transformers import AutoConfig, MixtralConfig
 
 from bough.errors import CheckpointError
+from bough.model.architecture import build_empty
 from bough.model.checkpoint import INDEX_NAME, Checkpoint, resolve
 from bough.model.loading import build_skeleton
 from target_worker.weights import ALIGNMENT, plan_layer
@@ -69,6 +73,75 @@ def test_a_configuration_that_does_not_fit(copy: Path, change: dict[str, object]
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
         build_skeleton(Checkpoint.open(copy), torch.float32)
+
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("qwen3_next", "layers of linear_attention keep a state"),
+        ("llama4_text", "layers of chunked_attention"),
+        ("minimax", "layers of linear_attention"),
+        ("mamba", "keep a state"),
+        ("bloom", "computes attention on its own"),
+        ("stablelm", "computes attention on its own"),
+        ("gpt2", "does not list its layers"),
+        ("falcon", "does not build it as a language model with bough's attention"),
+    ],
+)
+def test_architectures_that_cannot_be_run_are_refused_by_name_and_reason(model_type: str, reason: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    for name, value in SMALL.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if model_type in ("qwen3_next", "llama4_text", "minimax"):
+        config.layer_types = config.layer_types[:2]
+    with pytest.raises(CheckpointError, match=f"model_type '{model_type}' cannot be run: .*{reason}"):
+        build_empty(config, torch.float32)
+
+
+def with_dtype(file: Path, old: bytes, new: bytes) -> None:
+    """Changes what the header says that one tensor is stored as."""
+    file.write_bytes(file.read_bytes().replace(b'"dtype":"' + old, b'"dtype":"' + new, 1))
+
+
+def test_a_tensor_whose_bytes_are_not_those_of_its_shape(copy: Path) -> None:
+    victim = shards(copy)[0]
+    with_dtype(victim, b"F32", b"F16")
+    with pytest.raises(
+        CheckpointError, match=rf"{victim.name}: tensor \S+ has \d+ bytes, but F16 of shape .* takes \d+"
+    ):
+        Checkpoint.open(copy)
+
+
+@pytest.mark.parametrize("part", ["self_attn.q_proj.weight", "block_sparse_moe.experts.1.w1.weight"])
+def test_a_tensor_of_a_data_type_that_cannot_be_read(tmp_path: Path, part: str) -> None:
+    """Also where it is one of many that make up a parameter."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MixtralConfig(**sizes, vocab_size=262, num_hidden_layers=1, num_local_experts=2)
+    folder = save_model(tmp_path / "mixtral", config)
+    name = f"model.layers.0.{part}"
+    place = Checkpoint.open(folder).tensors[name]
+    data = place.file.read_bytes()
+    begin = data.index(f'"{name}"'.encode())
+    place.file.write_bytes(data[:begin] + data[begin:].replace(b'"dtype":"F32"', b'"dtype":"U32"', 1))
+    with pytest.raises(CheckpointError, match=f"tensor {name} is stored as U32; .*BF16.* can be read"):
+        build_skeleton(Checkpoint.open(folder), torch.float32)
+
+
+def test_a_file_that_cannot_be_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim, real = shards(copy)[1], Path.open
+
+    def fails(file: Path, *arguments: Any, **options: Any) -> object:
+        if file == victim:
+            raise OSError(5, "Input/output error")
+        return real(file, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(CheckpointError, match=f"{victim.name}: cannot be read: .*Input/output error"):
+        Checkpoint.open(copy)
 
 
 def test_folders_that_are_not_there(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from bough.config import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
+from bough.model.architecture import load_config
 from bough.model.device import choose_device
 from bough.model.kv import KVShape
-from bough.model.loading import load_config
 from bough.model.memory import fixed_bytes
 from bough.placement import Fixed, Tier
 from draft_worker.worker import DraftWorker

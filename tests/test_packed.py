@@ -26,6 +26,7 @@ from bough.model.pack import pack
 from bough.model.pack_folder import MANIFEST_NAME
 from bough.model.packed import Packed
 from bough.model.quantize import GROUP_SIZES, quantize
+from bough.model.runner import ResidentModel
 from bough.model.source import FreshMemory
 from bough.model.tiles import compiled
 
@@ -302,26 +303,57 @@ def test_packing_refuses_what_would_overwrite(tiny: Path, tmp_path: Path) -> Non
         pack(str(tiny), 4, tmp_path / "full")
 
 
+def test_a_disk_that_fills_at_the_end_is_an_error_too(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packing.shutil, "copyfile", fails)
+    with pytest.raises(ConfigError, match="the disk is full; make room"):
+        pack(str(tiny), 4, tmp_path / "packed")
+    monkeypatch.undo()
+    pack(str(tiny), 4, tmp_path / "packed")
+    assert Checkpoint.open(tmp_path / "packed").tensors
+
+
+def test_packing_needs_room_before_it_begins(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ConfigError, match=r"0\.00 GB are to be written and 0\.00 GB are free"):
+        pack(str(tiny), 4, tmp_path / "packed")
+
+
+def flip(place: TensorPlace) -> None:
+    """One bit, in place: a file that is cut short even for an instant would fail its readers in another way."""
+    with place.file.open("r+b") as file:
+        file.seek(place.offset + 5)
+        (byte,) = file.read(1)
+        file.seek(place.offset + 5)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight.packed"])
+def test_a_model_that_stays_in_memory_is_compared_with_its_checksums(tiny: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "packed"
+    pack(str(tiny), 4, folder)
+    checkpoint = Checkpoint.open(folder)
+    flip(checkpoint.tensors[name])
+    with pytest.raises(CheckpointError, match=f"{name} does not have the checksum"):
+        ResidentModel(build_skeleton(checkpoint, torch.float32), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("max_resident", [0, 4])
 def test_a_byte_that_has_changed_is_found_and_named(tiny: Path, tmp_path: Path, max_resident: int) -> None:
     folder = tmp_path / "packed"
     pack(str(tiny), 4, folder)
     place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight.packed"]
-
-    def flip() -> None:
-        """In place: a file that is cut short even for an instant would fail its readers in another way."""
-        with place.file.open("r+b") as file:
-            file.seek(place.offset + 5)
-            (byte,) = file.read(1)
-            file.seek(place.offset + 5)
-            file.write(bytes([byte ^ 1]))
-
-    flip()
+    flip(place)
     with streamed(folder, torch.float32, max_resident=max_resident) as model:
         with pytest.raises(StreamError, match=r"layers\.2\.mlp\.up_proj\.weight\.packed .*checksum"):
             plain_logits(model, TOKENS)
         if max_resident == 0:
-            flip()
+            flip(place)
             assert len(plain_logits(model, TOKENS)) == len(TOKENS), "it goes on when the file is whole again"
 
 

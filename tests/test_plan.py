@@ -19,8 +19,9 @@ from bough.cli import argument_parser, main
 from bough.commands.plan import settings_from
 from bough.commands.planned import make_plan
 from bough.errors import CheckpointError, ConfigError
+from bough.model.architecture import load_config
 from bough.model.checkpoint import Checkpoint
-from bough.model.loading import DTYPES, build_skeleton, load_config
+from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import resident_bytes
 from bough.model.pack import pack
 from bough.model.probe import STAND_IN_BYTES, disk_speed

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bough.errors import StreamError
+from bough.model.checkpoint import TensorPlace
 from target_worker.disk import Disk
 from target_worker.stream import Ring
 from target_worker.weights import ALIGNMENT, Extent, LayerWeights
@@ -102,6 +104,38 @@ def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerWeights]) ->
                     pass
             ring.restart()
             sweep(ring)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_file_that_cannot_be_read_is_named_with_its_tensor_until_it_can(
+    layers: list[LayerWeights], which: int
+) -> None:
+    """The kernel itself refuses: the descriptor that the ring reads from becomes one for writing only."""
+    file = layers[which].extents[0].file
+    named = [replace(layer, begins={whole_extent(e, layer.name): 0 for e in layer.extents}) for layer in layers]
+    with ring_over(named, num_slabs=2, num_threads=2) as ring:
+        sweep(ring)
+        descriptor = ring._disk._files[file].descriptor
+        readable, unreadable = os.dup(descriptor), os.open(file, os.O_WRONLY)
+        os.dup2(unreadable, descriptor)
+        message = rf"{file.name}: layer (\d), tensor weights of layer \1, byte \d+: .*Bad file descriptor"
+        with pytest.raises(StreamError, match=message):
+            sweep_twice(ring)
+        os.dup2(readable, descriptor)
+        ring.restart()
+        sweep(ring)
+        os.close(readable)
+        os.close(unreadable)
+
+
+def whole_extent(extent: Extent, name: str) -> TensorPlace:
+    return TensorPlace(f"weights of {name}", extent.file, extent.offset, extent.num_bytes, "U8", (extent.num_bytes,))
+
+
+def sweep_twice(ring: Ring) -> None:
+    """Some layers have been read ahead."""
+    sweep(ring)
+    sweep(ring)
 
 
 def test_where_direct_reads_are_refused_the_page_cache_serves(

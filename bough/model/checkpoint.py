@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from bough.model.origin import Origin
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
 SAMPLE_BYTES = 4096  # of each tensor, that fingerprints of contents look at
 
 
@@ -109,18 +111,20 @@ def resolve(model: str | Path) -> Path:
 
 def read_header(file: Path) -> dict[str, TensorPlace]:
     """The tensors of one safetensors file, checked against the size of the file."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            raise CheckpointError(f"{file}: {size} bytes are too few for a safetensors file; it is truncated")
-        (header_bytes,) = struct.unpack("<Q", prefix)
-        if header_bytes > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{file}: header of {header_bytes} bytes in a file of {size}; it is truncated")
-        try:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            if len(prefix) < 8:
+                raise CheckpointError(f"{file}: {size} bytes are too few for a safetensors file; it is truncated")
+            (header_bytes,) = struct.unpack("<Q", prefix)
+            if header_bytes > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(f"{file}: header of {header_bytes} bytes in a file of {size}; it is truncated")
             header: dict[str, Any] = json.loads(stream.read(header_bytes))
-        except ValueError as exc:
-            raise CheckpointError(f"{file}: header is not JSON: {exc}") from exc
+    except OSError as exc:
+        raise CheckpointError(f"{file}: cannot be read: {exc}") from exc
+    except ValueError as exc:
+        raise CheckpointError(f"{file}: header is not JSON: {exc}") from exc
     data_start = 8 + header_bytes
     header.pop("__metadata__", None)
     return {name: _place(file, size, data_start, name, entry) for name, entry in header.items()}
@@ -135,6 +139,12 @@ def _place(file: Path, size: int, data_start: int, name: str, entry: dict[str, A
     if not 0 <= begin <= end or data_start + end > size:
         raise CheckpointError(
             f"{file}: tensor {name} ends at byte {data_start + end} of a file of {size}; the file is truncated"
+        )
+    item_bytes = ITEM_BYTES.get(dtype)
+    if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
+        raise CheckpointError(
+            f"{file}: tensor {name} has {end - begin} bytes, but {dtype} of shape {list(shape)} takes "
+            f"{math.prod(shape) * item_bytes}"
         )
     return TensorPlace(name, file, data_start + begin, end - begin, dtype, shape)
 

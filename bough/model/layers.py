@@ -6,8 +6,8 @@ import json
 
 from bough.demonstration import EXPANSION_NAME
 from bough.errors import ConfigError
+from bough.model.architecture import load_config
 from bough.model.checkpoint import Checkpoint
-from bough.model.loading import load_config
 
 
 def working_layers(checkpoint: Checkpoint) -> tuple[int, ...]:

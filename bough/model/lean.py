@@ -74,7 +74,7 @@ class LeanDecoder:
 
 def _load(skeleton: Skeleton, correct: Correction, stack: type[Stack] | type[Int8Stack]) -> Weights:
     """Layer by layer, so that no more than one layer is there twice."""
-    bind_resident(skeleton.resident_slots, skeleton.dtype, CPU)
+    bind_resident(skeleton, skeleton.resident_slots, CPU)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
     embeddings = stack(1)
     embeddings.put(decoder.embed_tokens.weight)
@@ -86,7 +86,7 @@ def _load(skeleton: Skeleton, correct: Correction, stack: type[Stack] | type[Int
     _release(skeleton.resident_slots)
     stacks, vectors, windows = Matrices(*(stack(len(skeleton.layers)) for _ in Matrices._fields)), [], []
     for index, (layer, slots) in enumerate(zip(skeleton.layers, skeleton.layer_slots, strict=True)):
-        bind_resident(slots, skeleton.dtype, CPU)
+        bind_resident(skeleton, slots, CPU)
         correct(index, layer)
         for own, matrix in zip(stacks, Matrices.of(layer), strict=True):
             own.put(matrix)

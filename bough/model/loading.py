@@ -1,31 +1,30 @@
-"""Builds a model from its configuration with no weights in it, and finds the weights that belong in each place."""
+"""Finds the weights that belong in each place of a model, and loads those that stay."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from bough.errors import CheckpointError
-from bough.model import attention, experts
+from bough.model import experts
+from bough.model.architecture import build_empty, cut_layers, describe, load_config, max_positions
 from bough.model.checkpoint import Checkpoint, TensorPlace
 from bough.model.experts import Experts
 from bough.model.kv import KVShape
 from bough.model.naming import AnySource, Naming, Quantization, logical_sources
-from bough.model.source import VALUE_DTYPES, FreshMemory, Scratch, Stored
+from bough.model.pack_folder import read_checksums
+from bough.model.source import STORED_DTYPES, VALUE_DTYPES, FreshMemory, Scratch, Source, Stored, crc32
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length the longest position decides for all
 NUM_NAMED = 3  # unused tensors that a warning names
 
 
@@ -78,6 +77,7 @@ class Skeleton:
     dtype: torch.dtype
     quantization: Quantization | None
     unused: tuple[str, ...]  # tensors of the checkpoint for which the architecture has no place
+    checksums: Mapping[str, int]  # crc32 by tensor name, as far as the checkpoint has them
 
     @property
     def vocab_size(self) -> int:
@@ -98,48 +98,18 @@ class Skeleton:
         return describe(self.model, self.dtype) + packed
 
 
-def describe(model: PreTrainedModel, dtype: torch.dtype) -> str:
-    """Architecture, size and data type in words."""
-    config = model.config
-    name = str(dtype).removeprefix("torch.")
-    return f"{type(model).__name__}, {config.num_hidden_layers} layers of {config.hidden_size}, {name}"
-
-
-def max_positions(config: PretrainedConfig) -> int:
-    """A model's context, as far as a token's rotary embedding does not depend on what else is in the batch."""
-    longest = int(config.max_position_embeddings)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in nested or [parameters]:
-        if rope.get("rope_type") in BATCH_DEPENDENT_ROPES:
-            longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
-    return longest
-
-
-def load_config(folder: Path) -> PretrainedConfig:
-    """The configuration in a model folder.
-
-    Raises:
-        CheckpointError: where transformers cannot read it.
-    """
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as exc:
-        raise CheckpointError(f"{folder / 'config.json'}: {exc}") from exc
-    return config
-
-
 def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tuple[int, ...] | None = None) -> Skeleton:
     """Builds the model on the meta device; `keep_layers` names the layers to use, by default all that are there.
 
     Raises:
-        CheckpointError: naming a tensor that is missing or has another shape than the architecture wants.
+        CheckpointError: the architecture cannot be run; or naming a tensor that is missing, or has another shape than
+            the architecture wants.
     """
     config = load_config(checkpoint.folder)
     quantization = Quantization.of(config, checkpoint.folder)
     there = checkpoint.kept_layers if checkpoint.kept_layers is not None else tuple(range(config.num_hidden_layers))
     kept = keep_layers if keep_layers is not None else there
-    _cut_layers(config, kept)
+    cut_layers(config, kept)
     model = build_empty(config, dtype)
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = experts.NAME
@@ -150,27 +120,8 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
     in_layers = frozenset(id(module) for layer in layers for module in layer.modules())
     resident = tuple(finder.slots(model, "", in_layers))
     unused = finder.unused(prefix)
-    return Skeleton(model, config, layers, layer_slots, resident, dtype, quantization, unused)
-
-
-def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The architecture on the meta device: every parameter has a shape and no memory."""
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
-    model.eval().requires_grad_(False)
-    model.tie_weights()
-    return model  # type: ignore[no-any-return]
-
-
-def _cut_layers(config: PretrainedConfig, kept: tuple[int, ...]) -> None:
-    wrong = [index for index in kept if not 0 <= index < config.num_hidden_layers]
-    if wrong or not kept:
-        raise CheckpointError(
-            f"layers: {wrong or kept} to keep of a model that has 0 to {config.num_hidden_layers - 1}"
-        )
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[index] for index in kept]
-    config.num_hidden_layers = len(kept)
+    checksums = read_checksums(checkpoint.folder)
+    return Skeleton(model, config, layers, layer_slots, resident, dtype, quantization, unused, checksums)
 
 
 class _Finder:
@@ -227,10 +178,7 @@ class _Finder:
         if source is None:
             raise CheckpointError(f"{self._checkpoint.folder}: tensor {name}, which config.json asks for, is missing")
         place = source.places[0]
-        if isinstance(source, Stored) and place.dtype not in VALUE_DTYPES:
-            raise CheckpointError(
-                f"{place.file}: tensor {place.name} is stored as {place.dtype}; {', '.join(VALUE_DTYPES)} can be read"
-            )
+        _require_readable(source)
         if source.shape != tuple(parameter.shape):
             raise CheckpointError(
                 f"{place.file}: tensor {place.name} has shape {list(source.shape)}, "
@@ -239,8 +187,30 @@ class _Finder:
         return ParameterSlot(module, key, source)
 
 
-def bind_resident(slots: Sequence[ParameterSlot], dtype: torch.dtype, device: torch.device) -> None:
-    """Loads parameters for good; a value that several parameters share is loaded once."""
+def _require_readable(source: AnySource | Source) -> None:
+    """Raises CheckpointError for a tensor of another data type, or another shape than those beside it."""
+    parts: tuple[Source, ...] = getattr(source, "parts", ())
+    for part in parts:
+        _require_readable(part)
+        if part.shape[1:] != parts[0].shape[1:] or (isinstance(source, Experts) and part.shape != parts[0].shape):
+            raise CheckpointError(
+                f"{part.places[0].file}: tensor {part.places[0].name} has shape {list(part.shape)}, but "
+                f"{parts[0].places[0].name}, with which it belongs together, has {list(parts[0].shape)}"
+            )
+    known = VALUE_DTYPES if isinstance(source, Stored) else STORED_DTYPES
+    for place in () if parts else source.places:
+        if place.dtype not in known:
+            raise CheckpointError(
+                f"{place.file}: tensor {place.name} is stored as {place.dtype}; {', '.join(known)} can be read"
+            )
+
+
+def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: torch.device) -> None:
+    """Loads parameters for good; a value that several parameters share is loaded once.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or does not have its checksum.
+    """
     memory = FreshMemory(device)
     loaded: dict[tuple[TensorPlace, ...], tuple[nn.Module, str]] = {}
     for slot in slots:
@@ -248,15 +218,18 @@ def bind_resident(slots: Sequence[ParameterSlot], dtype: torch.dtype, device: to
             module, key = loaded[slot.source.places]
             slot.module._parameters[slot.key] = module._parameters[key]
             continue
-        slot.bind([read_place(place).to(device) for place in slot.source.places], dtype, memory)
+        raw = [read_place(place) for place in slot.source.places]
+        for place, data in zip(slot.source.places, raw, strict=True):
+            require_checksum(place, data, skeleton.checksums)
+        slot.bind([data.to(device) for data in raw], skeleton.dtype, memory)
         loaded[slot.source.places] = (slot.module, slot.key)
 
 
 def bind_all(skeleton: Skeleton, device: torch.device, correct: Correction = uncorrected) -> None:
     """Loads a whole model for good; `correct` may change each layer's weights when they are there."""
-    bind_resident(skeleton.resident_slots, skeleton.dtype, device)
+    bind_resident(skeleton, skeleton.resident_slots, device)
     for index, slots in enumerate(skeleton.layer_slots):
-        bind_resident(slots, skeleton.dtype, device)
+        bind_resident(skeleton, slots, device)
         correct(index, skeleton.layers[index])
     move_buffers(skeleton.model, device)
 
@@ -278,3 +251,17 @@ def read_place(place: TensorPlace) -> torch.Tensor:
     if len(data) < place.num_bytes:
         raise CheckpointError(f"{place.file}: tensor {place.name} ends after {len(data)} of {place.num_bytes} bytes")
     return torch.from_numpy(data)
+
+
+def require_checksum(place: TensorPlace, data: torch.Tensor, checksums: Mapping[str, int]) -> None:
+    """Compares a tensor's bytes, (num_bytes,) uint8 on the CPU, with their checksum, if there is one.
+
+    Raises:
+        CheckpointError: naming the file and the tensor.
+    """
+    expected = checksums.get(place.name)
+    if expected is not None and crc32(data) != expected:
+        raise CheckpointError(
+            f"{place.file}: tensor {place.name} does not have the checksum that it was written with; "
+            "the file is damaged: write it again with `bough pack`"
+        )

@@ -11,8 +11,9 @@ from transformers import PretrainedConfig
 
 from bough.config import TargetConfig
 from bough.errors import ConfigError
+from bough.model.architecture import max_positions
 from bough.model.kv import KVShape
-from bough.model.loading import Skeleton, max_positions
+from bough.model.loading import Skeleton
 from bough.model.packed import BLOCK_BYTES, BLOCK_ELEMENTS
 from bough.placement import STAGED_LAYERS, Budgets, Fixed
 from bough.row_counts import OWN_MOST

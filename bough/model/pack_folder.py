@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class PackFolder:
         others = {place.file.name for place in source.tensors.values()} | {INDEX_NAME, "config.json", *leave_out}
         for file in sorted(source.folder.iterdir()):
             if file.is_file() and file.name not in others and file.suffix != ".safetensors":
-                shutil.copyfile(file, self.path / file.name)
+                replace(self.path / file.name, partial(shutil.copyfile, file))
         index = {"metadata": {}, "weight_map": self.manifest["weight_map"]}
         replace(self.path / INDEX_NAME, lambda partial: partial.write_text(json.dumps(index, indent=1)))
         config = json.loads((source.folder / "config.json").read_text())

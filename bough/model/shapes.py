@@ -16,9 +16,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from bough.config import TargetConfig
 from bough.errors import CheckpointError
+from bough.model.architecture import build_empty, describe, load_config
 from bough.model.experts import EXPERT_ROWS, has_own_products
 from bough.model.kv import KVShape
-from bough.model.loading import DTYPES, build_empty, describe, load_config
+from bough.model.loading import DTYPES
 from bough.model.memory import fixed_bytes
 from bough.model.naming import Quantization
 from bough.model.pack import is_packable, packed_bytes
@@ -159,11 +160,8 @@ def model_shapes(
     dtype = DTYPES[dtype_name]
     packing = Packing.of(config, folder, bits)
     stored = dtype if bits == 16 else _stored_dtype(config, dtype)
-    try:
-        model = build_empty(config, dtype)
-        layers = list(model.get_decoder().layers)
-    except (AttributeError, ValueError, KeyError) as exc:
-        raise CheckpointError(f"{folder}: no language model whose layers are known: {exc}") from exc
+    model = build_empty(config, dtype)
+    layers = list(model.get_decoder().layers)
     parameters = [list(_parameters(layer, packing, stored, dtype, _chosen_share(config))) for layer in layers]
     sizes = tuple(sum(p.stored_bytes for p in layer) for layer in parameters)
     largest = parameters[sizes.index(max(sizes))]

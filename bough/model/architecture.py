@@ -1,0 +1,103 @@
+"""Models built from their configurations, without any weights; and which of them can be run on trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from bough.errors import CheckpointError
+from bough.model import attention
+
+ATTENTIONS = {"full_attention", "sliding_attention"}  # of layers whose kinds a configuration tells
+BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length the longest position decides for all
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """The configuration in a model folder.
+
+    Raises:
+        CheckpointError: where transformers cannot read it.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as exc:
+        raise CheckpointError(f"{folder / 'config.json'}: {exc}") from exc
+    return config
+
+
+def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The architecture on the meta device: every parameter has a shape and no memory.
+
+    Raises:
+        CheckpointError: naming an architecture that cannot be run, and why.
+    """
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+        reason = _why_not(model)
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        reason = f"transformers does not build it as a language model with bough's attention: {exc!r}"
+    if reason:
+        raise CheckpointError(f"config.json: model_type {config.model_type!r} cannot be run: {reason}")
+    model.eval().requires_grad_(False)
+    model.tie_weights()
+    return model  # type: ignore[no-any-return]
+
+
+def _why_not(model: PreTrainedModel) -> str:
+    """What keeps a model from being run on trees; nothing where nothing does.
+
+    Nodes of a tree have their own pasts, which attention can pick out of the keys and values in a slot, and a state
+    that was carried through one past cannot.
+    """
+    others = sorted({*(getattr(model.config, "layer_types", None) or ())} - ATTENTIONS)
+    if model._is_stateful or others:
+        kinds = f"layers of {', '.join(others)}" if others else "its layers"
+        would_do = " or ".join(sorted(ATTENTIONS))
+        return f"{kinds} keep a state, or choose keys in a way that trees do not have; {would_do} would do"
+    if not model._supports_attention_backend:
+        return "it computes attention on its own and not through transformers' attention interface"
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        return "its decoder does not list its layers as `layers`"
+    if not all(any(hasattr(module, "layer_idx") for module in layer.modules()) for layer in layers):
+        return "not all of its layers have attention"
+    return ""
+
+
+def cut_layers(config: PretrainedConfig, kept: tuple[int, ...]) -> None:
+    """Leaves these layers in a configuration.
+
+    Raises:
+        CheckpointError: one of them is not there, or none is wanted.
+    """
+    wrong = [index for index in kept if not 0 <= index < config.num_hidden_layers]
+    if wrong or not kept:
+        raise CheckpointError(
+            f"layers: {wrong or kept} to keep of a model that has 0 to {config.num_hidden_layers - 1}"
+        )
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[index] for index in kept]
+    config.num_hidden_layers = len(kept)
+
+
+def describe(model: PreTrainedModel, dtype: torch.dtype) -> str:
+    """Architecture, size and data type in words."""
+    config = model.config
+    name = str(dtype).removeprefix("torch.")
+    return f"{type(model).__name__}, {config.num_hidden_layers} layers of {config.hidden_size}, {name}"
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """A model's context, as far as a token's rotary embedding does not depend on what else is in the batch."""
+    longest = int(config.max_position_embeddings)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        if rope.get("rope_type") in BATCH_DEPENDENT_ROPES:
+            longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
+    return longest
