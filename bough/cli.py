@@ -119,8 +119,14 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="model folder or cached hub id; the demonstration model by default")
     parser.add_argument("--draft", help="the same for the draft, or none; the demonstration model has one by default")
     parser.add_argument("--drop-layers", help="layers that a substitute leaves out, such as 12-15")
-    parser.add_argument("--draft-adapter", help="a substitute that `bough distill` made: its folder")
+    parser.add_argument(
+        "--draft-adapter",
+        help="a substitute that `bough distill` made: its folder; embedded is SmolLM2-135M's, which bough brings along",
+    )
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="data type of the target (default bfloat16)")
+    parser.add_argument("--device-memory", help="memory for the target, KV and all (default: most of what is free)")
+    parser.add_argument("--host-memory", help="beside a GPU: pinned memory for layers (default: most of what is free)")
+    parser.add_argument("--ahead-steps", help="draft steps while the target verifies, at most (default 0)")
     parser.add_argument("--draft-bits", choices=DRAFT_BITS, help="bits of the draft's products (default auto)")
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")

@@ -112,7 +112,7 @@ class Turn(NamedTuple):
     """Of new processes."""
 
     by_size: dict[int, list[Measured]]  # number of tokens: one after another
-    transformers: float  # seconds for 64 tokens
+    transformers: dict[int, float]  # seconds by number of tokens
     num_bytes: int  # that cross the link
 
 
@@ -125,7 +125,7 @@ def sweep_turn(model: Path, memory: int, link_speed: int, pairs: int, repeats: i
         link = stack.enter_context(Contestant(*flags, "--resident-layers", "0", *budget, prefix=prefix))
         everything = stack.enter_context(Contestant(*flags, prefix=[]))
         transformers = stack.enter_context(Contestant("transformers", str(model), prefix=[]))
-        own = transformers.seconds(64, repeats)
+        own = {size: transformers.seconds(size, max(repeats, 3)) for size in SIZES}
         for size in SIZES:
             measured[size], before = [], link.raw()
             for _ in range(pairs):
@@ -144,11 +144,11 @@ def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, pairs: i
     two of one kind differ in speed for as long as they live, by which memory they were given.
     """
     measured: dict[int, list[Measured]] = {size: [] for size in SIZES}
-    resident_ratios: list[float] = []
+    resident_ratios: dict[int, list[float]] = {size: [] for size in SIZES}
     for turn in range(turns):
         by_size, own, num_bytes = sweep_turn(model, memory, link_speed, pairs, repeats)
-        resident_ratios.append(median(each.resident for each in by_size[64]) / own)
         for size, some in by_size.items():
+            resident_ratios[size].append(median(each.resident for each in some) / own[size])
             measured[size] += some
             for each in some:
                 times = f"raw {each.raw:.3f}, streamed {each.streamed:.3f}, resident {each.resident:.3f} s"
@@ -168,7 +168,7 @@ def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, pairs: i
         "link_gigabytes_per_second": round(num_bytes / raw_seconds / 1e9, 3),
         "streamed_seconds": medians(lambda each: each.streamed, 4),
         "resident_seconds": medians(lambda each: each.resident, 4),
-        "resident_ratio": round(median(resident_ratios), 3),
+        "resident_ratio": {size: round(median(ratios), 3) for size, ratios in resident_ratios.items()},
         "memory_limited": can_limit(),
     }
 
@@ -187,6 +187,7 @@ def accelerate_ratio(model: Path, memory: int, turns: int) -> dict[str, Any]:
         budget = ["--device-memory", str(memory - INTERPRETER_BYTES), *SMALL]
         bough = stack.enter_context(Contestant("bough", "--model", str(model), *budget, prefix=prefixes[0]))
         accelerate = stack.enter_context(Contestant("accelerate", str(model), prefix=prefixes[1]))
+        first = [round(engine.ask("first_token")["seconds"], 2) for engine in (bough, accelerate)]
         for turn in range(turns):
             drop_cached(model)
             mine.append(bough.seconds(1, 3))
@@ -196,6 +197,8 @@ def accelerate_ratio(model: Path, memory: int, turns: int) -> dict[str, Any]:
         "accelerate_ratio": round(median(theirs) / median(mine), 2),
         "accelerate_seconds": round(median(theirs), 3),
         "plain_seconds": round(median(mine), 3),
+        "first_token_seconds": first[0],
+        "accelerate_first_token_seconds": first[1],
     }
 
 

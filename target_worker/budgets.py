@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,9 +16,16 @@ from bough.placement import MIN_SLABS, Apart, Fixed, Placement, Tier, gigabytes,
 logger = logging.getLogger(__name__)
 
 
+class Places(NamedTuple):
+    """Where layers live; and, in words, how much memory there is for it, why so much, and what takes it."""
+
+    placement: Placement
+    words: str
+
+
 def choose_places(
     layer_bytes: Sequence[int], fixed: Fixed, config: TargetConfig, device: torch.device, apart: Apart | None = None
-) -> Placement:
+) -> Places:
     """A place for each layer, with its experts, or without where they find room of their own (`Fixed.experts`).
 
     They do where not everything stays in memory; of an accelerator's own, if the host's has room for all of them.
@@ -39,8 +47,9 @@ def choose_places(
         )
     said = "as told" if config.device_memory else f"{SHARE:.0%} of the {gigabytes(free)} that are free"
     beside = f", {gigabytes(allowed.host)} of the host's" if allowed.host else ""
-    logger.info("memory budget %s (%s)%s: %s; %s", gigabytes(allowed.device), said, beside, placement, placement.fixed)
-    return placement
+    words = f"memory: {gigabytes(allowed.device)} ({said}){beside}; {placement}; {placement.fixed}"
+    logger.info("%s", words)
+    return Places(placement, words)
 
 
 def _host_budget(config: TargetConfig, device: torch.device) -> int:

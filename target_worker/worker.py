@@ -142,7 +142,7 @@ class TargetWorker:
         return Load(self._engine.pool.figures(), self._engine.num_running, self._engine.num_waiting)
 
     def _notes(self) -> tuple[str, ...]:
-        notes = [f"memory: {self._placement}; {self._placement.fixed}"]
+        notes = [self._memory_in_words]
         if self._experts:
             notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":
@@ -181,7 +181,8 @@ class TargetWorker:
         fixed = fixed_bytes(config, is_gpu, skeleton.config, skeleton.kv_shape(), resident_bytes(skeleton), scratch)
         apart, experts = plan_apart(skeleton.layer_slots)
         parts = sizes_apart(apart, experts, skeleton.dtype, unpacking) if experts else None
-        placement = choose_places([layer.num_bytes for layer in self.layers], fixed, config, self._device, parts)
+        sizes = [layer.num_bytes for layer in self.layers]
+        placement, self._memory_in_words = choose_places(sizes, fixed, config, self._device, parts)
         if placement.expert_bytes:
             self.layers, self._experts = apart, experts
         return placement

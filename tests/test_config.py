@@ -121,6 +121,16 @@ def test_bough_up_asks_for_a_draft_where_it_cannot_guess_one() -> None:
         settings_from(argument_parser().parse_args(["up", "--target", "T"]))
 
 
+def test_memory_and_draft_ahead_are_flags_of_up() -> None:
+    flags = ["--device-memory", "3GB", "--host-memory", "9GB", "--ahead-steps", "16"]
+    settings = settings_from(argument_parser().parse_args(["up", *flags]))
+    assert (settings.target.device_memory, settings.target.host_memory) == (3 * 10**9, 9 * 10**9)
+    assert settings.draft is not None
+    assert settings.draft.ahead_steps == 16
+    with pytest.raises(ConfigError, match="--device-memory: 'plenty'"):
+        settings_from(argument_parser().parse_args(["up", "--device-memory", "plenty"]))
+
+
 def test_the_demonstration_starts_what_up_starts() -> None:
     """An option that `up` had gained once broke `make demo`, which no test runs whole."""
     settings = settings_from(UP_DEFAULTS)
@@ -130,9 +140,9 @@ def test_the_demonstration_starts_what_up_starts() -> None:
 
 
 def test_the_draft_that_is_shipped_fits_the_demonstration_model() -> None:
-    flags = ["up", "--draft-adapter", str(EMBEDDED_DRAFT)]
-    settings = settings_from(argument_parser().parse_args(flags))
+    settings = settings_from(argument_parser().parse_args(["up", "--draft-adapter", "embedded"]))
     assert settings.draft is not None
+    assert settings.draft.adapter == str(EMBEDDED_DRAFT)
     assert Adapter.open(settings.draft.adapter).manifest.top1 >= 0.70
 
 

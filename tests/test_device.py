@@ -74,12 +74,12 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_has_three_tiers(free: None) -> None:
     """A model of 70B in 16 bits: 80 layers of 1.7 GB."""
     sizes, fixed = [1_700_000_000] * 80, Fixed(4 * GB, 2 * GB, GB, 0)
-    placement = choose_places(sizes, fixed, gpu_settings(), GPU)
+    placement = choose_places(sizes, fixed, gpu_settings(), GPU).placement
     assert placement.device_bytes <= 24 * GB
     assert placement.host_bytes <= 80 * GB
     assert placement.num_slabs == 2
     assert all(placement.layers(tier) for tier in Tier)
-    all_in_ram = choose_places(sizes, fixed, gpu_settings("--host-memory", "200GB"), GPU)
+    all_in_ram = choose_places(sizes, fixed, gpu_settings("--host-memory", "200GB"), GPU).placement
     assert not all_in_ram.layers(Tier.DISK)
 
 
@@ -91,7 +91,7 @@ def test_kv_on_the_host_leaves_the_device_to_layers(free: None, tiny: Path) -> N
     assert (here.kv, here.host_kv) == (there.host_kv, 0)
     assert there.kv == here.kv // 40
     sizes = [1_700_000_000] * 80
-    on_host, on_device = (choose_places(sizes, fixed, gpu_settings(), GPU) for fixed in (there, here))
+    on_host, on_device = (choose_places(sizes, fixed, gpu_settings(), GPU).placement for fixed in (there, here))
     assert [len(placed.layers(Tier.RESIDENT)) for placed in (on_host, on_device)] == [10, 7]
     assert len(on_host.layers(Tier.HOST)) < len(on_device.layers(Tier.HOST))
     assert on_host.host_bytes <= 80 * GB

@@ -12,7 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.demonstration import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
+from bough.demonstration import (
+    DEMONSTRATION_COPIES,
+    EMBEDDED_DRAFT,
+    SUBSTITUTE_DROPS,
+    demonstration_folder,
+    is_written,
+)
 from bough.errors import ConfigError
 from bough.launch import Child, Cluster, Settings, launched
 from bough.model import compiled_folder
@@ -21,6 +27,7 @@ from bough.tether import tethered
 WATCH_SECONDS = 0.5
 RESTART_SECONDS = 1.0
 NO_DRAFT = "none"
+EMBEDDED = "embedded"  # in place of an adapter's folder
 
 
 async def up(arguments: argparse.Namespace) -> int:
@@ -50,12 +57,16 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
             drops = SUBSTITUTE_DROPS
     target = target or str(demonstration_folder())
     target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
+    target_flags += [
+        *_given("--device-memory", arguments.device_memory),
+        *_given("--host-memory", arguments.host_memory),
+    ]
     if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
         target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
     orchestrator_flags = ["--draft", NO_DRAFT if draft == NO_DRAFT else "workers"]
     return Settings(
         target=parse(TargetConfig, "target_worker", target_flags, os.environ),
-        draft=_draft_config(arguments.draft_dtype, arguments.draft_bits, target, draft, drops, adapter),
+        draft=_draft_config(arguments, target, draft, drops, adapter),
         orchestrator=replace(
             parse(OrchestratorConfig, "orchestrator", orchestrator_flags, os.environ), port=arguments.port
         ),
@@ -64,7 +75,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 
 def _draft_config(
-    dtype: str | None, bits: str | None, target: str, draft: str | None, drops: str | None, adapter: str | None
+    arguments: argparse.Namespace, target: str, draft: str | None, drops: str | None, adapter: str | None
 ) -> DraftConfig | None:
     """Settings of the draft worker; None where there is to be none."""
     if draft == NO_DRAFT:
@@ -78,7 +89,9 @@ def _draft_config(
             "--draft-adapter with what `bough distill` made of the target, or --drop-layers for a substitute as it is; "
             "or none, to guess from a session's own text only"
         )
-    flags = ["--model", draft or target, *_given("--dtype", dtype), *_given("--bits", bits)]
+    adapter = str(EMBEDDED_DRAFT) if adapter == EMBEDDED else adapter
+    flags = ["--model", draft or target, *_given("--dtype", arguments.draft_dtype)]
+    flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
     flags += [*_given("--drop-layers", drops), *_given("--adapter", adapter)]
     return parse(DraftConfig, "draft_worker", flags, os.environ)
 
