@@ -54,11 +54,11 @@ class Guessing:
         if self.is_sample:
             return self._weighted(values, tokens)
         scores = values.astype(np.float64)
-        if not self.params.is_greedy:
-            scores = _filtered(scores, self.params)
-        if self.is_perturbed:
-            scores = self.params.temperature * (scores + _noise(self.params.seed, positions, tokens, vocab_size))
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):  # where a row has no token with a chance
+            if not self.params.is_greedy:
+                scores = _filtered(scores, self.params)
+            if self.is_perturbed:
+                scores = self.params.temperature * (scores + _noise(self.params.seed, positions, tokens, vocab_size))
             scores -= scores.max(1, keepdims=True)
             log_probs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
         if self.is_perturbed:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, Unavailable
-from bough.model.draw import _gumbel, adjusted, draw, filtered, gumbel_noise, position_logprobs
+from bough.model.draw import _gumbel, adjusted, draw, filtered, gumbel_noise, position_logprobs, probabilities
 from bough.sampling import BANNED, SamplingParams, StopConditions
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
@@ -117,10 +117,32 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert [(top.token_id, pytest.approx(top.logprob)) for top in entry.top] == [(0, expected[0]), (1, expected[1])]
 
 
-@given(st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=20), st.floats(0.01, 5), st.integers(0, 99))
-def test_every_draw_is_a_token(logits: list[float], temperature: float, position: int) -> None:
-    params = SamplingParams(temperature=temperature, top_p=0.9, min_p=0.01, top_k=5)
-    assert 0 <= draw(np.array(logits), params, position) < len(logits)
+@given(
+    st.lists(st.floats(-1e4, 1e4) | st.just(-np.inf), min_size=2, max_size=20).filter(lambda row: max(row) > -np.inf),
+    st.just(0.0) | st.floats(0.01, 5),
+    st.sampled_from([{}, {"top_p": 0.9, "min_p": 0.01, "top_k": 5}, {"repetition_penalty": 1.5}]),
+    st.integers(0, 99),
+)
+def test_every_draw_is_a_token_that_has_a_chance(
+    logits: list[float], temperature: float, changes: dict[str, Any], position: int
+) -> None:
+    """Whatever tails of no chance at all the logits have, before penalties and after them."""
+    params = SamplingParams(temperature=temperature, **changes)
+    row = adjusted(np.array(logits), params, [0, 1, 1], prompt_length=1)
+    token = draw(row, params, position)
+    assert logits[token] > -np.inf
+    probs = probabilities(row, params)
+    assert probs.sum() == pytest.approx(1.0)
+    assert probs[token] > 0
+    top = position_logprobs(np.array(logits), token, num_top=3)
+    assert np.isfinite(top.token.logprob)
+    assert not any(np.isnan(other.logprob) for other in top.top)
+
+
+def test_a_banned_token_is_never_drawn_however_hot_it_gets() -> None:
+    params = SamplingParams(temperature=1e4, logit_bias={0: BANNED, 3: BANNED})
+    drawn = {draw(adjusted(LOGITS, params, [], 0), params, position) for position in range(400)}
+    assert drawn == {1, 2, 4, 5}
 
 
 def test_logits_that_are_no_numbers_are_an_error_and_not_a_token() -> None:

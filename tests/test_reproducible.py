@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from bough.model.batch import Batch, Piece, Segment
 from bough.model.kv import KVSlot
 from bough.model.paths import PathArrays
 from bough.tree import Tree
+from target_worker.sweep import StreamedModel
 
 
 def random_tree(rng: np.random.Generator, size: int, root: int) -> Tree:
@@ -115,25 +117,47 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+class Session(NamedTuple):
+    """A context that is new in a sweep, and the tree below it."""
+
+    prompt: list[int]
+    tree: Tree
+    segments: tuple[Segment, Segment]
+
+
+def random_session(model: StreamedModel, rng: np.random.Generator) -> Session:
+    """Of positions on this side of the attention's blocks, beyond them, or across."""
+    prompt = rng.integers(0, 256, rng.integers(1, 70)).tolist()
+    tree, slot = random_tree(rng, int(rng.integers(1, 45)), root=int(rng.integers(256))), new_slot(model)
+    return Session(prompt, tree, (Segment.context(slot, 0, prompt), Segment.tree(slot, len(prompt), tree)))
+
+
+IN_FLOAT32 = ["llama", "qwen3 moe", "gemma2, soft-capping, alternating windows", "starcoder2, biases"]
+
+
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3 moe", "gemma2, soft-capping, alternating windows", "starcoder2, biases"]
+    ("family", "dtype"), [*((f, torch.bfloat16) for f in FAMILIES), *((f, torch.float32) for f in IN_FLOAT32)]
 )
 def test_logits_are_bitwise_those_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Random trees at positions that cross the attention's blocks, beside another session's tree and context."""
-    rng = np.random.default_rng(1)
+    """Of every node on a path of a random tree, which is at any place among others of random sessions, and contexts."""
+    rng = np.random.default_rng(list(FAMILIES).index(family))
     with streamed(save_model(tmp_path / "model", FAMILIES[family]), dtype) as model:
-        prompt = rng.integers(0, 256, 58).tolist()
-        for size in (2, 17, 40):
-            tree = random_tree(rng, size, root=7)
-            slot, other = new_slot(model), new_slot(model)
-            neighbours = [Segment.context(other, 0, rng.integers(0, 256, 9).tolist())]
-            neighbours.append(Segment.tree(other, 9, random_tree(rng, 11, root=3)))
-            segments = [Segment.context(slot, 0, prompt), *neighbours, Segment.tree(slot, len(prompt), tree)]
-            logits = model.sweep(Batch(segments, model.rows, CPU))[0][11:]
-            for node in rng.choice(size, size=min(size, 5), replace=False):
-                path = [int(tree.tokens[step]) for step in tree.path(int(node))]
-                assert torch.equal(logits[node], plain_logits(model, prompt + path)[-1])
+        for _ in range(2):
+            sessions = [random_session(model, rng) for _ in range(rng.integers(1, 5))]
+            order = rng.permutation(np.repeat(np.arange(len(sessions)), 2)).tolist()
+            met, segments, begins, num_logits = set[int](), [], {}, 0
+            for number in order:  # a context before its tree
+                segments.append(sessions[number].segments[number in met])
+                if number in met:
+                    begins[number], num_logits = num_logits, num_logits + len(sessions[number].tree)
+                met.add(number)
+            logits, _ = model.sweep(Batch(segments, model.rows, CPU))
+            chosen = int(rng.integers(len(sessions)))
+            prompt, tree, _ = sessions[chosen]
+            path = tree.path(int(tree.depths().argmax()))
+            plain = plain_logits(model, prompt + [int(tree.tokens[node]) for node in path])[len(prompt) :]
+            for node, wanted in zip(path, plain, strict=True):
+                assert torch.equal(logits[begins[chosen] + node], wanted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

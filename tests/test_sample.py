@@ -14,6 +14,7 @@ from bough.draft_probs import normalised
 from bough.errors import Unavailable
 from bough.model.sample import Purpose, draft_weights, generator, independently, without_replacement
 from bough.sampling import SamplingParams
+from draft_worker.guess import Guessing
 
 LOGITS = np.array([0.5, 2.0, -1.0, 1.0, -3.0, 0.0])
 TOKENS = np.array([4, 1, 3], np.int32)
@@ -102,3 +103,26 @@ def test_no_two_rounds_or_places_share_numbers(seed: int, round_: int, index: in
     assert not mine & (raw(round_ + 1, index) | raw(round_, index + 1))
     noise = (np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(32) for position in (index, index + 1))
     assert not mine & set(np.concatenate(list(noise)).tolist())
+
+
+@given(
+    st.lists(st.floats(-50, 50) | st.just(-np.inf), min_size=1, max_size=12),
+    st.sampled_from([0.0, 0.3, 1.5]),
+    st.sampled_from([{}, {"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.2}]),
+    st.booleans(),
+)
+def test_candidates_have_log_probabilities_whatever_tails_the_logits_have(
+    values: list[float], temperature: float, filters: dict[str, float], is_perturbed: bool
+) -> None:
+    """Descending ones of a draft's row; those without a chance, and rows without any, are -inf, and nothing is NaN."""
+    row = np.sort(np.array(values, np.float32))[None, ::-1]
+    params = SamplingParams(temperature=temperature, seed=3, **filters)  # type: ignore[arg-type]
+    guessing = Guessing(params, 0, is_sample=False, is_perturbed=is_perturbed and temperature > 0)
+    tokens = np.arange(len(values), dtype=np.int32)[None]
+    found = guessing.candidates(row, tokens, np.array([7], np.int32), len(values))
+    assert not np.isnan(found.log_probs).any()
+    assert (found.log_probs <= 0).all()
+    possible = found.tokens[0][np.isfinite(found.log_probs[0])]
+    assert np.isfinite(row[0, possible]).all()
+    assert np.exp(found.log_probs.astype(np.float64)).sum() == pytest.approx(float(len(possible) > 0), abs=1e-5)
+    assert (len(possible) > 0) == bool(np.isfinite(row).any())
