@@ -13,10 +13,11 @@ work_ratio       the same, but reading costs processor time too: sweep / max(raw
                  + processor time of the raw read / cores), which on few cores is the least that is possible
 link_busy        share of ten consecutive rounds with drafting during which the link was reading, a link slowed down to
                  --slow-link; link_busy_unlimited is the same on the disk as it is
-accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit
+accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit;
+                 airllm_ratio likewise, where it is installed (`pip install airllm`; it is no part of bough's set-up)
 packed4_ratio    for 1, 16 and 64 tokens: sweep of a 4-bit pack / of 16 bits, both over a link slowed down to
                  --slow-link; where computing takes longer than a quarter of the read, that is the limit
-resident_ratio   64 tokens with everything resident / transformers' own forward
+resident_ratio   for 1, 64 and 256 tokens: with everything resident / transformers' own forward
 peak_over_budget_bytes  worst of several memory budgets: peak of the process less what it took before it knew of a
                  model, less the budget
 """
@@ -30,6 +31,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -178,27 +180,29 @@ def quartiles(numbers: Sequence[float]) -> list[float]:
     return [round(float(quartile), 3) for quartile in np.percentile(numbers, (25, 75))]
 
 
-def accelerate_ratio(model: Path, memory: int, turns: int) -> dict[str, Any]:
-    """Plain decoding within the same memory limit."""
-    mine: list[float] = []
-    theirs: list[float] = []
+def peer_ratios(model: Path, memory: int, turns: int) -> dict[str, Any]:
+    """Plain decoding within the same memory limit, and from opening the model to the first token."""
+    names = ["bough", "accelerate", *(["airllm"] if find_spec("airllm") else [])]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     with ExitStack() as stack:
-        prefixes = [stack.enter_context(limited(memory_bytes=memory)) if can_limit() else [] for _ in range(2)]
-        budget = ["--device-memory", str(memory - INTERPRETER_BYTES), *SMALL]
-        bough = stack.enter_context(Contestant("bough", "--model", str(model), *budget, prefix=prefixes[0]))
-        accelerate = stack.enter_context(Contestant("accelerate", str(model), prefix=prefixes[1]))
-        first = [round(engine.ask("first_token")["seconds"], 2) for engine in (bough, accelerate)]
+        engines = {}
+        for name in names:
+            prefix = stack.enter_context(limited(memory_bytes=memory)) if can_limit() else []
+            budget = ["--device-memory", str(memory - INTERPRETER_BYTES), *SMALL]
+            flags = ["--model", str(model), *budget] if name == "bough" else [str(model)]
+            engines[name] = stack.enter_context(Contestant(name, *flags, prefix=prefix))
+        first = {name: engine.ask("first_token")["seconds"] for name, engine in engines.items()}
         for turn in range(turns):
-            drop_cached(model)
-            mine.append(bough.seconds(1, 3))
-            theirs.append(accelerate.seconds(1, 1))
-            _tell(f"turn {turn + 1} of {turns}: bough {mine[-1]:.3f} s, accelerate {theirs[-1]:.3f} s per token")
+            for name, engine in engines.items():
+                drop_cached(model)
+                seconds[name].append(engine.seconds(1, 3 if name == "bough" else 1))
+            times = ", ".join(f"{name} {some[-1]:.3f} s" for name, some in seconds.items())
+            _tell(f"turn {turn + 1} of {turns}: {times} per token")
+    medians = {name: median(some) for name, some in seconds.items()}
     return {
-        "accelerate_ratio": round(median(theirs) / median(mine), 2),
-        "accelerate_seconds": round(median(theirs), 3),
-        "plain_seconds": round(median(mine), 3),
-        "first_token_seconds": first[0],
-        "accelerate_first_token_seconds": first[1],
+        **{f"{name}_ratio": round(medians[name] / medians["bough"], 2) for name in names[1:]},
+        **{f"{'plain' if name == 'bough' else name}_seconds": round(medians[name], 3) for name in names},
+        "first_token_seconds": {name: round(each, 2) for name, each in first.items()},
     }
 
 
@@ -259,7 +263,7 @@ def main() -> None:
             case "busy":
                 new = link_busy_at([0, slow_link] if can_limit() else [0], model)
             case "accelerate":
-                new = accelerate_ratio(model, arguments.memory, arguments.turns)
+                new = peer_ratios(model, arguments.memory, arguments.turns)
             case "packed":
                 new = packed_ratio(model, packed, slow_link, arguments.turns)
             case _:

@@ -23,6 +23,7 @@ import torch
 
 from bough.config import TargetConfig, parse
 from bough.messages import Context, VerifyCall
+from bough.model.checkpoint import INDEX_NAME
 from bough.model.pages import large_pages
 from bough.sampling import SamplingParams
 from bough.tree import Tree
@@ -178,6 +179,55 @@ class Accelerate:
         self._folder.cleanup()
 
 
+class AirLLM:
+    """AirLLM on the CPU, which reads one layer after another and keeps none."""
+
+    def __init__(self, flags: list[str]) -> None:
+        from airllm import AutoModel
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        self._folder = tempfile.TemporaryDirectory(dir=Path(flags[0]).parent)
+        began = time.perf_counter()
+        model, split = (Path(self._folder.name) / name for name in ("model", "split"))
+        _as_hub_names_it(Path(flags[0]), model)
+        self._model = AutoModel.from_pretrained(
+            str(model), device="cpu", dtype=torch.bfloat16, layer_shards_saving_path=str(split)
+        )
+        self.sweep(1, 1)
+        self._first_token_seconds = time.perf_counter() - began
+
+    def first_token(self) -> dict[str, float]:
+        """From opening the model to its first token."""
+        return {"seconds": self._first_token_seconds}
+
+    @torch.inference_mode()
+    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
+        """First tokens after the prompt, each of which takes one pass over the layers, whatever is asked."""
+        figures = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            self._model.generate(torch.tensor([PROMPT]), max_new_tokens=1, use_cache=True)
+            figures.append({"seconds": time.perf_counter() - began})
+        return figures
+
+    def close(self) -> None:
+        """Removes what it has written."""
+        self._folder.cleanup()
+
+
+def _as_hub_names_it(source: Path, folder: Path) -> None:
+    """Links to a model whose files are called as transformers writes them: AirLLM takes their order from the names."""
+    index = json.loads((source / INDEX_NAME).read_text())
+    files = sorted({*index["weight_map"].values()})
+    names = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.is_file() and file.name != INDEX_NAME:
+            (folder / names.get(file.name, file.name)).symlink_to(file)
+    index["weight_map"] = {tensor: names[file] for tensor, file in index["weight_map"].items()}
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
 def _busy_seconds() -> float:
     """Of all processors together since the start of the machine: reading past the page cache is mostly the kernel's."""
     user, nice, system, _idle, _waiting, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:9]
@@ -194,6 +244,7 @@ ENGINES: dict[str, Callable[[list[str]], Engine]] = {
     "bough": Bough,
     "transformers": Transformers,
     "accelerate": Accelerate,
+    "airllm": AirLLM,
 }
 
 
