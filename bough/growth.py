@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -25,11 +26,18 @@ class Guess(Enum):
 
 
 class BestFirst(NamedTuple):
-    """The most probable paths first (SpecExec, arXiv 2406.02532, section 4.2)."""
+    """The most probable paths first (SpecExec, arXiv 2406.02532, section 4.2), while they are worth their price.
+
+    With lambda tokens per second, a node costs lambda times the seconds that it adds to a sweep, a step lambda times
+    its own (DESIGN.md, rule 5).
+    """
 
     budget: int  # nodes, the root included
     width: int  # nodes expanded in one draft step
     depth: int  # levels below the root
+    node_price: float = 0.0  # expected tokens: nodes whose path is less probable are left out
+    step_price: float = 0.0  # expected tokens: a step that cannot add as many is not made
+    seconds: float = 0.0  # since the call arrived: what has grown by then is the tree; 0 is no limit
 
     @property
     def max_expansions(self) -> int:
@@ -38,7 +46,8 @@ class BestFirst(NamedTuple):
 
     def within(self, max_nodes: int) -> BestFirst:
         """The same, no larger than this."""
-        return BestFirst(*(min(size, max_nodes) for size in self))
+        budget, width, depth = (min(size, max_nodes) for size in (self.budget, self.width, self.depth))
+        return self._replace(budget=budget, width=width, depth=depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,13 @@ class TreePlan:
         """The same, for a tree of at most so many nodes."""
         return self if self.growth.budget <= max_nodes else replace(self, growth=self.growth.within(max_nodes))
 
+    def in_time(self, seconds: float) -> TreePlan:
+        """The same, but of a best-first tree what has grown after so many seconds, if it is not to end before."""
+        growth = self.growth
+        if not isinstance(growth, BestFirst) or 0 < growth.seconds <= seconds:
+            return self
+        return replace(self, growth=growth._replace(seconds=seconds))
+
 
 NO_TREE = TreePlan(BestFirst(budget=1, width=1, depth=1))  # plain decoding
 
@@ -115,8 +131,11 @@ def require_growth(name: str, growth: Growth, max_nodes: int) -> None:
     match growth:
         case BestFirst() | Chains():
             for field, value in growth._asdict().items():
-                if not 1 <= value <= max_nodes:
+                is_size = isinstance(value, int)
+                if is_size and not 1 <= value <= max_nodes:
                     raise InvalidRequest(f"{name}.{field}: {value}; 1 to {max_nodes} would do")
+                if not is_size and not 0 <= value < math.inf:
+                    raise InvalidRequest(f"{name}.{field}: {value}; 0 (off) or more would do")
         case StaticShape(parents):
             for index, parent in enumerate(parents):
                 if not (parents[index - 1] if index else 0) <= parent <= index:

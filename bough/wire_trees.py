@@ -88,7 +88,8 @@ def growth_from_wire(message: common_pb2.Growth) -> Growth:
     match message.WhichOneof("kind"):
         case "best_first":
             sizes = message.best_first
-            return BestFirst(sizes.budget, sizes.width, sizes.depth)
+            prices = sizes.node_price, sizes.step_price
+            return BestFirst(sizes.budget, sizes.width, sizes.depth, *prices, sizes.seconds)
         case "shape":
             return StaticShape(tuple(message.shape.parents))
         case "chains":

@@ -121,7 +121,9 @@ class Engine:
             if session is None:
                 self._waiting.append(request)
                 return
-            running = _Running(request, Job(session, request.call, self._branch, self._vocab_size), began_ns)
+            running = _Running(
+                request, Job(session, request.call, self._branch, self._vocab_size, request.arrived_ns), began_ns
+            )
             self.pool.borrow(session)
         except Exception as exc:
             settle(request.future, exc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -78,8 +79,9 @@ class BestFirstGrower:
     """Expands the best nodes first (SpecExec, arXiv 2406.02532, section 4.2 and algorithm 2).
 
     Each draft step expands the `width` best open nodes by the log-probability of their paths; the `budget` best nodes
-    are the tree. Ends when no open node is among them, or after `depth` steps. A node has at most `branch` children,
-    one with a token in `closed` none.
+    are the tree. Ends when no open node is among them, after `depth` steps, or where a step cannot be worth its price:
+    it adds at most as many expected tokens as the nodes that it expands are probable. A node has at most `branch`
+    children, one with a token in `closed` none.
     """
 
     def __init__(self, root_token: int, limits: BestFirst, branch: int, closed: NDArray[np.int32]) -> None:
@@ -88,6 +90,7 @@ class BestFirstGrower:
         self._is_open = np.zeros(len(self.tree.tokens), np.bool_)  # may still be expanded
         self._is_open[0] = True
         self._num_steps = 0
+        self._least_score = math.log(limits.node_price) if limits.node_price else -math.inf
 
     def frontier(self) -> NDArray[np.intp]:
         """The `width` best open nodes among the `budget` best nodes."""
@@ -96,7 +99,7 @@ class BestFirstGrower:
         scores = self.tree.scores[: self.tree.num_nodes]
         nodes = np.flatnonzero(self._is_open[: len(scores)] & (scores >= self._threshold()))
         best = nodes[np.argsort(-scores[nodes], kind="stable")[: self._limits.width]]
-        return np.sort(best)
+        return np.sort(best) if np.exp(scores[best]).sum() >= self._limits.step_price else NO_NODES
 
     def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
         """Adds the children whose score could still be among the best."""
@@ -106,7 +109,8 @@ class BestFirstGrower:
         scores = self.tree.scores[frontier][:, None] + log_probs
         order = np.sort(scores.ravel())[::-1]
         enough = float(order[min(self._limits.budget, len(order)) - 1])  # more than `budget` are never needed
-        rows, ranks = np.nonzero(np.isfinite(scores) & (scores >= max(self._threshold(), enough)))
+        least = max(self._threshold(), enough, self._least_score)
+        rows, ranks = np.nonzero(np.isfinite(scores) & (scores >= least))
         rows, ranks = rows[: self.tree.num_free], ranks[: self.tree.num_free]
         new = self.tree.append(frontier[rows], candidates.tokens[rows, ranks], log_probs[rows, ranks])
         self._is_open[new] = ~np.isin(self.tree.tokens[new], self._closed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Protocol
 
 import numpy as np
@@ -44,9 +46,12 @@ class Stepping(Protocol):
 class Job:
     """Grows the tree of one call."""
 
-    def __init__(self, session: DraftSession, call: GrowCall, branch: int, vocab_size: int) -> None:
+    def __init__(self, session: DraftSession, call: GrowCall, branch: int, vocab_size: int, arrived_ns: int) -> None:
         """Raises InvalidRequest or PrefixMissing."""
         self.session, self.call = session, call
+        growth = call.plan.growth
+        seconds = growth.seconds if isinstance(growth, BestFirst) else 0.0
+        self._deadline_ns = arrived_ns + 1e9 * seconds if seconds else math.inf
         self.num_passes = 0
         grower = grower_for(call, branch, call.vocab_size or vocab_size)
         session.stand_on(call, Guessing.of(call), num_levels(call.plan.growth))
@@ -60,8 +65,8 @@ class Job:
         return self._walk.num_warm
 
     def advance(self) -> bool:
-        """As far as what is explored reaches."""
-        return self._walk.advance()
+        """As far as what is explored reaches; more only while there is time."""
+        return self._walk.advance() and time.perf_counter_ns() < self._deadline_ns
 
     def segments(self) -> list[Segment]:
         """The context that is not held yet, or a part of it, and then the frontier."""

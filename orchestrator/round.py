@@ -30,6 +30,7 @@ from orchestrator.workers import TargetClient, Timed
 logger = logging.getLogger(__name__)
 
 NOTHING = Timed(0, 0)
+GROWING_SHARE = 0.8  # of a draft call's time limit: a part of a tree is worth more than none, and is no fault
 
 
 @dataclass(slots=True)
@@ -105,7 +106,8 @@ class Rounds:
         draft.num_running += 1
         try:
             vocab_size, timeout = target.info.vocab_size, session.patience.within(self.config.draft_timeout)
-            result, timed = await draft.client.grow(session, plan, vocab_size, timeout)
+            in_time = plan.in_time(GROWING_SHARE * timeout)
+            result, timed = await draft.client.grow(session, in_time, vocab_size, timeout)
             _require_fit(result.tree, session.tokens[-1], vocab_size, plan)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)

@@ -55,6 +55,26 @@ def test_a_session_that_the_caller_has_forgotten_is_not_run_again() -> None:
     assert (again.tree, again.timings.num_passes, model.rows_run) == (first, 0, [])
 
 
+@pytest.mark.parametrize("num_steps", range(4))
+def test_a_tree_that_takes_too_long_is_what_has_grown(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
+    """A draft step takes a second of this clock; what was found out stays for the next call."""
+    clock = [0]
+    monkeypatch.setattr("draft_worker.job.time.perf_counter_ns", lambda: clock[0])
+
+    def tick(_: Batch) -> None:
+        clock[0] += 10**9
+
+    model = FakeModel(tick)
+    engine, whole = new_engine(model), grown_alone(grow_call([3, 1, 4])).tree
+    plan = TreePlan(BestFirst(60, 3, 4, seconds=num_steps - 0.5 if num_steps else 1e-9))
+    clock[0] = 1
+    grown = grow_now(engine, grow_call([3, 1, 4], plan=plan))
+    assert grown.timings.num_passes == num_steps
+    assert grown.tree.depths().max() == num_steps
+    monkeypatch.undo()
+    assert grow_now(engine, grow_call([3, 1, 4])).tree == whole
+
+
 def test_a_wrong_belief_about_what_is_held_is_refused_with_the_truth() -> None:
     engine = new_engine(FakeModel())
     grow_now(engine, grow_call([3, 1, 4]))

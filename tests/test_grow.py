@@ -64,6 +64,34 @@ def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth:
 
 
 @settings(deadline=None)
+@given(st.integers(2, 40), st.integers(1, 5), st.integers(1, 5), st.floats(1e-4, 0.9), st.floats(0.01, 1.5))
+def test_nothing_is_grown_that_is_not_worth_its_price(
+    budget: int, width: int, depth: int, node_price: float, step_price: float
+) -> None:
+    """Nodes by the probability of their path; steps by all that they could add."""
+    limits = BestFirst(budget, width, depth)
+    free, dear = grown(best_first(limits)), grown(best_first(limits._replace(node_price=node_price)))
+    kept = np.exp(free.scores()) >= node_price
+    assert np.exp(dear.scores()[1:]).min(initial=1.0) >= node_price * (1 - 1e-5)
+    assert len(dear) >= kept.sum() - 1, "what is worth it is there, but for what stands on the edge"
+    grower = best_first(limits._replace(step_price=step_price))
+    while len(frontier := grower.frontier()):
+        assert np.exp(grower.tree.scores[frontier]).sum() >= step_price
+        paths = [[int(grower.tree.tokens[step]) for step in path_to(grower, node)] for node in frontier.tolist()]
+        rows = np.stack([fake_log_probs(path) for path in paths])
+        order = np.argsort(-rows, axis=1)
+        grower.take(frontier, Candidates(order.astype(np.int32), np.take_along_axis(rows, order, 1)))
+    assert len(grower.finished()) > 1 or step_price > 1
+
+
+def path_to(grower: Grower, node: int) -> list[int]:
+    path = [node]
+    while (parent := int(grower.tree.parents[path[-1]])) >= 0:
+        path.append(parent)
+    return path[::-1]
+
+
+@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 6))
 def test_limits_hold_and_siblings_are_best_first(budget: int, width: int, depth: int) -> None:
     widths: list[int] = []

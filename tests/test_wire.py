@@ -64,7 +64,15 @@ logprobs = st.builds(
 TREE = Tree.of([3, 4, 5], [-1, 0, 1], [0, -0.5, -0.25])
 
 
-growths = st.sampled_from([BestFirst(8, 4, 2), StaticShape((0, 0, 1, 1, 2)), StaticShape(()), Chains(2, 3)])
+growths = st.sampled_from(
+    [
+        BestFirst(8, 4, 2),
+        BestFirst(8, 4, 2, 0.01, 0.5, 1.5),
+        StaticShape((0, 0, 1, 1, 2)),
+        StaticShape(()),
+        Chains(2, 3),
+    ]
+)
 plans = st.builds(TreePlan, growths, st.sampled_from(Scheme), st.sampled_from(Guess))
 SAMPLED = replace(
     TREE,
@@ -187,6 +195,9 @@ def test_sizes_and_names_out_of_range_are_refused_by_name() -> None:
     for field, value, message in (
         ("growth", BestFirst(0, 4, 2), r"growth\.budget: 0; 1 to 8"),
         ("growth", BestFirst(8, 9, 2), r"growth\.width: 9"),
+        ("growth", BestFirst(8, 4, 2, -0.5), r"growth\.node_price: -0.5; 0 \(off\) or more"),
+        ("growth", BestFirst(8, 4, 2, 0.0, float("nan")), r"growth\.step_price: nan"),
+        ("growth", BestFirst(8, 4, 2, 0.0, 0.0, float("inf")), r"growth\.seconds: inf"),
         ("growth", Chains(0, 2), r"growth\.num: 0; 1 to 8"),
         ("growth", Chains(4, 2), "growth: 9 nodes; at most 8"),
         ("growth", StaticShape((0, 2)), r"growth\.parents\[1\]: 2; .* 0 to 1 would do"),
