@@ -122,9 +122,10 @@ def test_bough_up_asks_for_a_draft_where_it_cannot_guess_one() -> None:
 
 
 def test_memory_and_draft_ahead_are_flags_of_up() -> None:
-    flags = ["--device-memory", "3GB", "--host-memory", "9GB", "--ahead-steps", "16"]
+    flags = ["--device-memory", "3GB", "--kv-memory", "1GB", "--host-memory", "9GB", "--ahead-steps", "16"]
     settings = settings_from(argument_parser().parse_args(["up", *flags]))
     assert (settings.target.device_memory, settings.target.host_memory) == (3 * 10**9, 9 * 10**9)
+    assert settings.target.kv_memory == 10**9
     assert settings.draft is not None
     assert settings.draft.ahead_steps == 16
     with pytest.raises(ConfigError, match="--device-memory: 'plenty'"):

@@ -57,10 +57,8 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
             drops = SUBSTITUTE_DROPS
     target = target or str(demonstration_folder())
     target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
-    target_flags += [
-        *_given("--device-memory", arguments.device_memory),
-        *_given("--host-memory", arguments.host_memory),
-    ]
+    for name in ("device_memory", "kv_memory", "host_memory"):
+        target_flags += _given(f"--{name.replace('_', '-')}", getattr(arguments, name))
     if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
         target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
     orchestrator_flags = ["--draft", NO_DRAFT if draft == NO_DRAFT else "workers"]
