@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -22,16 +21,13 @@ from bough.model.attention_cpu import attend_in_slots
 from bough.model.batch import Batch, Segment
 from bough.model.kv import KVShape, KVSlot
 from bough.model.threads import compute_with
-from bough.tree import Tree
-from loadtest.draft_step import CPU, processor, timed
+from loadtest.draft_step import CPU, frontier, processor, timed
 
 
 def best_seconds(num_nodes: int, context: int, heads: tuple[int, int, int], turns: int) -> dict[str, float]:
     """Of one layer's attention in bfloat16, keys and values of the tree's nodes put into the slot included."""
     num_heads, num_kv_heads, head_dim = heads
-    rng = np.random.default_rng(num_nodes)
-    parents = [-1] + [int(rng.integers(max(0, node - 6), node)) for node in range(1, num_nodes)]
-    tree = Tree.of([0] * num_nodes, parents, [0.0] * num_nodes)
+    tree = frontier(num_nodes, seed=num_nodes)
     slot = KVSlot(KVShape(1, num_kv_heads, head_dim, torch.bfloat16), context + num_nodes, CPU)
     slot.keys.normal_()
     slot.values.normal_()

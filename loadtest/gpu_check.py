@@ -168,8 +168,8 @@ def big_model(
     for bits, source in sources.items():
         asked = repeated(source, min(num_asked, sizes.max_layers), folder / f"{bits}-asked")
         num_layers = layers_without_disk(asked, machine, num_rows)
-        if num_layers < num_asked:
-            print(f"{bits} bits: {num_layers} of {num_asked} layers, as the two memories hold no more", flush=True)
+        if num_layers < (wanted := min(num_asked, sizes.max_layers)):
+            print(f"{bits} bits: {num_layers} of {wanted} layers, as the two memories hold no more", flush=True)
         if machine.device.type != "cpu":
             all_memory = torch.cuda.get_device_properties(machine.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, machine.device_memory / all_memory), machine.device)

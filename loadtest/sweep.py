@@ -57,7 +57,7 @@ class Contestant:
     def __init__(self, *words: str, prefix: list[str]) -> None:
         command = [*prefix, sys.executable, "-m", "loadtest.sweep_engines", *words]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
+        self.first_token_seconds = float(self._answer())  # from opening the model
 
     def __enter__(self) -> Contestant:
         return self
@@ -191,7 +191,6 @@ def peer_ratios(model: Path, memory: int, turns: int) -> dict[str, Any]:
             budget = ["--device-memory", str(memory - INTERPRETER_BYTES), *SMALL]
             flags = ["--model", str(model), *budget] if name == "bough" else [str(model)]
             engines[name] = stack.enter_context(Contestant(name, *flags, prefix=prefix))
-        first = {name: engine.ask("first_token")["seconds"] for name, engine in engines.items()}
         for turn in range(turns):
             for name, engine in engines.items():
                 drop_cached(model)
@@ -202,7 +201,7 @@ def peer_ratios(model: Path, memory: int, turns: int) -> dict[str, Any]:
     return {
         **{f"{name}_ratio": round(medians[name] / medians["bough"], 2) for name in names[1:]},
         **{f"{'plain' if name == 'bough' else name}_seconds": round(medians[name], 3) for name in names},
-        "first_token_seconds": {name: round(each, 2) for name, each in first.items()},
+        "first_token_seconds": {name: round(engine.first_token_seconds, 2) for name, engine in engines.items()},
     }
 
 

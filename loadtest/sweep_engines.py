@@ -37,6 +37,10 @@ PROMPT = list(range(100, 164))
 class Engine(Protocol):
     """Something that passes tokens through a model."""
 
+    def first_token(self) -> None:
+        """Makes one from the prompt, when the model has just been opened."""
+        ...
+
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
         """Seconds and more of `repeats` passes, one right after another."""
         ...
@@ -60,12 +64,13 @@ class Bough:
     def __init__(self, flags: list[str]) -> None:
         self._config = parse(TargetConfig, "bench", flags, {})
         self._baseline = _status("VmRSS")
-        began = time.perf_counter()
         self._worker = TargetWorker(self._config, "bench")
         self._tokens, self._held, self._round = list(PROMPT), 0, 0
         self._slabs: list[Slab] = []
+
+    def first_token(self) -> None:
+        """The prompt and the first token come in one sweep."""
         self.sweep(1, 1)
-        self._first_token_seconds = time.perf_counter() - began
 
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
         """Rounds of one session with trees of `num_tokens` nodes, drawing and committing included."""
@@ -107,10 +112,6 @@ class Bough:
         """Bytes: the peak of this process, and what it took before it knew of a model."""
         return {"peak": _status("VmHWM"), "baseline": self._baseline}
 
-    def first_token(self) -> dict[str, float]:
-        """From opening the model to its first token, the sweep included with which a worker makes sure of itself."""
-        return {"seconds": self._first_token_seconds}
-
     def close(self) -> None:
         """Ends the worker's threads."""
         self._worker.close()
@@ -124,6 +125,10 @@ class Transformers:
 
         torch.set_num_threads(os.cpu_count() or 1)
         self._model = AutoModelForCausalLM.from_pretrained(flags[0], dtype=torch.bfloat16)
+
+    def first_token(self) -> None:
+        """A forward pass more than it takes, as it is in memory."""
+        self.sweep(1, 1)
 
     @torch.inference_mode()
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
@@ -147,7 +152,6 @@ class Accelerate:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(os.cpu_count() or 1)
-        began = time.perf_counter()
         num_layers = AutoConfig.from_pretrained(flags[0]).num_hidden_layers
         outside = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
         layers = {f"model.layers.{index}": "disk" for index in range(num_layers)}
@@ -155,12 +159,10 @@ class Accelerate:
         self._model = AutoModelForCausalLM.from_pretrained(
             flags[0], dtype=torch.bfloat16, device_map={**outside, **layers}, offload_folder=self._folder.name
         )
-        self.sweep(1, 1)
-        self._first_token_seconds = time.perf_counter() - began
 
-    def first_token(self) -> dict[str, float]:
-        """From opening the model to its first token."""
-        return {"seconds": self._first_token_seconds}
+    def first_token(self) -> None:
+        """The prompt alone."""
+        self.sweep(1, 0)
 
     @torch.inference_mode()
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
@@ -170,7 +172,7 @@ class Accelerate:
         for _ in range(repeats):
             began = time.perf_counter()
             token = output.logits[:, -1:].argmax(-1)
-            output = self._model(token, past_key_values=output.past_key_values, use_cache=True)
+            output = self._model(token, past_key_values=output.past_key_values)
             figures.append({"seconds": time.perf_counter() - began})
         return figures
 
@@ -187,18 +189,15 @@ class AirLLM:
 
         torch.set_num_threads(os.cpu_count() or 1)
         self._folder = tempfile.TemporaryDirectory(dir=Path(flags[0]).parent)
-        began = time.perf_counter()
         model, split = (Path(self._folder.name) / name for name in ("model", "split"))
         _as_hub_names_it(Path(flags[0]), model)
         self._model = AutoModel.from_pretrained(
             str(model), device="cpu", dtype=torch.bfloat16, layer_shards_saving_path=str(split)
         )
-        self.sweep(1, 1)
-        self._first_token_seconds = time.perf_counter() - began
 
-    def first_token(self) -> dict[str, float]:
-        """From opening the model to its first token."""
-        return {"seconds": self._first_token_seconds}
+    def first_token(self) -> None:
+        """Like every other."""
+        self.sweep(1, 1)
 
     @torch.inference_mode()
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
@@ -249,9 +248,11 @@ ENGINES: dict[str, Callable[[list[str]], Engine]] = {
 
 
 def main() -> None:
-    """Answers commands until standard input ends."""
+    """Answers commands until standard input ends; ready, with the seconds that it took, after the first token."""
+    began = time.perf_counter()
     engine = ENGINES[sys.argv[1]](sys.argv[2:])
-    print(json.dumps("ready"), flush=True)
+    engine.first_token()
+    print(json.dumps(time.perf_counter() - began), flush=True)
     for line in sys.stdin:
         name, *numbers = json.loads(line)
         answer: Any = getattr(engine, name)(*numbers)

@@ -20,7 +20,7 @@ from bough.model.experts import Experts
 from bough.model.kv import KVShape
 from bough.model.naming import AnySource, Naming, Quantization, logical_sources
 from bough.model.pack_folder import read_checksums
-from bough.model.source import STORED_DTYPES, VALUE_DTYPES, FreshMemory, Scratch, Source, Stored, crc32
+from bough.model.source import STORED_DTYPES, VALUE_DTYPES, FreshMemory, Joined, Scratch, Source, Stored, crc32
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class _Finder:
 
 def _require_readable(source: AnySource | Source) -> None:
     """Raises CheckpointError for a tensor of another data type, or another shape than those beside it."""
-    parts: tuple[Source, ...] = getattr(source, "parts", ())
+    parts = source.parts if isinstance(source, Joined | Experts) else ()
     for part in parts:
         _require_readable(part)
         if part.shape[1:] != parts[0].shape[1:] or (isinstance(source, Experts) and part.shape != parts[0].shape):
