@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,7 +155,9 @@ def _held_out_words(config: DistillConfig, held_out: Rows) -> str:
 
 
 def command_of(config: DistillConfig, dropped_layers: tuple[int, ...]) -> str:
-    """The command that makes the draft again: every setting that decides it, and no folder but the target's name."""
-    settings = {**asdict(config), "drop_layers": ",".join(map(str, dropped_layers))}
-    flags = [f"--{name.replace('_', '-')} {shlex.quote(str(settings[name]))}" for name in DECIDING]
+    """The command that makes the draft and its card again: every setting that decides them, without folders."""
+    settings = {name: getattr(config, name) for name in DECIDING} | {"drop_layers": ",".join(map(str, dropped_layers))}
+    if config.held_out:
+        settings["held_out"] = Path(config.held_out).name
+    flags = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in settings.items()]
     return f"bough distill {Path(config.target).name} --out DIR {' '.join(flags)}"
