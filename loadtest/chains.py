@@ -26,7 +26,7 @@ from bough.demonstration import demonstration_folder
 from bough.growth import Chains, StaticShape
 from bough.sampling import SamplingParams
 from bough.shapes import best_chains, best_shape, expected_tokens, expected_tokens_of_chains
-from loadtest.scheme_pairs import from_models, pair_of
+from loadtest.scheme_pairs import Models, from_models, pair_of
 from loadtest.scheme_rates import Pair, in_rounds, one_after_another
 
 RANKS = list(range(1, 17))
@@ -145,12 +145,13 @@ def main() -> None:
     arguments = parser.parse_args()
     ensure_demonstration(0)
     drops = tuple(int(layer) for layer in arguments.drop_layers.split(","))
+    models = Models.load(demonstration_folder(0), drops, arguments.prompts)
     results: dict[str, object] = {"published": published(OWN[1].budget)}
     print(results)
     for temperature in arguments.temperatures:
-        settings = drops, arguments.prompts, arguments.length, arguments.seed, temperature
         params = SamplingParams(temperature=temperature)
-        pairs = [pair_of(logits, params) for logits in from_models(demonstration_folder(0), *settings)]
+        logits = from_models(models, arguments.length, arguments.seed, temperature)
+        pairs = [pair_of(both, params) for both in logits]
         print(f"temperature {temperature}, {len(pairs)} places")
         results[str(temperature)] = compared(pairs, arguments.nodes, arguments.seed)
     print(json.dumps(results | {"seed": arguments.seed, "places": arguments.prompts * arguments.length}))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bough.draft_probs import normalised
 from bough.model.batch import Batch, Segment
@@ -48,39 +50,42 @@ def synthetic(spread: float, num: int, seed: int) -> Iterator[Logits]:
         yield target, rng.normal(target, spread)
 
 
-def from_models(
-    folder: Path, drop_layers: tuple[int, ...], num: int, length: int, seed: int, temperature: float = 1.0
-) -> list[Logits]:
-    """Of a model and its substitute at each of `length` places of `num` answers that the model sampled itself.
+class Models(NamedTuple):
+    """A target and its substitute."""
 
-    The answers come after bough's prompts, one after another.
-    """
-    checkpoint = Checkpoint.open(folder)
-    target = load_draft(checkpoint, (), "bfloat16", CPU)
-    tokenizer = Tokenizer(load_tokenizer_files(folder))
-    prompts = [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[:num]]
-    texts = [
-        _continued(target, prompt, length, SamplingParams(temperature=temperature, seed=seed)) for prompt in prompts
-    ]
-    draft = load_draft(checkpoint, drop_layers, "bfloat16", CPU)
+    target: ResidentModel
+    draft: ResidentModel
+    prompts: list[list[int]]  # bough's, in the models' tokens
+
+    @classmethod
+    def load(cls, folder: Path, drop_layers: tuple[int, ...], num_prompts: int) -> Models:
+        """Both in bfloat16."""
+        checkpoint = Checkpoint.open(folder)
+        tokenizer = Tokenizer(load_tokenizer_files(folder))
+        prompts = [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[:num_prompts]]
+        target, draft = (load_draft(checkpoint, layers, "bfloat16", CPU) for layers in ((), drop_layers))
+        return cls(target, draft, prompts)
+
+    def texts(self, length: int, params: SamplingParams) -> list[list[int]]:
+        """Each prompt with an answer of `length` tokens that the target sampled itself."""
+        return [_continued(self.target, prompt, length, params) for prompt in self.prompts]
+
+
+def from_models(models: Models, length: int, seed: int, temperature: float = 1.0) -> list[Logits]:
+    """Of both at each of `length` places of answers to the prompts, one after another."""
+    texts = models.texts(length, SamplingParams(temperature=temperature, seed=seed))
     return [
         logits
-        for text, prompt in zip(texts, prompts, strict=True)
-        for logits in zip(
-            _read(target, text)[len(prompt) - 1 : -1], _read(draft, text)[len(prompt) - 1 : -1], strict=True
-        )
+        for text, prompt in zip(texts, models.prompts, strict=True)
+        for logits in zip(*(_read(model, text)[len(prompt) - 1 : -1] for model in models[:2]), strict=True)
     ]
 
 
 def _continued(model: ResidentModel, prompt: list[int], length: int, params: SamplingParams) -> list[int]:
     slot = KVSlot(model.skeleton.kv_shape(), len(prompt) + length + 1, CPU)
-    tokens, held = list(prompt), 0
+    tokens = list(prompt)
     while len(tokens) < len(prompt) + length:
-        new = tokens[held:]
-        chain = Tree.of(new, list(range(-1, len(new) - 1)), [0.0] * len(new))
-        row = model.logits(Batch([Segment.tree(slot, held, chain)], None, CPU))[-1].double().numpy()
-        slot.compact(range(held, len(tokens)), new)
-        held = len(tokens)
+        row = read_on(model, slot, tokens)[-1].astype(np.float64)
         tokens.append(draw(row, params, len(tokens)))
     return tokens
 
@@ -88,5 +93,13 @@ def _continued(model: ResidentModel, prompt: list[int], length: int, params: Sam
 def _read(model: ResidentModel, tokens: list[int]) -> list[Row]:
     """Logits after each token."""
     slot = KVSlot(model.skeleton.kv_shape(), len(tokens), CPU)
-    chain = Tree.of(tokens, list(range(-1, len(tokens) - 1)), [0.0] * len(tokens))
-    return list(model.logits(Batch([Segment.tree(slot, 0, chain)], None, CPU)).numpy().astype(np.float64))
+    return list(read_on(model, slot, tokens).astype(np.float64))
+
+
+def read_on(model: ResidentModel, slot: KVSlot, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """Logits after each of the tokens that the slot does not hold yet; it holds them then."""
+    held, new = slot.length, tokens[slot.length :]
+    chain = Tree.of(new, list(range(-1, len(new) - 1)), [0.0] * len(new))
+    logits = model.logits(Batch([Segment.tree(slot, held, chain)], None, CPU)).numpy().copy()
+    slot.compact(range(held, len(tokens)), new)
+    return logits

@@ -20,7 +20,7 @@ import numpy as np
 from bough.commands.up import ensure_demonstration
 from bough.demonstration import demonstration_folder
 from bough.sampling import SamplingParams
-from loadtest.scheme_pairs import SPREADS, Logits, from_models, pair_of, synthetic
+from loadtest.scheme_pairs import SPREADS, Logits, Models, from_models, pair_of, synthetic
 from loadtest.scheme_rates import (
     Hits,
     Pair,
@@ -95,7 +95,8 @@ def main() -> None:
         ensure_demonstration(0)
         drops = tuple(int(layer) for layer in arguments.drop_layers.split(","))
         name = f"SmolLM2 without layers {arguments.drop_layers}"
-        kinds[name] = from_models(demonstration_folder(0), drops, arguments.prompts, arguments.length, arguments.seed)
+        models = Models.load(demonstration_folder(0), drops, arguments.prompts)
+        kinds[name] = from_models(models, arguments.length, arguments.seed)
     rows = [measure(name, t, logits, arguments.seed) for name, logits in kinds.items() for t in arguments.temperatures]
     print(json.dumps({"sizes": SIZES, "seed": arguments.seed, "rows": rows}))
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from bough.draft_probs import DraftProbs, normalised
 from bough.growth import Scheme
@@ -25,6 +24,7 @@ from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.judge import judge
 from target_worker.verify import Draw, draws_at, law_given
+from tests.chi_square import fit, tail
 
 VOCAB = 5
 LENGTH = 3  # tokens whose joint law is compared
@@ -150,26 +150,6 @@ def sample_texts(world: World, scheme: Scheme, num: int, law: Law = law_given) -
             for trees in grow_many(world, text, scheme, texts.pop(text), rng):
                 texts += verify_many(world, text, trees, scheme, rng, law)
     return texts
-
-
-def tail(statistic: float, degrees: int) -> float:
-    """Probability that chi-square passes a value."""
-    half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def fit(counts: np.ndarray, probs: np.ndarray) -> float:
-    """Probability of a fit as bad as this; 0 where the impossible happened."""
-    expected = probs * counts.sum()
-    if counts[probs <= 1e-15].sum():
-        return 0.0
-    is_rare = expected < 20
-    counts = np.append(counts[~is_rare], counts[is_rare].sum())
-    expected = np.append(expected[~is_rare], expected[is_rare].sum())
-    kept = expected > 1e-9
-    if kept.sum() < 2:
-        return 1.0
-    return tail(float(((counts - expected)[kept] ** 2 / expected[kept]).sum()), int(kept.sum()) - 1)
 
 
 def worst_fit(texts: Counter[Text], world: World) -> float:
