@@ -21,6 +21,7 @@ from bough.values import (
     parse_count,
     parse_device,
     parse_dtype,
+    parse_dtype_or_auto,
     parse_layers,
     parse_port,
     parse_rates,
@@ -205,7 +206,7 @@ class DistillConfig:
         "", str, "JSONL file of questions to measure on, `text` or `turns`; the target's by default"
     )
     seed: int = setting(0, number(int, 0), "equal seeds give equal text, and on one machine equal drafts")
-    dtype: str = setting("bfloat16", parse_dtype, "data type to compute in")
+    dtype: str = setting("auto", parse_dtype_or_auto, "to compute in; auto is bfloat16 where the device multiplies it")
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
     threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads; one is faster where others compute too")
 

@@ -35,6 +35,13 @@ class DraftProbs:
             np.concatenate([np.zeros(0, np.float32), *(by_node[node][1] for node in nodes)]),
         )
 
+    @classmethod
+    def of_rows(cls, nodes: NDArray[np.intp], tokens: NDArray[np.int32], weights: NDArray[np.float32]) -> DraftProbs:
+        """From (num_nodes, num_entries) tokens and weights; 0 is no entry. Nodes ascend."""
+        is_entry = weights > 0
+        offsets = np.append(0, np.cumsum(is_entry.sum(1))).astype(np.int32)
+        return cls(nodes.astype(np.int32), offsets, tokens[is_entry], weights[is_entry])
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DraftProbs):
             return NotImplemented
@@ -81,7 +88,7 @@ class DraftProbs:
 
 
 def normalised(weights: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Weights divided by their sum, in double precision."""
+    """Weights (..., num_entries) divided by their sum, in double precision; zeros behind them change no bit of it."""
     probs: NDArray[np.float64] = weights.astype(np.float64)
-    probs /= probs.sum()
+    probs /= probs.cumsum(-1)[..., -1:]  # added one after another
     return probs

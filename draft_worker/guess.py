@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bough.errors import Unavailable
 from bough.growth import Guess, Scheme
 from bough.messages import GrowCall
 from bough.model.draw import gumbel_noise
-from bough.model.sample import draft_weights
+from bough.model.sample import GREEDY_TOKENS, greedy_weights
 from bough.sampling import SamplingParams
 from draft_worker.grow import Candidates
 
@@ -68,14 +69,21 @@ class Guessing:
         return Candidates(tokens[:, :NUM_CANDIDATES], log_probs[:, :NUM_CANDIDATES])
 
     def _weighted(self, values: NDArray[np.float32], tokens: NDArray[np.int32]) -> Candidates:
-        """The logarithms of weights; those of tokens that are not sampled are -inf."""
-        log_weights = np.full((len(values), min(NUM_CANDIDATES, values.shape[1])), -np.inf, np.float32)
-        kept = np.zeros(log_weights.shape, np.int32)
-        for row in range(len(values)):
-            places, weights = draft_weights(values[row].astype(np.float64), self.params, NUM_CANDIDATES)
-            kept[row, : len(places)] = tokens[row][places]
-            log_weights[row, : len(places)] = np.log(weights)
-        return Candidates(kept, log_weights)
+        """`bough.model.sample.draft_weights` of every node, as logarithms; -inf for tokens that are not sampled.
+
+        Raises:
+            Unavailable: where the logits hold no number to choose by.
+        """
+        values, tokens = values[:, :NUM_CANDIDATES], tokens[:, :NUM_CANDIDATES]
+        if not np.isfinite(values[:, 0]).all():
+            raise Unavailable("the draft's logits are not numbers; its weights may be damaged")
+        if self.params.is_greedy:
+            num = min(GREEDY_TOKENS, values.shape[1])
+            log_weights = np.full(values.shape, -np.inf, np.float32)
+            log_weights[:, :num] = np.where(np.isfinite(values[:, :num]), np.log(greedy_weights(num)), -np.inf)
+            return Candidates(tokens, log_weights)
+        scores = _filtered(values.astype(np.float64), self.params)
+        return Candidates(tokens, (scores - scores[:, :1]).astype(np.float32))
 
     def adjusted(
         self, logits: torch.Tensor, held: list[int], paths: NDArray[np.int32], positions: NDArray[np.int32]

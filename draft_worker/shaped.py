@@ -6,7 +6,8 @@ A sampled tree is never cut by what its samples turned out to be: the schemes th
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from bough.messages import GrowCall
 from bough.model.sample import Purpose, generator, independently, without_replacement
 from bough.tree import Tree
 from draft_worker.grow import NO_NODES, BestFirstGrower, Candidates, Grower, GrowingTree
+
+NUM_SHAPES = 64  # kept
 
 
 def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
@@ -35,13 +38,12 @@ def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
                 "shape or chains would do"
             )
         return BestFirstGrower(call.root_token, growth, branch, closed)
-    shape = Shape(chain_parents(growth) if isinstance(growth, Chains) else np.asarray(growth.parents, np.int32))
     fills: dict[Scheme, Fill] = {
         Scheme.TARGET: Best(),
         Scheme.WITHOUT_REPLACEMENT: WithoutReplacement(call.sampling.seed, call.round, vocab_size),
         Scheme.MULTI_ROUND: Independent(call.sampling.seed, call.round),
     }
-    return ShapeGrower(call.root_token, shape, fills[scheme], closed)
+    return ShapeGrower(call.root_token, Shape.of(growth), fills[scheme], closed)
 
 
 def chain_parents(chains: Chains) -> NDArray[np.int32]:
@@ -54,6 +56,12 @@ def chain_parents(chains: Chains) -> NDArray[np.int32]:
 class Shape:
     """The places of a static shape (Sequoia, arXiv 2402.12374, section 3.1), level by level; place 0 is the root's."""
 
+    @classmethod
+    @lru_cache(NUM_SHAPES)
+    def of(cls, growth: StaticShape | Chains) -> Shape:
+        """The same few are grown again and again."""
+        return cls(chain_parents(growth) if isinstance(growth, Chains) else np.asarray(growth.parents, np.int32))
+
     def __init__(self, parents: NDArray[np.int32]) -> None:
         """`parents` of place 1 and on."""
         self.parents = np.concatenate((np.full(1, -1, np.int32), parents))
@@ -64,18 +72,23 @@ class Shape:
         self.ranks = np.arange(size) - first_child[np.maximum(self.parents, 0)]  # among siblings
 
 
+class Drawn(NamedTuple):
+    """Children of several nodes, a row each."""
+
+    tokens: NDArray[np.int32]  # (num_nodes, most children)
+    log_probs: NDArray[np.float32]  # the same shape
+    counts: NDArray[np.intp]  # (num_nodes,) so many of a row are children
+
+
 class Fill(Protocol):
     """Where the tokens come from that fill a shape."""
 
     is_sample: bool  # the target must be told what the children were drawn from
     may_repeat: bool  # and in which order, and how often
 
-    def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> list[Drawn]:
+    def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> Drawn:
         """Children for the nodes of a level; row i of the candidates is asked for counts[i] of them."""
         ...
-
-
-Drawn = tuple[NDArray[np.int32], NDArray[np.float32]]  # tokens and log-probabilities of one node's children
 
 
 class Best:
@@ -83,13 +96,9 @@ class Best:
 
     is_sample, may_repeat = False, False
 
-    def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> list[Drawn]:
+    def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> Drawn:
         """Fewer where no more have a chance."""
-        num_possible = np.isfinite(candidates.log_probs).sum(1)
-        return [
-            (candidates.tokens[row, :count], candidates.log_probs[row, :count])
-            for row, count in enumerate(np.minimum(counts, num_possible).tolist())
-        ]
+        return Drawn(*candidates, np.minimum(counts, np.isfinite(candidates.log_probs).sum(1)))
 
 
 class WithoutReplacement:
@@ -100,15 +109,13 @@ class WithoutReplacement:
     def __init__(self, seed: int, round_: int, vocab_size: int) -> None:
         self._seed, self._round, self._vocab_size = seed, round_, vocab_size
 
-    def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> list[Drawn]:
+    def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> Drawn:
         """In the order drawn."""
         rng = generator(self._seed, Purpose.DRAFT, self._round, level)
-        drawn: list[Drawn] = []
-        for row, count in enumerate(counts.tolist()):
-            tokens, probs = sampled_from(candidates, row)
-            new = without_replacement(tokens, probs, count, self._vocab_size, rng)
-            drawn.append((new, log_probs_of(new, tokens, probs, self._vocab_size)))
-        return drawn
+        probs = normalised(weights_of(candidates))
+        tokens = without_replacement(candidates.tokens, probs, int(counts.max()), self._vocab_size, rng)
+        log_probs = log_probs_of(tokens, candidates.tokens, probs, self._vocab_size)
+        return Drawn(tokens, log_probs, np.minimum(counts, tokens.shape[1]))
 
 
 class Independent:
@@ -119,37 +126,26 @@ class Independent:
     def __init__(self, seed: int, round_: int) -> None:
         self._seed, self._round = seed, round_
 
-    def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> list[Drawn]:
+    def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> Drawn:
         """In the order drawn."""
         rng = generator(self._seed, Purpose.DRAFT, self._round, level)
-        drawn: list[Drawn] = []
-        for row, count in enumerate(counts.tolist()):
-            tokens, probs = sampled_from(candidates, row)
-            new = independently(tokens, probs, count, rng)
-            drawn.append((new, log_probs_of(new, tokens, probs, len(tokens))))
-        return drawn
+        probs = normalised(weights_of(candidates))
+        tokens = independently(candidates.tokens, probs, int(counts.max()), rng)
+        return Drawn(tokens, log_probs_of(tokens, candidates.tokens, probs, 1), counts)
 
 
-def sampled_from(candidates: Candidates, row: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Tokens and probabilities as `DraftProbs.of` will have them."""
-    tokens, weights = weights_of(candidates, row)
-    return tokens, normalised(weights)
-
-
-def weights_of(candidates: Candidates, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Tokens that can be sampled, and their weights."""
-    weights = np.exp(candidates.log_probs[row])
-    is_possible = weights > 0
-    return candidates.tokens[row][is_possible], weights[is_possible]
+def weights_of(candidates: Candidates) -> NDArray[np.float32]:
+    """(num_nodes, num_candidates) what to sample by; 0 for tokens that are not sampled."""
+    weights: NDArray[np.float32] = np.exp(candidates.log_probs)
+    return weights
 
 
 def log_probs_of(
     drawn: NDArray[np.int32], tokens: NDArray[np.int32], probs: NDArray[np.float64], num_others: int
 ) -> NDArray[np.float32]:
-    """Of drawn tokens; one that has no probability was drawn from `num_others` that were all alike."""
-    known = dict(zip(tokens.tolist(), probs.tolist(), strict=True))
-    drawn_probs = [known.get(token, 1 / num_others) for token in drawn.tolist()]
-    return np.minimum(np.log(drawn_probs), 0.0).astype(np.float32)
+    """Of tokens drawn in each row; one that has no probability was drawn from `num_others` that were all alike."""
+    drawn_probs = ((drawn[:, :, None] == tokens[:, None, :]) * probs[:, None, :]).sum(2)
+    return np.minimum(np.log(np.where(drawn_probs > 0, drawn_probs, 1 / num_others)), 0.0).astype(np.float32)
 
 
 class ShapeGrower:
@@ -161,8 +157,8 @@ class ShapeGrower:
         self._node_of = np.full(len(shape.parents), -1, np.int32)  # place -> node; of several places where they merged
         self._node_of[0] = 0
         self._level = 0
-        self._draws: list[int] = []
-        self._weights: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}  # expanded node -> as sampled
+        self._draws = [NO_NODES]  # by level
+        self._sampled: list[tuple[NDArray[np.intp], Candidates]] = []  # by level: nodes, and what from
 
     def frontier(self) -> NDArray[np.intp]:
         """The nodes of a level that have children in the shape."""
@@ -173,40 +169,43 @@ class ShapeGrower:
         """Fills the next level."""
         places = self._expanding()
         rows = np.searchsorted(frontier, self._node_of[places])
-        counts = self._shape.num_children[places]
         chosen = Candidates(candidates.tokens[rows], candidates.log_probs[rows])
-        drawn = self._fill.draw(self._level, chosen, counts)
+        drawn = self._fill.draw(self._level, chosen, self._shape.num_children[places])
         if self._fill.is_sample:
-            self._weights.update((int(node), weights_of(candidates, row)) for row, node in enumerate(frontier))
+            self._sampled.append((frontier, candidates))
         self._level += 1
         below = np.flatnonzero(self._shape.depths == self._level)
-        below = below[np.isin(self._shape.parents[below], places)]
-        self._fill_places(below, dict(zip(places.tolist(), drawn, strict=True)))
+        self._fill_places(below[np.isin(self._shape.parents[below], places)], places, drawn)
 
-    def _fill_places(self, places: NDArray[np.intp], drawn: dict[int, Drawn]) -> None:
-        """Samples that may repeat share a node where they did."""
-        children: dict[tuple[int, int], int] = {}  # parent and token -> node
-        log_probs: list[float] = []
-        for place in places.tolist():
-            tokens, of_tokens = drawn[int(self._shape.parents[place])]
-            rank = int(self._shape.ranks[place])
-            if rank < len(tokens):
-                key = (int(self._node_of[self._shape.parents[place]]), int(tokens[rank]))
-                if key not in children:
-                    children[key] = self.tree.num_nodes + len(children)
-                    log_probs.append(float(of_tokens[rank]))
-                self._node_of[place] = children[key]
-                self._draws.append(children[key])
-        parents, new_tokens = np.array(list(children), np.int32).reshape(-1, 2).T
-        self.tree.append(parents.astype(np.intp), new_tokens, np.asarray(log_probs, np.float32))
+    def _fill_places(self, below: NDArray[np.intp], places: NDArray[np.intp], drawn: Drawn) -> None:
+        """With what was drawn for the places above, each a row; samples that may repeat share a node where they did."""
+        rows, ranks = np.searchsorted(places, self._shape.parents[below]), self._shape.ranks[below]
+        is_drawn = ranks < drawn.counts[rows]
+        below, rows, ranks = below[is_drawn], rows[is_drawn], ranks[is_drawn]
+        parents, tokens = self._node_of[self._shape.parents[below]], drawn.tokens[rows, ranks]
+        keys = parents.astype(np.int64) << 32 | tokens
+        _, first, same = np.unique(keys, return_index=True, return_inverse=True)
+        new = np.sort(first)  # in the order of places
+        nodes = self.tree.num_nodes + np.searchsorted(new, first[same])
+        self._node_of[below] = nodes
+        self._draws.append(nodes)
+        log_probs = drawn.log_probs[rows, ranks]
+        self.tree.append(parents[new].astype(np.intp), tokens[new], log_probs[new])
 
     def finished(self) -> Tree:
         """All of it; a sampled tree with what it was sampled from."""
         tree = self.tree.tree()
         if not self._fill.is_sample:
             return tree
-        draws = np.asarray(self._draws, np.int32) if self._fill.may_repeat else None
-        return replace(tree, draft_probs=DraftProbs.joined(self._weights), draws=draws)
+        draws = np.concatenate(self._draws).astype(np.int32) if self._fill.may_repeat else None
+        return replace(tree, draft_probs=self._draft_probs(), draws=draws)
+
+    def _draft_probs(self) -> DraftProbs:
+        if not self._sampled:
+            return DraftProbs.joined({})
+        nodes, candidates = zip(*self._sampled, strict=True)
+        tokens, log_probs = (np.concatenate(part) for part in zip(*candidates, strict=True))
+        return DraftProbs.of_rows(np.concatenate(nodes), tokens, weights_of(Candidates(tokens, log_probs)))
 
     def _expanding(self) -> NDArray[np.intp]:
         """Places of the level whose nodes are to get children."""

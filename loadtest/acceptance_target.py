@@ -61,7 +61,7 @@ class LazyTarget:
         new = [index for index, name in enumerate(names) if name not in self._remembered]
         if new:
             segments = [segment for index in new for segment in self._segments(questions[index])]
-            logits = self._model.logits(Batch(segments, None, CPU)).float().numpy()
+            logits = self._model.logits(Batch(segments, None, CPU)).float().numpy().copy()
             for index, row in zip(new, logits, strict=True):
                 self._slot(questions[index].session).tokens[:] = questions[index].tokens
                 self._remembered[names[index]] = row

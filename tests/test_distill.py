@@ -243,7 +243,7 @@ def _logits(model: object, tokens: list[int]) -> torch.Tensor:
     """(num_tokens, vocab_size), as the draft worker makes them."""
     slot = KVSlot(model.skeleton.kv_shape(), len(tokens), CPU)
     chain = Tree.of(tokens, list(range(-1, len(tokens) - 1)), [0.0] * len(tokens))
-    return model.logits(Batch([Segment.tree(slot, 0, chain)], None, CPU))
+    return model.logits(Batch([Segment.tree(slot, 0, chain)], None, CPU)).clone()
 
 
 def _make_identity(folder: Path, layer: int) -> None:

@@ -57,7 +57,7 @@ def logits(model: ResidentModel) -> torch.Tensor:
     """(num_tokens, vocab_size) of a few tokens in a row."""
     slot = KVSlot(model.skeleton.kv_shape(), len(TOKENS), CPU)
     chain = Tree.of(TOKENS, list(range(-1, len(TOKENS) - 1)), [0.0] * len(TOKENS))
-    return model.logits(Batch([Segment.tree(slot, 0, chain)], None, CPU))
+    return model.logits(Batch([Segment.tree(slot, 0, chain)], None, CPU)).clone()
 
 
 def test_it_is_bitwise_the_target_with_these_weights(target: Path, draft: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from bough.distill.teacher import Network, Template
 from bough.distill.train import CHECKPOINT_NAME, Recipe, Trainer
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
-from bough.model.device import choose_device
+from bough.model.device import choose_device, choose_dtype
 from bough.model.layers import working_layers
 from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
@@ -69,6 +70,7 @@ def make_adapter(config: DistillConfig) -> Adapter:
     tokenizer = Tokenizer(load_tokenizer_files(checkpoint.folder))
     fingerprint = base_fingerprint(checkpoint)
     device = choose_device(config.device)
+    config = replace(config, dtype=choose_dtype(config.dtype, device))
     target = Target(checkpoint, fingerprint, num_layers, tokenizer, Template.of(tokenizer), device)
     return _train(config, target, _teach(config, target))
 

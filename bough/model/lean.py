@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from bough.model.batch import Batch
@@ -40,14 +41,18 @@ class LeanDecoder:
         self._weights = _load(skeleton, correct, Int8Stack if is_int8 else Stack)
         self._cos = self._sin = np.zeros((0, self._sizes.head_dim), np.float32)
         self._rooms = Rooms(skeleton, code_rows if is_int8 else word_rows)
+        self._logits = np.zeros((0, len(self._weights.head_bias)), np.float32)
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`."""
+        """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`.
+
+        Valid until the next call.
+        """
         # Without torch where numpy will do: after each step the caches are cold, and whatever is called is slow.
         (chunk,) = batch.chunks
         positions, logit_rows = batch.positions, batch.wanted_rows
         self._know_positions(int(positions.max()) + 1)
-        logits = np.empty((num_blocks(len(logit_rows)) * LANES, len(self._weights.head_bias)), np.float32)
+        logits = self._logits_room(num_blocks(len(logit_rows)) * LANES)
         num_threads = numba.get_num_threads()
         run_step(
             counters(num_threads, len(self._weights.layers.window) * LOOPS + 2),
@@ -63,6 +68,11 @@ class LeanDecoder:
             logits,
         )
         return torch.from_numpy(logits[: len(logit_rows), : self._vocab_size])
+
+    def _logits_room(self, num_rows: int) -> NDArray[np.float32]:
+        if num_rows > len(self._logits):
+            self._logits = np.empty((num_rows, self._logits.shape[1]), np.float32)
+        return self._logits[:num_rows]
 
     @torch.inference_mode()
     def _know_positions(self, num_positions: int) -> None:

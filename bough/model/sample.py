@@ -50,11 +50,16 @@ def draft_weights(
     if params.is_greedy:
         best = _best(logits, min(max_tokens, GREEDY_TOKENS))
         best = best[np.isfinite(logits[best])]
-        return best, np.ldexp(np.float32(1), GREEDY_STEP * (GREEDY_TOKENS // 2 - np.arange(len(best))))
+        return best, greedy_weights(len(best))
     kept = filtered(logits, params)
     best = _best(kept, max_tokens)
     weights = np.exp(kept[best] - kept.max()).astype(np.float32)
     return best[weights > 0], weights[weights > 0]
+
+
+def greedy_weights(num: int) -> NDArray[np.float32]:
+    """(num,) of the best tokens in their order, at most GREEDY_TOKENS."""
+    return np.ldexp(np.float32(1), GREEDY_STEP * (GREEDY_TOKENS // 2 - np.arange(num)))
 
 
 def without_replacement(
@@ -73,10 +78,9 @@ def without_replacement(
     rows, num_possible = drawn.reshape(-1, num), (probs > 0).sum(-1).reshape(-1)
     for index in range(int(num_possible.min()), num):
         exhausted = np.flatnonzero(num_possible <= index)
-        token = rng.integers(0, vocab_size - index, len(exhausted))
-        for taken in np.sort(rows[exhausted, :index], axis=1).T:
-            token += token >= taken  # counts only the tokens that are left
-        rows[exhausted, index] = token
+        number = rng.integers(0, vocab_size - index, (len(exhausted), 1))  # among the tokens that are left
+        num_left_below = np.sort(rows[exhausted, :index], axis=1) - np.arange(index)  # each that is taken
+        rows[exhausted, index] = number[:, 0] + (num_left_below <= number).sum(1)
     return drawn
 
 
