@@ -19,15 +19,16 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from bough.errors import CheckpointError, ConfigError, StreamError
 from bough.model import pack_folder as packing
-from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace
+from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace, read_header
 from bough.model.loading import build_skeleton
+from bough.model.naming import Quantization, logical_sources
 from bough.model.numbers import from_half
 from bough.model.pack import pack
 from bough.model.pack_folder import MANIFEST_NAME
 from bough.model.packed import Packed
 from bough.model.quantize import GROUP_SIZES, quantize
 from bough.model.runner import ResidentModel
-from bough.model.source import FreshMemory
+from bough.model.source import FreshMemory, Source
 from bough.model.tiles import compiled
 
 TOKENS = [5, 6, 7, 200, 31]
@@ -196,6 +197,27 @@ def awq(
     return {"qweight": words(integers), "qzeros": words(zeros), "scales": scales}, value.t()
 
 
+def raw_parts(source: Source) -> list[torch.Tensor]:
+    return [torch.from_numpy(np.fromfile(p.file, np.uint8, p.num_bytes, offset=p.offset)) for p in source.places]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("auto-gptq", Quantization("gptq", 4, zero_offset=1)),
+        ("auto-gptq-desc-act", Quantization("gptq", 4, zero_offset=1)),
+        ("autoawq", Quantization("awq", 4)),
+    ],
+)
+def test_layers_packed_by_the_libraries_themselves(name: str, quantization: Quantization) -> None:
+    """tests/data/pack_layers.py says how they were made; `weight` is what the library multiplies by."""
+    file = Path(__file__).parent / "data" / f"{name}.safetensors"
+    sources = logical_sources(Checkpoint(file.parent, read_header(file)), quantization)
+    packed, weight = sources["layer.weight"], load_file(file)["weight"]
+    value = packed.value(raw_parts(packed), torch.float16, FreshMemory(torch.device("cpu")))
+    assert torch.equal(value, weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("make", "bits", "in_order", "quantization"),
@@ -234,10 +256,7 @@ def test_community_checkpoints_load_as_they_are(
             assert (left - right).abs().mean() < 0.03 * right.std()
     slots = build_skeleton(Checkpoint.open(quantized), dtype).layer_slots[1]
     for slot in slots:
-        raw = [
-            torch.from_numpy(np.fromfile(p.file, np.uint8, p.num_bytes, offset=p.offset)) for p in slot.source.places
-        ]
-        slot.bind(raw, dtype, FreshMemory(torch.device("cpu")))
+        slot.bind(raw_parts(slot.source), dtype, FreshMemory(torch.device("cpu")))
         wanted = plain[slot.source.places[0].name.replace("qweight", "weight")].to(dtype)
         assert torch.equal(getattr(slot.module, slot.key), wanted)
 

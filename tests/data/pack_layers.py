@@ -1,0 +1,76 @@
+"""Writes the layers that tests/test_packed.py reads, with the very packers that community checkpoints are made by.
+
+    pip install --no-deps --target LIBS auto-gptq==0.7.1 && pip download --no-deps --no-binary :all: autoawq==0.2.9
+    PYTHONPATH=LIBS:AUTOAWQ_SOURCES python tests/data/pack_layers.py
+
+Each file has a layer's tensors as such a checkpoint has them, and in `weight` what the library itself multiplies by.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+HERE, INPUTS, OUTPUTS, GROUP = Path(__file__).parent, 128, 96, 32
+
+
+def module(name: str) -> ModuleType:
+    """A module of a library without the imports of the packages around it, which want much that is not needed."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        package = ".".join(parts[:depth])
+        if package not in sys.modules:
+            around = sys.modules[package] = ModuleType(package)
+            around.__path__ = [str(Path(path, *parts[:depth])) for path in sys.path]
+    return importlib.import_module(name)
+
+
+def quantised(in_order: bool) -> tuple[nn.Linear, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A matrix on a grid, its scales and zeros (outputs, groups), and the group of each input."""
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.rand(OUTPUTS, INPUTS // GROUP, generator=generator) / 8 + 0.01
+    zeros = torch.randint(1, 15, scales.shape, generator=generator)
+    groups = torch.arange(INPUTS) // GROUP
+    if not in_order:
+        groups = groups[torch.randperm(INPUTS, generator=generator)]
+    integers = torch.randint(0, 16, (OUTPUTS, INPUTS), generator=generator)
+    linear = nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=torch.float16)
+    linear.weight.data = ((integers - zeros[:, groups]) * scales.half()[:, groups]).half()
+    return linear, scales.half(), zeros, groups.int()
+
+
+def by_auto_gptq(file: str, in_order: bool) -> None:
+    linear, scales, zeros, groups = quantised(in_order)
+    layer = module("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear(4, GROUP, INPUTS, OUTPUTS, False)
+    layer.pack(linear, scales, zeros.clone(), groups)
+    save(file, dict(layer.named_buffers()), layer(torch.eye(INPUTS, dtype=torch.float16)).T)
+
+
+def by_autoawq(file: str) -> None:
+    linear, scales, zeros, _ = quantised(True)
+    layer = module("awq.modules.linear.gemm").WQLinear_GEMM.from_linear(
+        linear, 4, GROUP, scales=scales.T.contiguous(), zeros=zeros.T.contiguous()
+    )
+    tensors = dict(layer.named_buffers())
+    unpacked = module("awq.utils.packing_utils").dequantize_gemm(
+        tensors["qweight"], tensors["qzeros"], tensors["scales"], 4, GROUP
+    )
+    save(file, tensors, unpacked.T)
+
+
+def save(file: str, tensors: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
+    named = {f"layer.{name}": tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    save_file({**named, "weight": weight.contiguous()}, HERE / file)
+
+
+if __name__ == "__main__":
+    by_auto_gptq("auto-gptq.safetensors", True)
+    by_auto_gptq("auto-gptq-desc-act.safetensors", False)
+    by_autoawq("autoawq.safetensors")
