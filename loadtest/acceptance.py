@@ -5,7 +5,8 @@
 Draft and target run in this process; the target is the unexpanded demonstration model, whose text is the expanded
 one's. Trees are grown by the draft worker as it is, all prompts in step, and judged by the target worker's own code;
 only, the target computes logits where the walk through a tree asks for them, not at every node. So tokens per round are
-what the pipeline gives, and the sweeps that they would have cost are not paid for. Ends with one JSON line:
+what the pipeline gives, and the sweeps that they would have cost are not paid for. With --crossed the same of ways that
+the papers do not compare. Ends with one JSON line:
 
 tokens_per_round   by temperature, contestant and nodes: mean over prompts, with half the width of its 95 % confidence
                    interval (bootstrap over prompts)
@@ -78,7 +79,11 @@ def _chains(acceptance: Acceptance, nodes: int) -> Growth:
     return best_chains(acceptance, nodes, LEVELS)
 
 
-CONTESTANTS = {
+def _chain(_: Acceptance, nodes: int) -> Growth:
+    return Chains(1, min(LEVELS, nodes) - 1)
+
+
+DRAWN = {  # above temperature 0
     "bough: target, best-first, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _best_first),
     "target, optimal shape, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _shape),
     "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _best_first),
@@ -86,21 +91,32 @@ CONTESTANTS = {
     "Sequoia: without replacement, optimal shape": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _shape),
     "SpecInfer: multi-round, k chains": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chains),
 }
-GREEDY = ("SpecExec: target, best-first", "target, optimal top-k shape", "greedy k chains")  # without chance all agree
-CONTESTANTS["greedy k chains"] = Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chains)
+DRAWN_CROSSED = {  # the other growths of each scheme
+    "target, k chains, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _chains),
+    "target, one chain, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _chain),
+    "without replacement, k chains": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _chains),
+    "multi-round, optimal shape": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _shape),
+    "multi-round, one chain": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chain),
+}
+GREEDY = {  # at temperature 0, where all schemes agree
+    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _best_first),
+    "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
+    "greedy k chains": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chains),
+}
+GREEDY_CROSSED = {"greedy, one chain": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chain)}
 
 
 def measure(bench: Bench, temperature: float, arguments: argparse.Namespace, rows: list[Row]) -> None:
     """All contestants at one temperature, but for what is among the rows already; adds to these."""
-    names = GREEDY if temperature == 0 else tuple(name for name in CONTESTANTS if name not in GREEDY[2:])
-    params, others = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
-    for name in names:
-        contestant = CONTESTANTS[name]
+    usual, others = (GREEDY, GREEDY_CROSSED) if temperature == 0 else (DRAWN, DRAWN_CROSSED)
+    contestants = others if arguments.crossed else usual
+    params, before_them = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
+    for name, contestant in contestants.items():
         done = {row["nodes"] for row in rows if (row["temperature"], row["contestant"]) == (temperature, name)}
         if done.issuperset(arguments.nodes):
             continue
         # Shapes are chosen by what other random numbers came to, as they are in use.
-        before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, others))
+        before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, before_them))
         same_texts: Acceptance | None = None
         for nodes in sorted(set(arguments.nodes) - done):
             plan = contestant.plan(before, nodes) if nodes > 1 else TreePlan(StaticShape(()), contestant.scheme)
@@ -190,6 +206,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0])
+    parser.add_argument("--crossed", action="store_true", help="the other growths of each scheme instead")
     parser.add_argument("--num", type=int, default=24, help="prompts")
     parser.add_argument("--prompts", type=Path, help="JSONL file with `text` or `turns`; bough's own by default")
     parser.add_argument("--max-tokens", type=int, default=32, help="of each prompt")
