@@ -2,8 +2,9 @@
 
     python -m loadtest.perplexity [MODEL] [--text FILE]
 
-The text is bough's prompts, each a document of its own, unless --text names a file, which is cut into pieces of
---length tokens. Packs are written to a temporary folder. Ends with one JSON line.
+The text is the beginning of Python's language reference as it comes with the interpreter (`pydoc_data.topics`), unless
+--text names a file; it is cut into --pieces of --length tokens. Packs are written to a temporary folder. Ends with one
+JSON line.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import tempfile
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import torch
@@ -28,9 +31,9 @@ from bough.model.runner import ResidentModel
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.tokenizer import Tokenizer
 from bough.tree import Tree
-from loadtest.prompts import load_prompts
 
 CPU = torch.device("cpu")
+MAX_TOKEN_CHARACTERS = 16  # on average, of any tokenizer: no more text is read than is wanted
 
 
 class Reading(NamedTuple):
@@ -60,17 +63,16 @@ def main() -> None:
     parser.add_argument("model", nargs="?", type=Path, help="in 16 bits; SmolLM2 as it is by default")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--pieces", type=int, default=16)
     arguments = parser.parse_args()
     if arguments.model is None:
         ensure_demonstration(0)
     model = arguments.model or demonstration_folder(0)
     tokenizer = Tokenizer(load_tokenizer_files(model))
-    if arguments.text:
-        tokens = tokenizer.encode(arguments.text.read_text())
-        documents = [tokens[i : i + arguments.length] for i in range(0, len(tokens) - 1, arguments.length)]
-    else:
-        documents = [tokenizer.encode(text) for text in load_prompts()]
-    documents = [document for document in documents if len(document) > 1]
+    text = arguments.text.read_text() if arguments.text else "\n".join(topics[name] for name in sorted(topics))
+    tokens = tokenizer.encode(text[: MAX_TOKEN_CHARACTERS * arguments.length * arguments.pieces])
+    begins = range(0, min(len(tokens) - 1, arguments.length * arguments.pieces), arguments.length)
+    documents = [tokens[begin : begin + arguments.length] for begin in begins]
     original = read(model, documents)
     rows = {16: {"perplexity": round(math.exp(original.loss), 3), "same_best_token": 1.0}}
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +83,8 @@ def main() -> None:
             rows[bits] = {"perplexity": round(math.exp(packed.loss), 3), "same_best_token": round(same, 4)}
     for bits, row in rows.items():
         print(f"{bits:2} bits: perplexity {row['perplexity']:8.3f}, same best token {row['same_best_token']:.2%}")
-    print(json.dumps({"model": model.name, "num_tokens": sum(map(len, documents)), "bits": rows}))
+    source = str(arguments.text or f"Python {platform.python_version()}")
+    print(json.dumps({"model": model.name, "text": source, "num_tokens": sum(map(len, documents)), "bits": rows}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ sweep_ratio      for 1, 64 and 256 tokens: sweep / max(raw read of the same byte
 work_ratio       the same, but reading costs processor time too: sweep / max(raw read, sweep with all weights in memory
                  + processor time of the raw read / cores), which on few cores is the least that is possible
 link_busy        share of ten consecutive rounds with drafting during which the link was reading, a link slowed down to
-                 --slow-link; link_busy_unlimited is the same on the disk as it is
+                 --slow-link; link_busy_unlimited is the same on the disk as it is. All processes together have a
+                 limit on their memory that leaves the page cache next to nothing
 accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit;
                  airllm_ratio likewise, where it is installed (`pip install airllm`; it is no part of bough's set-up)
 packed4_ratio    for 1, 16 and 64 tokens: sweep of a 4-bit pack / of 16 bits, both over a link slowed down to
@@ -48,7 +49,9 @@ SIZES = (1, 64, 256)
 PACKED_SIZES = (1, 16, 64)
 SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256", "--max-sweep-tokens", "256"]
 INTERPRETER_BYTES = 600_000_000  # what Python, torch and transformers take before there is a model
+PIPELINE_BYTES = 3_500_000_000  # of all its processes, whose weights and ring leave the page cache next to nothing
 SLOW_TURNS = 2  # a slow link is steady
+BUDGETS = "0.34GB", "0.5GB", "1GB", "2GB", "4GB"  # the first holds no more than two layers
 
 
 class Contestant:
@@ -231,7 +234,7 @@ def packed_ratio(model: Path, packed: Path, slow_link: int, turns: int) -> dict[
 def peak_over_budget(model: Path) -> dict[str, Any]:
     """Budgets from two layers to everything resident."""
     results = {}
-    for budget in ("0.5GB", "1GB", "2GB", "4GB"):
+    for budget in BUDGETS:
         with Contestant("bough", "--model", str(model), *SMALL, "--device-memory", budget, prefix=[]) as engine:
             engine.ask("sweep", 256, 2)
             memory = engine.ask("memory")
@@ -260,7 +263,8 @@ def main() -> None:
                     slow = sweep_ratios(model, arguments.memory, slow_link, SLOW_TURNS, 1, 1)
                     new |= {"sweep_ratio_slow_link": slow["sweep_ratio"], "slow_link": slow}
             case "busy":
-                new = link_busy_at([0, slow_link] if can_limit() else [0], model)
+                limits = ([0, slow_link], PIPELINE_BYTES) if can_limit() else ([0], 0)
+                new = link_busy_at(limits[0], model, limits[1])
             case "accelerate":
                 new = peer_ratios(model, arguments.memory, arguments.turns)
             case "packed":

@@ -22,7 +22,7 @@ from bough.commands.demo import UP_DEFAULTS
 from bough.commands.up import settings_from
 from bough.generation import GenerateOptions, TextPrompt, Tokens
 from bough.launch import launched
-from loadtest.limits import limited
+from loadtest.limits import drop_cached, limited
 
 NUM_ROUNDS = 10
 
@@ -44,11 +44,15 @@ async def link_busy() -> dict[str, Any]:
     return {"link_busy": means["link_seconds"] / means["total_seconds"], **means}
 
 
-def link_busy_at(speeds: Sequence[int], model: Path) -> dict[str, Any]:
-    """The pipeline in a process of its own for each speed of the link in bytes per second; 0 is as it comes."""
+def link_busy_at(speeds: Sequence[int], model: Path, memory: int) -> dict[str, Any]:
+    """The pipeline in processes of its own for each speed of the link in bytes per second; 0 is as it comes.
+
+    `memory` is what all of them may have together, page cache included; 0 is as much as they like.
+    """
     results = {}
     for speed in speeds:
-        with limited(read_bytes_per_second=speed, disk_of=model) as prefix:
+        drop_cached(model)
+        with limited(memory, speed, model) as prefix:
             command = [*prefix, sys.executable, "-m", "loadtest.sweep_rounds"]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         results[speed] = json.loads(output.splitlines()[-1])
