@@ -15,13 +15,12 @@ from typing import Any, NoReturn, TypeVar
 from bough.errors import ConfigError
 from bough.values import (
     DRAFT_BITS,
+    DTYPE_NAMES,
     number,
     one_of,
     parse_bytes,
     parse_count,
     parse_device,
-    parse_dtype,
-    parse_dtype_or_auto,
     parse_layers,
     parse_port,
     parse_rates,
@@ -60,7 +59,7 @@ class WorkerConfig(ServiceConfig):
 
     model: str = setting(MISSING, str, "model folder, or hub id in the local cache")
     model_name: str = setting("", str, "name that users know the model by; its folder's name by default")
-    dtype: str = setting("bfloat16", parse_dtype, "data type to compute in")
+    dtype: str = setting("bfloat16", one_of(*DTYPE_NAMES), "data type to compute in")
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
     threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads that compute")
     max_context: int = setting(2048, parse_count, "most tokens of a session, prompt and output")
@@ -205,8 +204,10 @@ class DistillConfig:
     held_out: str = setting(
         "", str, "JSONL file of questions to measure on, `text` or `turns`; the target's by default"
     )
-    seed: int = setting(0, number(int, 0), "equal seeds give equal text, and on one machine equal drafts")
-    dtype: str = setting("auto", parse_dtype_or_auto, "to compute in; auto is bfloat16 where the device multiplies it")
+    seed: int = setting(0, number(int, 0), "equal seeds give equal text and, on one machine, equal drafts")
+    dtype: str = setting(
+        "auto", one_of("auto", *DTYPE_NAMES), "data type to compute in; auto is bfloat16 where the device multiplies it"
+    )
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
     threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads; one is faster where others compute too")
 

@@ -88,7 +88,7 @@ class DraftProbs:
 
 
 def normalised(weights: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Weights (..., num_entries) divided by their sum, in double precision; zeros behind them change no bit of it."""
+    """Weights (..., num_entries) divided by their sum, in double precision; zeros among them change no bit of it."""
     probs: NDArray[np.float64] = weights.astype(np.float64)
-    probs /= probs.cumsum(-1)[..., -1:]  # added one after another
+    probs /= probs.cumsum(-1)[..., -1:]  # one after another: `sum` adds in groups that depend on how many there are
     return probs

@@ -30,20 +30,6 @@ def parse_layers(text: str) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def parse_dtype(text: str) -> str:
-    """One of DTYPE_NAMES."""
-    if text not in DTYPE_NAMES:
-        raise ValueError(f"{', '.join(DTYPE_NAMES)} would do")
-    return text
-
-
-def parse_dtype_or_auto(text: str) -> str:
-    """One of DTYPE_NAMES, or "auto", which the device decides."""
-    if text != "auto" and text not in DTYPE_NAMES:
-        raise ValueError(f"auto, {', '.join(DTYPE_NAMES)} would do")
-    return text
-
-
 def parse_device(text: str) -> str:
     """A device as torch spells it, or "auto"; whether it is there is seen when the model is loaded."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.errors import Unavailable
 from bough.growth import Guess, Scheme
 from bough.messages import GrowCall
 from bough.model.draw import gumbel_noise
-from bough.model.sample import GREEDY_TOKENS, greedy_weights
+from bough.model.sample import GREEDY_TOKENS, greedy_weights, require_numbers
 from bough.sampling import SamplingParams
 from draft_worker.grow import Candidates
 
@@ -74,16 +73,13 @@ class Guessing:
         Raises:
             Unavailable: where the logits hold no number to choose by.
         """
-        values, tokens = values[:, :NUM_CANDIDATES], tokens[:, :NUM_CANDIDATES]
-        if not np.isfinite(values[:, 0]).all():
-            raise Unavailable("the draft's logits are not numbers; its weights may be damaged")
+        require_numbers(values[:, 0])
         if self.params.is_greedy:
             num = min(GREEDY_TOKENS, values.shape[1])
-            log_weights = np.full(values.shape, -np.inf, np.float32)
-            log_weights[:, :num] = np.where(np.isfinite(values[:, :num]), np.log(greedy_weights(num)), -np.inf)
-            return Candidates(tokens, log_weights)
-        scores = _filtered(values.astype(np.float64), self.params)
-        return Candidates(tokens, (scores - scores[:, :1]).astype(np.float32))
+            log_weights = np.where(np.isfinite(values[:, :num]), np.log(greedy_weights(num)), -np.inf)
+            return Candidates(tokens[:, :num], log_weights.astype(np.float32))
+        scores = _filtered(values.astype(np.float64), self.params)[:, :NUM_CANDIDATES]
+        return Candidates(tokens[:, :NUM_CANDIDATES], (scores - scores[:, :1]).astype(np.float32))
 
     def adjusted(
         self, logits: torch.Tensor, held: list[int], paths: NDArray[np.int32], positions: NDArray[np.int32]

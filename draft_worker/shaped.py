@@ -131,7 +131,8 @@ class Independent:
         rng = generator(self._seed, Purpose.DRAFT, self._round, level)
         probs = normalised(weights_of(candidates))
         tokens = independently(candidates.tokens, probs, int(counts.max()), rng)
-        return Drawn(tokens, log_probs_of(tokens, candidates.tokens, probs, 1), counts)
+        none_beyond = 1  # whatever is drawn has a probability
+        return Drawn(tokens, log_probs_of(tokens, candidates.tokens, probs, none_beyond), counts)
 
 
 def weights_of(candidates: Candidates) -> NDArray[np.float32]:

@@ -110,21 +110,25 @@ def measure(bench: Bench, temperature: float, arguments: argparse.Namespace, row
     """All contestants at one temperature, but for what is among the rows already; adds to these."""
     usual, others = (GREEDY, GREEDY_CROSSED) if temperature == 0 else (DRAWN, DRAWN_CROSSED)
     contestants = others if arguments.crossed else usual
-    params, before_them = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
+    params, other_seed = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
     for name, contestant in contestants.items():
         done = {row["nodes"] for row in rows if (row["temperature"], row["contestant"]) == (temperature, name)}
         if done.issuperset(arguments.nodes):
             continue
         # Shapes are chosen by what other random numbers came to, as they are in use.
-        before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, before_them))
+        before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, other_seed))
+        last_plan: TreePlan | None = None
         same_texts: Acceptance | None = None
         for nodes in sorted(set(arguments.nodes) - done):
             plan = contestant.plan(before, nodes) if nodes > 1 else TreePlan(StaticShape(()), contestant.scheme)
-            # Verified by TARGET, a seed's text is the same whatever the tree, and what is predicted from it is so too.
-            of_one_text = contestant.scheme is Scheme.TARGET
-            outcome = bench.run(plan, params, 1 if of_one_text else arguments.repeats)
-            if same_texts is None or not of_one_text:
-                same_texts = by_rank(bench.acceptance(contestant.scheme, contestant.guess, params, outcome))
+            if plan != last_plan:  # a chain has as many nodes as there are levels, however many are allowed
+                # Verified by TARGET, a seed's text is the same whatever the tree, and so is what is predicted from it.
+                of_one_text = contestant.scheme is Scheme.TARGET
+                outcome = bench.run(plan, params, 1 if of_one_text else arguments.repeats)
+                if same_texts is None or not of_one_text:
+                    same_texts = by_rank(bench.acceptance(contestant.scheme, contestant.guess, params, outcome))
+                last_plan = plan
+            assert same_texts is not None, "the first plan is like none before"
             row: Row = {
                 "temperature": temperature,
                 "contestant": name,

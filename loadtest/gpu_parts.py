@@ -182,7 +182,7 @@ def draft_steps(device: torch.device, config: LlamaConfig, folder: Path) -> list
     slot.values.normal_()
     trees = [Tree.of(list(range(width)), [-1] + [0] * (width - 1), [0.0] * width) for width in DRAFT_WIDTHS]
     batches = [Batch([Segment.tree(slot, DRAFT_CONTEXT, tree)], None, device) for tree in trees]
-    eager = [(milliseconds(partial(model.logits, batch), device), model.logits(batch)) for batch in batches]
+    eager = [(milliseconds(partial(model.logits, batch), device), model.logits(batch).clone()) for batch in batches]
     model.warm_up(slot.memory)
     rows = []
     for batch, (eager_ms, logits) in zip(batches, eager, strict=True):

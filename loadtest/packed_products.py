@@ -33,11 +33,12 @@ from loadtest.products import COLD_BYTES
 
 SHAPES = "1536x576,576x1536,5632x2048,2048x5632"  # of the demonstration target, and of a 1B
 INNER_TILES = 2  # of torch's layout for 4 bits; the CPU's does not depend on it
-Product = Callable[[torch.Tensor], object]
+MAX_ERROR = 0.02  # of a product, in the norm: rounding to bfloat16, and of 8 bits with one scale for each output
+Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class OneRoom:
-    """Where every matrix is written out, one after another, as in the ring."""
+    """Where every matrix is written out, one after another, as a worker does it; a small one stays in the cache."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self._room = torch.empty(shape, dtype=torch.bfloat16)
@@ -53,7 +54,7 @@ class OneRoom:
 
 def products(weight: torch.Tensor, bits: int, room: OneRoom) -> dict[str, Product]:
     """Of rows with one matrix, by contestant."""
-    integers, scales = quantize(weight.float(), bits)
+    integers, scales = quantize(weight, bits)
     packed = Packed(_place(integers, "U8" if bits == 4 else "I8"), _place(scales, "F16"), bits)
     raw = [tensor.view(torch.uint8).flatten() for tensor in (integers, scales)]
     written = packed.value(raw, torch.bfloat16, OneRoom((weight.shape[0], weight.shape[1]))).clone()
@@ -63,30 +64,51 @@ def products(weight: torch.Tensor, bits: int, room: OneRoom) -> dict[str, Produc
         return multiply(rows, packed.value(raw, torch.bfloat16, room), None)
 
     def by_torch(rows: torch.Tensor) -> torch.Tensor:
-        grouped = _apart(integers, bits, group)
-        offsets = scales[1, :, :, None] if bits == 4 else 0
-        values = grouped * scales[0, :, :, None].bfloat16() + offsets
-        return linear(rows, values.view(weight.shape).bfloat16())
+        values = _apart(integers, bits, group) * scales[0, :, :, None].bfloat16()
+        if bits == 4:
+            values += scales[1, :, :, None].bfloat16()
+        return linear(rows, values.view(weight.shape))
 
-    contestants: dict[str, Product] = {
+    return {
         "16 bits": partial(multiply, matrix=written, bias=None),
         "own": own,
         "torch, written out": by_torch,
+        **(_fused8(weight) if bits == 8 else _fused4(integers, scales, group)),
     }
-    if bits == 8:
-        scale = scales[0, :, 0].bfloat16().contiguous()
-        contestants["torch, fused"] = lambda rows: torch.ops.aten._weight_int8pack_mm(rows, integers, scale)
-        return contestants
-    codes = _apart(integers, bits, group).view(weight.shape).int()
-    both = torch.stack((scales[0], scales[1]), 2).bfloat16().transpose(0, 1).contiguous()
-    layout = torch.ops.aten._convert_weight_to_int4pack_for_cpu
-    laid_out = layout(codes, INNER_TILES)
-    fused = torch.ops.aten._weight_int4pack_mm_for_cpu
-    contestants["torch, fused"] = lambda rows: fused(rows, laid_out, group, both)
-    contestants["torch, laid out and fused"] = lambda rows: fused(
-        rows, layout(_apart(integers, bits, group).view(weight.shape).int(), INNER_TILES), group, both
-    )
-    return contestants
+
+
+def _fused8(weight: torch.Tensor) -> dict[str, Product]:
+    """With one scale for each output, which is all that it knows."""
+    integers, scales = quantize(weight, 8, group_size=weight.shape[1])
+    scale = scales[0, :, 0].bfloat16().contiguous()
+    return {"torch, fused": lambda rows: torch.ops.aten._weight_int8pack_mm(rows, integers, scale)}
+
+
+def _fused4(integers: torch.Tensor, scales: torch.Tensor, group: int) -> dict[str, Product]:
+    """Whose integers stand for themselves less 8."""
+    both = torch.stack((scales[0], scales[1] + 8 * scales[0]), 2).bfloat16().transpose(0, 1).contiguous()
+    multiplied = torch.ops.aten._weight_int4pack_mm_for_cpu
+
+    def laid_out() -> torch.Tensor:
+        codes = _apart(integers, 4, group).flatten(1).int()
+        matrix: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, INNER_TILES)
+        return matrix
+
+    before = laid_out()
+    return {
+        "torch, fused": lambda rows: multiplied(rows, before, group, both),
+        "torch, laid out and fused": lambda rows: multiplied(rows, laid_out(), group, both),
+    }
+
+
+def require_alike(contestants: dict[str, Product], inputs: int) -> None:
+    """Ends where a contestant does not multiply by these weights, but for rounding."""
+    rows = torch.randn(4, inputs).bfloat16()
+    wanted = contestants["16 bits"](rows).float()
+    for name, product in contestants.items():
+        error = float((product(rows).float() - wanted).norm() / wanted.norm())
+        if error > MAX_ERROR:
+            raise SystemExit(f"{name}: {error:.1%} from the product with 16-bit weights")
 
 
 def _apart(integers: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -107,7 +129,8 @@ def best_milliseconds(
     """A line for each number of rows."""
     outputs, inputs = shape
     count, room = max(2, COLD_BYTES * 8 // (outputs * inputs * bits)), OneRoom(shape)
-    matrices = [products(torch.randn(outputs, inputs), bits, room) for _ in range(min(count, 64))]
+    matrices = [products(torch.randn(outputs, inputs), bits, room) for _ in range(count)]
+    require_alike(matrices[0], inputs)
     results: list[dict[str, object]] = []
     for num_rows in row_counts:
         rows, best = torch.randn(num_rows, inputs).bfloat16(), dict.fromkeys(matrices[0], float("inf"))

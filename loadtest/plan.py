@@ -4,8 +4,8 @@
 
 Plans of the demonstration target, each made anew with speeds measured on the spot, take turns with sweeps of a worker
 with the same budget. A plan counts what crosses the link and the matrix products, nothing else, and so is a lower
-bound. Ends with one JSON line: by budget and tokens the medians of predicted and measured seconds and `ratio`,
-measured over predicted.
+bound. Ends with one JSON line: by budget and tokens the medians over turns of predicted and measured seconds and of
+their `ratio`, measured over predicted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from loadtest.sweep import Contestant
 
 SIZES = (1, 16, 64, 256)
 SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256"]
+SWEEP_TOKENS = ["--max-sweep-tokens", "256"]  # no flag of `bough plan`, which takes it from the environment
 
 
 def predicted(model: Path, flags: list[str]) -> dict[int, float]:
@@ -43,7 +44,7 @@ def compared(model: Path, budget: str, turns: int, repeats: int) -> list[dict[st
     for _ in range(turns):
         drop_cached(model)
         plan = predicted(model, flags)
-        with Contestant("bough", "--model", str(model), *flags, "--max-sweep-tokens", "256", prefix=[]) as engine:
+        with Contestant("bough", "--model", str(model), *flags, *SWEEP_TOKENS, prefix=[]) as engine:
             for size in SIZES:
                 plans[size].append(plan[size])
                 sweeps[size].append(engine.seconds(size, repeats))
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="sweeps of each turn")
     arguments = parser.parse_args()
     ensure_demonstration()
+    os.environ["BOUGH_TARGET_MAX_SWEEP_TOKENS"] = SWEEP_TOKENS[1]
     model = demonstration_folder()
     rows = [row for budget in arguments.budgets for row in compared(model, budget, arguments.turns, arguments.repeats)]
     print(json.dumps({"model": model.name, "processor": processor(), "cores": os.cpu_count(), "sweeps": rows}))

@@ -263,8 +263,8 @@ def main() -> None:
                     slow = sweep_ratios(model, arguments.memory, slow_link, SLOW_TURNS, 1, 1)
                     new |= {"sweep_ratio_slow_link": slow["sweep_ratio"], "slow_link": slow}
             case "busy":
-                limits = ([0, slow_link], PIPELINE_BYTES) if can_limit() else ([0], 0)
-                new = link_busy_at(limits[0], model, limits[1])
+                speeds, memory = ([0, slow_link], PIPELINE_BYTES) if can_limit() else ([0], 0)
+                new = link_busy_at(speeds, model, memory)
             case "accelerate":
                 new = peer_ratios(model, arguments.memory, arguments.turns)
             case "packed":

@@ -71,7 +71,7 @@ def token_by_token(node: Drafted, rng: np.random.Generator) -> tuple[int, ...]:
 def traversal(node: Drafted, rng: np.random.Generator, accepted: float = 1.0) -> tuple[int, ...]:
     """The same by arXiv 2505.12398, algorithm 2, below a node that is there with probability `accepted`.
 
-    Nothing where it goes as well, which a root, there with probability 1, never does.
+    Empty where that node is refused itself, as a root, there with probability 1, never is.
     """
     target, draft = node.pair.target_probs, node.pair.draft_probs
     for index, child in node.children:
@@ -95,7 +95,7 @@ def residual(accepted: float, target: Row, draft: Row) -> tuple[float, Row]:
     total = left.sum()
     if total == 0.0:
         return 0.0 if accepted < 1.0 else 1.0, target
-    return total / (total + 1.0 - accepted), left / total
+    return total / (total + (1.0 - accepted)), left / total
 
 
 def without(draft: Row, index: int) -> Row:

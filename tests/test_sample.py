@@ -55,6 +55,21 @@ def test_at_temperature_0_children_are_the_best_in_their_order(vocab_size: int) 
         assert drawn.tolist() == best[:num].tolist()
 
 
+@pytest.mark.parametrize("filters", [{"top_p": 0.95}, {"top_k": 7}, {"min_p": 0.01}, {"temperature": 0.0}, {}])
+def test_many_nodes_are_weighted_as_each_alone(filters: dict[str, float]) -> None:
+    """Filters see all tokens that are considered, more than are kept of them."""
+    rng = np.random.default_rng(1)
+    values = -np.sort(0.8 * np.log(np.arange(1, 257)) + rng.gumbel(size=(5, 256)), axis=1).astype(np.float32)
+    tokens = np.stack([rng.permutation(5000)[:256] for _ in values]).astype(np.int32)
+    params = SamplingParams(**filters)  # type: ignore[arg-type]
+    found = Guessing(params, 0, True, False).candidates(values, tokens, np.zeros(5, np.int32), 5000)
+    for row in range(len(values)):
+        places, weights = draft_weights(values[row].astype(np.float64), params, 64)
+        kept = np.isfinite(found.log_probs[row])
+        assert found.tokens[row][kept].tolist() == tokens[row][places].tolist()
+        assert np.exp(found.log_probs[row][kept]) == pytest.approx(weights, rel=1e-5)
+
+
 def test_logits_that_are_no_numbers_are_an_error() -> None:
     with pytest.raises(Unavailable, match="draft's logits are not numbers"):
         draft_weights(np.array([0.0, np.nan]), SamplingParams(), 8)

@@ -6,6 +6,7 @@ For the schemes in which the target must know how its guesses came about: Scheme
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +46,7 @@ def draft_weights(
     Raises:
         Unavailable: where the logits hold no number to choose by.
     """
-    if not np.isfinite(logits.max()):
-        raise Unavailable("the draft's logits are not numbers; its weights may be damaged")
+    require_numbers(logits.max())
     if params.is_greedy:
         best = _best(logits, min(max_tokens, GREEDY_TOKENS))
         best = best[np.isfinite(logits[best])]
@@ -55,6 +55,12 @@ def draft_weights(
     best = _best(kept, max_tokens)
     weights = np.exp(kept[best] - kept.max()).astype(np.float32)
     return best[weights > 0], weights[weights > 0]
+
+
+def require_numbers(largest: NDArray[np.floating[Any]] | np.floating[Any]) -> None:
+    """Raises Unavailable where the largest logit of a row is none to choose by."""
+    if not np.isfinite(largest).all():
+        raise Unavailable("the draft's logits are not numbers; its weights may be damaged")
 
 
 def greedy_weights(num: int) -> NDArray[np.float32]:
@@ -79,7 +85,7 @@ def without_replacement(
     for index in range(int(num_possible.min()), num):
         exhausted = np.flatnonzero(num_possible <= index)
         number = rng.integers(0, vocab_size - index, (len(exhausted), 1))  # among the tokens that are left
-        num_left_below = np.sort(rows[exhausted, :index], axis=1) - np.arange(index)  # each that is taken
+        num_left_below = np.sort(rows[exhausted, :index], axis=1) - np.arange(index)  # of each taken token
         rows[exhausted, index] = number[:, 0] + (num_left_below <= number).sum(1)
     return drawn
 

@@ -47,6 +47,7 @@ def quantised(in_order: bool) -> tuple[nn.Linear, torch.Tensor, torch.Tensor, to
 
 
 def by_auto_gptq(file: str, in_order: bool) -> None:
+    """What AutoGPTQ's layer multiplies by is what it makes of an identity matrix."""
     linear, scales, zeros, groups = quantised(in_order)
     layer = module("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear(4, GROUP, INPUTS, OUTPUTS, False)
     layer.pack(linear, scales, zeros.clone(), groups)
@@ -54,6 +55,7 @@ def by_auto_gptq(file: str, in_order: bool) -> None:
 
 
 def by_autoawq(file: str) -> None:
+    """What AutoAWQ's layer multiplies by where it has no kernel."""
     linear, scales, zeros, _ = quantised(True)
     layer = module("awq.modules.linear.gemm").WQLinear_GEMM.from_linear(
         linear, 4, GROUP, scales=scales.T.contiguous(), zeros=zeros.T.contiguous()
@@ -66,6 +68,7 @@ def by_autoawq(file: str) -> None:
 
 
 def save(file: str, tensors: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
+    """Beside this script."""
     named = {f"layer.{name}": tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     save_file({**named, "weight": weight.contiguous()}, HERE / file)
 
