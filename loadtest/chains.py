@@ -149,9 +149,8 @@ def main() -> None:
     results: dict[str, object] = {"published": published(OWN[1].budget)}
     print(results)
     for temperature in arguments.temperatures:
-        params = SamplingParams(temperature=temperature)
-        logits = from_models(models, arguments.length, arguments.seed, temperature)
-        pairs = [pair_of(both, params) for both in logits]
+        params = SamplingParams(temperature=temperature, seed=arguments.seed)
+        pairs = [pair_of(both, params) for both in from_models(models, models.texts(arguments.length, params))]
         print(f"temperature {temperature}, {len(pairs)} places")
         results[str(temperature)] = compared(pairs, arguments.nodes, arguments.seed)
     print(json.dumps(results | {"seed": arguments.seed, "places": arguments.prompts * arguments.length}))

@@ -71,9 +71,8 @@ class Models(NamedTuple):
         return [_continued(self.target, prompt, length, params) for prompt in self.prompts]
 
 
-def from_models(models: Models, length: int, seed: int, temperature: float = 1.0) -> list[Logits]:
-    """Of both at each of `length` places of answers to the prompts, one after another."""
-    texts = models.texts(length, SamplingParams(temperature=temperature, seed=seed))
+def from_models(models: Models, texts: Sequence[list[int]]) -> list[Logits]:
+    """Of both at each place of these answers to the prompts, one after another."""
     return [
         logits
         for text, prompt in zip(texts, models.prompts, strict=True)

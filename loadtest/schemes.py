@@ -96,7 +96,7 @@ def main() -> None:
         drops = tuple(int(layer) for layer in arguments.drop_layers.split(","))
         name = f"SmolLM2 without layers {arguments.drop_layers}"
         models = Models.load(demonstration_folder(0), drops, arguments.prompts)
-        kinds[name] = from_models(models, arguments.length, arguments.seed)
+        kinds[name] = from_models(models, models.texts(arguments.length, SamplingParams(seed=arguments.seed)))
     rows = [measure(name, t, logits, arguments.seed) for name, logits in kinds.items() for t in arguments.temperatures]
     print(json.dumps({"sizes": SIZES, "seed": arguments.seed, "rows": rows}))
 

@@ -204,12 +204,12 @@ def main() -> None:
     results: dict[str, object] = {}
     for temperature in arguments.temperatures:
         params = SamplingParams(temperature=temperature, seed=arguments.seed)
-        pairs = [pair_of(both, params) for both in from_models(models, arguments.length, arguments.seed, temperature)]
+        texts = models.texts(arguments.length, params)
+        pairs = [pair_of(both, params) for both in from_models(models, texts)]
         rng = np.random.default_rng(arguments.seed)
         acceptance = gains_of([one_after_another(pair, RANKS, rng, num=20) for pair in pairs]).mean(0, keepdims=True)
         shapes = {f"chain of {arguments.chain}": StaticShape(tuple(range(arguments.chain - 1)))}
         shapes |= {f"{nodes} nodes": best_shape(acceptance, nodes, LEVELS) for nodes in arguments.nodes}
-        texts = models.texts(arguments.length, params)
         results[str(temperature)] = compared(models, texts, shapes, params, arguments.places)
     print(json.dumps(results | {"seed": arguments.seed, "prompts": arguments.prompts, "places": arguments.places}))
 
