@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_model
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, MixtralConfig
 
 from bough.errors import CheckpointError
 from bough.model.architecture import build_empty
 from bough.model.checkpoint import INDEX_NAME, Checkpoint, resolve
+from bough.model.hub import fetch
 from bough.model.loading import build_skeleton
 from target_worker.weights import ALIGNMENT, plan_layer
 
@@ -45,10 +48,11 @@ def test_a_truncated_shard(copy: Path, keep: int) -> None:
         Checkpoint.open(copy)
 
 
-def test_a_header_that_is_no_header(copy: Path) -> None:
+@pytest.mark.parametrize("header", [b"x" * 16, b"[1, 2, 3, 4]    ", b"17              ", b"null            "])
+def test_a_header_that_is_no_header(copy: Path, header: bytes) -> None:
     victim = shards(copy)[0]
-    victim.write_bytes((16).to_bytes(8, "little") + b"x" * 100)
-    with pytest.raises(CheckpointError, match="header is not JSON"):
+    victim.write_bytes((16).to_bytes(8, "little") + header + b"x" * 100)
+    with pytest.raises(CheckpointError, match=f"{victim.name}: header is not a JSON object"):
         Checkpoint.open(copy)
 
 
@@ -166,6 +170,39 @@ def test_a_hub_id_resolves_through_the_cache(tiny: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert resolve("org/tiny") == repo / "snapshots" / revision
     assert Checkpoint.open("org/tiny").fingerprint() == Checkpoint.open(tiny).fingerprint()
+
+
+def test_an_incomplete_snapshot_says_what_would_do(tiny: Path, tmp_path: Path) -> None:
+    """Such as `bough plan` leaves, which fetches config.json alone."""
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    shutil.copyfile(tiny / "config.json", snapshot / "config.json")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .* is missing; `hf download` of the whole model"):
+        Checkpoint.open(snapshot)
+
+
+def test_what_is_missing_of_a_hub_id_is_fetched(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, **how: asked.append((model, how)))
+    fetch(str(tiny), "org/one", "org/one", "org/other", "/org/no-id")
+    assert [model for model, _ in asked] == ["org/one", "org/other"]
+    assert "local_files_only" not in asked[0][1]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (LocalEntryNotFoundError("no connection"), "org/one is neither a folder nor a model in the local"),
+        (OSError(errno.ENOSPC, "No space left on device"), "org/one cannot be fetched: .*No space left"),
+    ],
+)
+def test_what_cannot_be_fetched_is_an_error(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(CheckpointError, match=message):
+        fetch("org/one")
 
 
 def test_layers_are_aligned_extents_that_hold_their_tensors(tiny: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY, save_model
@@ -13,6 +15,7 @@ from conftest import TINY, save_model
 from bough.cli import argument_parser
 from bough.commands.distill import settings_from
 from bough.config import DraftConfig, parse
+from bough.demonstration import EMBEDDED_DRAFT
 from bough.distill import train
 from bough.distill.adapter import MANIFEST_NAME, WEIGHTS_NAME, Adapter
 from bough.distill.loss import top_loss
@@ -29,6 +32,8 @@ from bough.tokenizer import Tokenizer
 from bough.tree import Tree
 from draft_worker.sources import load_draft, open_adapter
 from draft_worker.worker import DraftWorker
+from loadtest.draft_agreement import answer, hits
+from loadtest.prompts import load_prompts
 
 CPU = torch.device("cpu")
 SHORT = ("--text-tokens", "500", "--text-rows", "4", "--row-tokens", "48", "--rank", "4", "--tokens", "960")
@@ -224,6 +229,34 @@ def test_a_damaged_adapter_is_refused_by_name(made: Path, tmp_path: Path, name: 
 def test_bad_settings_are_refused_by_name(tiny: Path, tmp_path: Path, flags: Sequence[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         distilled(tiny, tmp_path / "out", *flags)
+
+
+def test_where_nothing_can_be_written(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=f"--data: {tmp_path}/file/out-text cannot be made: .*; another folder"):
+        distilled(tiny, tmp_path / "file" / "out", "--drop-layers", "2")
+
+
+def test_a_damaged_choice_of_layers(tiny: Path, made: Path, tmp_path: Path) -> None:
+    text = Path(shutil.copytree(f"{made}-text", tmp_path / "text"))
+    (text / "dropped-for-3.json").write_text("[1, ")
+    with pytest.raises(ConfigError, match=r"--data: .*dropped-for-3\.json is damaged: .*chosen anew"):
+        distilled(tiny, tmp_path / "out", "--data", str(text), "--num-layers", "3")
+
+
+def test_the_draft_that_is_shipped_is_one_for_the_demonstration_model(smollm: Path) -> None:
+    """It agrees with greedy answers to the first prompts about as often as its card says of all."""
+    adapter = Adapter.open(EMBEDDED_DRAFT)
+    adapter.require_base(Checkpoint.open(smollm))
+    assert sum(file.stat().st_size for file in EMBEDDED_DRAFT.iterdir()) < 25_000_000
+    assert len(adapter.kept_layers()) <= 0.8 * adapter.manifest.num_layers
+    tokenizer = Tokenizer(load_tokenizer_files(smollm))
+    target = load_draft(Checkpoint.open(smollm), (), "bfloat16", CPU)
+    prompts = [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[:3]]
+    answers = [answer(target, prompt, 32, ()) for prompt in prompts]
+    draft = load_draft(Checkpoint.open(smollm), (), "bfloat16", CPU, adapter)
+    right = np.concatenate([hits(draft, one) for one in answers])
+    assert right[:, 0].mean() > 0.5
 
 
 def test_text_of_another_kind_is_not_gone_on_with(tiny: Path, made: Path, tmp_path: Path) -> None:

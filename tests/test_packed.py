@@ -322,6 +322,24 @@ def test_packing_refuses_what_would_overwrite(tiny: Path, tmp_path: Path) -> Non
         pack(str(tiny), 4, tmp_path / "full")
 
 
+def test_where_nothing_can_be_written(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=f"--out: {out} cannot be made: .*; another folder would do"):
+            pack(str(tiny), 4, out)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 2}', '{"shards": {}, "checksums": 3, "weight_map": {}}'])
+def test_a_damaged_manifest(tiny: Path, tmp_path: Path, content: str) -> None:
+    """On going on with a run, and on opening what it made."""
+    packed = tmp_path / "packed"
+    pack(str(tiny), 4, packed)
+    (packed / MANIFEST_NAME).write_text(content)
+    for use in (lambda: pack(str(tiny), 4, packed), lambda: build_skeleton(Checkpoint.open(packed), torch.float32)):
+        with pytest.raises(CheckpointError, match=f"{MANIFEST_NAME}: is damaged: .*`bough pack` into another folder"):
+            use()
+
+
 def test_a_disk_that_fills_at_the_end_is_an_error_too(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,13 @@ from dataclasses import fields
 from bough.config import DistillConfig, parse
 from bough.distill.run import make_adapter
 from bough.errors import ConfigError
+from bough.model.hub import fetch
 
 
 async def distill(arguments: argparse.Namespace) -> int:
     """Writes text, chooses layers, trains; each goes on where an interrupted run has left off."""
     config = settings_from(arguments)
+    fetch(config.target)
     made = make_adapter(config).manifest
     print(
         f"{config.out}: use it with --draft-adapter; agreement with held-out answers: top-1 {made.top1:.3f} "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bough.errors import ConfigError
 from bough.model.checkpoint import resolve
+from bough.model.hub import fetch
 from bough.model.pack import pack as write_packed
 from bough.model.pack_draft import pack_draft
 from bough.values import parse_layers
@@ -29,6 +30,7 @@ async def pack(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--drop-layers: {arguments.drop_layers}; of a draft only: --draft would do")
     if arguments.whole:
         raise ConfigError("--whole: of a draft only: --draft would do")
+    fetch(arguments.model)
     folder = _folder(arguments, f"{bits:g}bit")
     write_packed(arguments.model, int(bits), folder)
     print(f"{folder}: use it as --target, or as --draft", file=sys.stderr)
@@ -41,6 +43,7 @@ def _pack_draft(arguments: argparse.Namespace) -> None:
         drops = parse_layers(arguments.drop_layers or "")
     except ValueError as exc:
         raise ConfigError(f"--drop-layers: {arguments.drop_layers!r}: {exc}") from exc
+    fetch(arguments.model)
     folder = _folder(arguments, "draft")
     written = pack_draft(arguments.model, drops, bits, folder, is_whole=arguments.whole)
     numbers = Counter(written.layouts.values())

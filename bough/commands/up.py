@@ -22,6 +22,7 @@ from bough.demonstration import (
 from bough.errors import ConfigError
 from bough.launch import Child, Cluster, Settings, launched
 from bough.model import compiled_folder
+from bough.model.hub import fetch
 from bough.tether import tethered
 
 WATCH_SECONDS = 0.5
@@ -35,6 +36,7 @@ async def up(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     if settings.target.model == str(demonstration_folder()):
         ensure_demonstration()
+    fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
     tell_of_first_start()
     async with launched(settings, report) as cluster:
         clear_report()

@@ -21,7 +21,7 @@ from torch import nn
 
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
-from bough.model.files import replace
+from bough.model.files import make_folder, replace
 from bough.model.layers import working_layers
 from bough.model.loading import build_skeleton
 
@@ -86,7 +86,7 @@ class Adapter:
 
     def save(self, folder: Path) -> None:
         """At once or not at all."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder("--out", folder)
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
         replace(folder / WEIGHTS_NAME, lambda partial: save_file(tensors, partial))
@@ -168,6 +168,8 @@ itself. It is no model of its own: bough applies it to the target's weights as i
 It was made, and can be made again, by
 
     {manifest.command}
+
+where {manifest.base_name} is the folder of the target.
 
 - text: {manifest.written_tokens} tokens written by the target, seed {manifest.seed}
 - training: {manifest.trained_tokens} tokens, some of them more than once

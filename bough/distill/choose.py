@@ -12,6 +12,7 @@ from torch import nn
 from bough.distill.evaluate import Agreement, agreement
 from bough.distill.rows import Rows
 from bough.distill.teacher import Network
+from bough.errors import ConfigError
 from bough.model.files import replace
 
 SHORTLIST = 12  # layers that are cheapest alone: those that are tried after the first
@@ -23,10 +24,16 @@ def choose_layers(
     """The layers to drop so that `num_layers` are left; `report` hears of each step. The teacher is left as it was.
 
     The choice is kept in `folder`, where the text is too, and not made again.
+
+    Raises:
+        ConfigError: that choice cannot be read.
     """
     file = folder / f"dropped-for-{num_layers}.json"
     if file.is_file():
-        return tuple(json.loads(file.read_text()))
+        try:
+            return tuple(int(layer) for layer in json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError) as exc:
+            raise ConfigError(f"--data: {file} is damaged: {exc}; without it the layers are chosen anew") from exc
     layers, types = list(teacher.layers), getattr(teacher.skeleton.config, "layer_types", None)
     dropped: list[int] = []
     candidates = list(range(len(layers)))

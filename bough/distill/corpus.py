@@ -13,7 +13,7 @@ from bough.distill.rows import Rows
 from bough.distill.teacher import Network, Template
 from bough.distill.text import NUM_TOP, Script, Writer
 from bough.errors import ConfigError
-from bough.model.files import replace
+from bough.model.files import make_folder, replace
 
 MANIFEST_NAME = "bough_text.json"
 HELD_OUT_NAME = "held-out.safetensors"
@@ -58,7 +58,7 @@ class Corpus:
         elif folder.is_dir() and any(folder.iterdir()):
             raise ConfigError(f"--data: {folder} is not empty, and holds no text of bough's; another folder would do")
         else:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder("--data", folder)
             replace(manifest, lambda partial: partial.write_text(json.dumps(content, indent=1)))
 
     def rows(self, num_tokens: int) -> Rows:

@@ -22,6 +22,7 @@ from bough.distill.train import CHECKPOINT_NAME, Recipe, Trainer
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, choose_dtype
+from bough.model.files import make_folder
 from bough.model.layers import working_layers
 from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
@@ -112,7 +113,7 @@ def _train(config: DistillConfig, target: Target, lessons: Lessons) -> Adapter:
     )
     trainer = Trainer(student, target.opening, lessons.rows, recipe)
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", out)
     result = trainer.run(lessons.held_out, config.check_steps, out, tqdm.write)
     manifest = Manifest(
         base=target.fingerprint,

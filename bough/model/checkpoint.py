@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from bough.errors import CheckpointError
+from bough.model.hub import cached, is_hub_id
 from bough.model.origin import Origin
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
+SNAPSHOTS = "snapshots"  # the folder of the Hugging Face cache in which models stand
 SAMPLE_BYTES = 4096  # of each tensor, that fingerprints of contents look at
 
 
@@ -95,18 +97,9 @@ def resolve(model: str | Path) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
-    if str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+    if not is_hub_id(model):
         raise CheckpointError(f"model: folder {model} is not there")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(model), local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as exc:
-        raise CheckpointError(
-            f"model: {model} is neither a folder nor a model in the local Hugging Face cache; "
-            "a path, or a model fetched with `hf download`, would do"
-        ) from exc
+    return cached(str(model))
 
 
 def read_header(file: Path) -> dict[str, TensorPlace]:
@@ -120,11 +113,11 @@ def read_header(file: Path) -> dict[str, TensorPlace]:
             (header_bytes,) = struct.unpack("<Q", prefix)
             if header_bytes > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(f"{file}: header of {header_bytes} bytes in a file of {size}; it is truncated")
-            header: dict[str, Any] = json.loads(stream.read(header_bytes))
+            header: dict[str, Any] = dict(json.loads(stream.read(header_bytes)))
     except OSError as exc:
         raise CheckpointError(f"{file}: cannot be read: {exc}") from exc
-    except ValueError as exc:
-        raise CheckpointError(f"{file}: header is not JSON: {exc}") from exc
+    except (ValueError, TypeError) as exc:
+        raise CheckpointError(f"{file}: header is not a JSON object: {exc}") from exc
     data_start = 8 + header_bytes
     header.pop("__metadata__", None)
     return {name: _place(file, size, data_start, name, entry) for name, entry in header.items()}
@@ -175,7 +168,9 @@ def _shards(folder: Path) -> list[Path]:
     names = sorted(set(_weight_map(index).values())) if index.is_file() else [SINGLE_NAME]
     for name in names:
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: this file of the checkpoint is missing")
+            is_cached = folder.parent.name == SNAPSHOTS
+            remedy = "; `hf download` of the whole model would do" if is_cached else ""
+            raise CheckpointError(f"{folder / name}: this file of the checkpoint is missing{remedy}")
     return [folder / name for name in names]
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and the folders that they stand in."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from bough.errors import ConfigError
+
+
+def make_folder(flag: str, folder: Path) -> None:
+    """A folder to write to, and those around it.
+
+    Raises:
+        ConfigError: naming the flag: a file is in the way, or it may not be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"{flag}: {folder} cannot be made: {exc.strerror}; another folder would do") from exc
 
 
 def replace(file: Path, write: Callable[[Path], Any]) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bough.errors import ConfigError
+from bough.errors import CheckpointError, ConfigError
 from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace
-from bough.model.files import replace
+from bough.model.files import make_folder, replace
 from bough.model.source import crc32
 
 MANIFEST_NAME = "bough_pack.json"
@@ -30,7 +30,16 @@ SHARD_BYTES = 1_000_000_000
 def read_checksums(folder: Path) -> dict[str, int]:
     """crc32 by tensor name, where `bough pack` wrote the checkpoint; nothing for any other."""
     manifest = folder / MANIFEST_NAME
-    return dict(json.loads(manifest.read_text())["checksums"]) if manifest.is_file() else {}
+    return dict(_read(manifest)["checksums"]) if manifest.is_file() else {}
+
+
+def _read(manifest: Path) -> dict[str, Any]:
+    """Raises CheckpointError where it is damaged."""
+    try:
+        content = dict(json.loads(manifest.read_text()))
+        return {**content, **{name: dict(content[name]) for name in ("shards", "checksums", "weight_map")}}
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise CheckpointError(f"{manifest}: is damaged: {exc!r}; `bough pack` into another folder would do") from exc
 
 
 @dataclass(slots=True)
@@ -52,13 +61,13 @@ class PackFolder:
         file = path / MANIFEST_NAME
         origin = {"format": FORMAT, **origin}
         if file.is_file():
-            manifest = json.loads(file.read_text())
+            manifest = _read(file)
             if {name: manifest.get(name) for name in origin} != origin:
                 raise ConfigError(f"--out: {path} holds another packed model; another folder would do")
             return cls(path, manifest)
         if path.is_dir() and any(path.iterdir()):
             raise ConfigError(f"--out: {path} is not empty; another folder would do")
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder("--out", path)
         folder = cls(path, {**origin, "shards": {}, "checksums": {}, "weight_map": {}})
         folder.save()
         return folder

@@ -18,6 +18,7 @@ from bough.config import TargetConfig
 from bough.errors import CheckpointError
 from bough.model.architecture import build_empty, describe, load_config
 from bough.model.experts import EXPERT_ROWS, has_own_products
+from bough.model.hub import is_hub_id
 from bough.model.kv import KVShape
 from bough.model.loading import DTYPES
 from bough.model.memory import fixed_bytes
@@ -135,7 +136,7 @@ def find_config(model: str) -> tuple[PretrainedConfig, Path]:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"model: {folder} has no config.json; a Hugging Face model folder would do")
         return load_config(folder), folder
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+    if not is_hub_id(model):
         raise CheckpointError(f"model: folder {model} is not there")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(model)
