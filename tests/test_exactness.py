@@ -18,7 +18,7 @@ import pytest
 from bough.draft_probs import DraftProbs, normalised
 from bough.growth import Scheme
 from bough.messages import Context, VerifyCall
-from bough.model.draw import _noisiest, filtered, probabilities
+from bough.model.draw import _noisiest, filtered, gumbel_noise, probabilities
 from bough.model.sample import Purpose, draft_weights, generator, independently, without_replacement
 from bough.sampling import SamplingParams
 from bough.tree import Tree
@@ -29,7 +29,7 @@ from tests.chi_square import fit, tail
 VOCAB = 5
 LENGTH = 3  # tokens whose joint law is compared
 NUM_DRAWS = 200_000  # sequences for each case of the grid
-MAX_ERROR, NUM_TESTS = 1e-6, 400
+MAX_ERROR, NUM_TESTS = 1e-6, 420
 FILTERS = ({}, {"top_p": 0.8}, {"top_k": 3}, {"top_p": 0.9, "top_k": 4})
 DRAFTS = ("good", "bad", "disjoint", "one-hot", "truncated")
 SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND]
@@ -166,8 +166,9 @@ def worst_fit(texts: Counter[Text], world: World) -> float:
 
 
 GRID = list(itertools.product(SAMPLED, (0.3, 0.8, 1.2), DRAFTS, range(len(FILTERS))))
+TARGET_GRID = list(itertools.product((0.3, 0.8, 1.2), range(len(FILTERS))))
 ALLOWED = MAX_ERROR / NUM_TESTS
-assert 3 * len(GRID) + 25 <= NUM_TESTS
+assert 3 * len(GRID) + 3 * len(TARGET_GRID) + 22 <= NUM_TESTS
 
 
 @pytest.mark.parametrize(("scheme", "temperature", "kind", "filters"), GRID)
@@ -181,16 +182,28 @@ def test_the_law_of_three_tokens_is_that_of_plain_sampling(
     assert worst_fit(texts, world) > ALLOWED
 
 
-def test_the_law_of_the_target_scheme_is_that_of_its_random_numbers() -> None:
+@pytest.fixture(scope="module")
+def noise() -> np.ndarray:
+    """(NUM_DRAWS, LENGTH, VOCAB) of so many seeds at the first positions of a text."""
+    positions = range(1, LENGTH + 1)
+    return np.array([[gumbel_noise(seed, position, VOCAB) for position in positions] for seed in range(NUM_DRAWS)])
+
+
+@pytest.mark.parametrize(("temperature", "filters"), TARGET_GRID)
+def test_the_law_of_the_target_scheme_is_that_of_its_random_numbers(
+    temperature: float, filters: int, noise: np.ndarray
+) -> None:
     """Its tokens are plain decoding's, seed by seed (tests/test_equality.py): so these alone could make it wrong."""
-    world = World(SamplingParams(temperature=0.8, top_p=0.9), "good", seed=2)
-    logits, texts = cache(lambda text: filtered(world.logits(text), world.params)), Counter[Text]()
-    for seed in range(NUM_DRAWS):
-        text: Text = ()
-        for position in range(1, LENGTH + 1):
-            text = (*text, _noisiest(logits(text), seed, position))
-        texts[text] += 1
-    assert worst_fit(texts, world) > ALLOWED
+    params = SamplingParams(temperature=temperature, **FILTERS[filters])  # type: ignore[arg-type]
+    world = World(params, "good", seed=filters)
+    seeds: dict[Text, np.ndarray] = {(): np.arange(NUM_DRAWS)}  # by what each seed's text is so far
+    for index in range(LENGTH):
+        for text in list(seeds):
+            logits, own = filtered(world.logits(text), params), seeds.pop(text)
+            tokens = (logits + noise[own, index]).argmax(1)
+            assert tokens[:20].tolist() == [_noisiest(logits, seed, index + 1) for seed in own[:20].tolist()]
+            seeds.update({(*text, token): own[tokens == token] for token in np.unique(tokens).tolist()})
+    assert worst_fit(Counter({text: len(own) for text, own in seeds.items()}), world) > ALLOWED
 
 
 def law_without_residual(target_probs: np.ndarray, draws: Iterable[Draw]) -> np.ndarray:
