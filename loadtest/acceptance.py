@@ -13,7 +13,9 @@ tokens_per_round   by temperature, contestant and nodes: mean over prompts, with
 prediction_error   mean of |predicted / measured - 1| by contestant, of tokens per round where every round weighs the
                    same. Shapes are predicted from the acceptance by rank along the same texts, best-first trees by a
                    calibration learnt on other prompts. prediction_error_before has the vectors of another seed's
-                   texts, by which the shapes were chosen: what chance does to a text is in it too
+                   texts, by which the shapes were chosen: what chance does to a text is in it too. prediction_errors
+                   and _before have the worst sizes as well
+draft_step_ratio   by frontier: a draft step over reading the draft's weights from memory once (`loadtest.draft_step`)
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from draft_worker.sources import load_draft
 from draft_worker.worker import DraftWorker
 from loadtest import draft_step
 from loadtest.acceptance_bench import RANKS, Bench, Outcome
-from loadtest.acceptance_report import Row, interval, plot, prediction_error, table, tokens_per_round
+from loadtest.acceptance_report import Row, interval, plot, prediction_errors, table, tokens_per_round
 from loadtest.acceptance_target import LazyTarget
 from loadtest.draft_step import CPU
 from loadtest.prompts import load_prompts
@@ -201,9 +203,12 @@ def main() -> None:
     )
     timed = draft_step.measure({arguments.bits: model}, (1, 2, 4, 8, 16), STEP_TURNS)
     step_ratio = timed.ratios(arguments.bits)
-    figures = {"tokens_per_round": tokens_per_round(rows), "draft_step_ratio": step_ratio}
-    errors = {f"prediction_error{which}": prediction_error(rows, f"predicted{which}") for which in ("", "_before")}
-    print(json.dumps({**settings, **figures, **errors, "rows": rows}))
+    figures: dict[str, object] = {"tokens_per_round": tokens_per_round(rows), "draft_step_ratio": step_ratio}
+    for which in ("", "_before"):
+        errors = prediction_errors(rows, f"predicted{which}")
+        figures[f"prediction_error{which}"] = {name: error["mean"] for name, error in errors.items()}
+        figures[f"prediction_errors{which}"] = errors
+    print(json.dumps({**settings, **figures, "rows": rows}))
 
 
 def _arguments() -> argparse.Namespace:

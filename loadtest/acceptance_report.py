@@ -19,13 +19,23 @@ def interval(values: Sequence[float], seed: int) -> float:
     return float(high - low) / 2
 
 
-def prediction_error(rows: Sequence[Row], which: str) -> dict[str, float]:
-    """Mean of |predicted / measured - 1| by contestant, over sizes of 8 nodes and more."""
-    errors: dict[str, list[float]] = {}
+def prediction_errors(rows: Sequence[Row], which: str) -> dict[str, dict[str, float]]:
+    """|predicted / measured - 1| by contestant, over sizes of 8 nodes and more: their mean and the worst of them.
+
+    `beyond_interval` is the share of sizes where the miss is more than half the width of the measured one's interval.
+    """
+    misses: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row[which] is not None and row["nodes"] >= 8:
-            errors.setdefault(row["contestant"], []).append(abs(row[which] / row["of_all_rounds"] - 1))
-    return {name: round(float(np.mean(values)), 4) for name, values in errors.items()}
+            half_width = row["interval"] / row["tokens_per_round"]
+            misses.setdefault(row["contestant"], []).append((abs(row[which] / row["of_all_rounds"] - 1), half_width))
+    figures = {}
+    for name, of_sizes in misses.items():
+        errors, half_widths = np.array(of_sizes).T
+        beyond = (errors > half_widths).mean()
+        each = {"mean": errors.mean(), "worst": errors.max(), "beyond_interval": beyond}
+        figures[name] = {kind: round(float(value), 4) for kind, value in each.items()}
+    return figures
 
 
 def table(rows: Sequence[Row], temperature: float, nodes: Sequence[int]) -> str:
