@@ -15,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, MixtralConfig
 
 from bough.errors import CheckpointError
-from bough.model.architecture import build_empty
+from bough.model.architecture import build_empty, cut_layers
 from bough.model.checkpoint import INDEX_NAME, Checkpoint, resolve
 from bough.model.hub import fetch
 from bough.model.loading import build_skeleton
@@ -77,6 +77,35 @@ def test_a_configuration_that_does_not_fit(copy: Path, change: dict[str, object]
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
         build_skeleton(Checkpoint.open(copy), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (AutoConfig.for_model("llama", num_hidden_layers=4), {}),
+        (
+            AutoConfig.for_model("smollm3", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]),
+            {"no_rope_layers": [0, 0]},
+        ),
+        (
+            AutoConfig.for_model("qwen2_moe", num_hidden_layers=4, mlp_only_layers=[1]),
+            {"mlp_only_layers": [0], "decoder_sparse_step": 1},
+        ),
+        (
+            AutoConfig.for_model("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[1]),
+            {"mlp_only_layers": [0], "decoder_sparse_step": 1},
+        ),
+        (
+            AutoConfig.for_model("deepseek_v3", num_hidden_layers=4, first_k_dense_replace=3),
+            {"first_k_dense_replace": 1},
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_what_a_configuration_says_of_layers_goes_with_them(config: Any, wanted: dict[str, object]) -> None:
+    cut_layers(config, (1, 3))
+    assert config.num_hidden_layers == 2
+    assert {name: getattr(config, name) for name in wanted} == wanted
 
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 50}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, save_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bough.cli import argument_parser
 from bough.commands.distill import settings_from
@@ -19,7 +20,7 @@ from bough.demonstration import EMBEDDED_DRAFT
 from bough.distill import train
 from bough.distill.adapter import MANIFEST_NAME, WEIGHTS_NAME, Adapter
 from bough.distill.loss import top_loss
-from bough.distill.rows import Rows
+from bough.distill.rows import Placed, Rows
 from bough.distill.run import make_adapter
 from bough.distill.teacher import Network, Template
 from bough.distill.text import Script, Writer
@@ -257,6 +258,40 @@ def test_the_draft_that_is_shipped_is_one_for_the_demonstration_model(smollm: Pa
     draft = load_draft(Checkpoint.open(smollm), (), "bfloat16", CPU, adapter)
     right = np.concatenate([hits(draft, one) for one in answers])
     assert right[:, 0].mean() > 0.5
+
+
+SIZES = {"vocab_size": 262, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "message"),
+    [
+        ("mixtral", {"num_local_experts": 2}, "has experts; only dense models"),
+        ("gemma2", {"head_dim": 16}, "sinks or capped scores"),
+        ("gpt_oss", {"head_dim": 16, "num_local_experts": 2}, "sinks or capped scores"),
+    ],
+)
+def test_what_cannot_be_distilled_is_refused_by_reason(
+    model_type: str, more: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(model_type, **SIZES, num_attention_heads=4, num_key_value_heads=2, **more)
+    folder = save_model(tmp_path / "target", config)
+    with pytest.raises(ConfigError, match=f"TARGET: .*{message}"):
+        distilled(folder, tmp_path / "out", "--drop-layers", "1")
+    assert not (tmp_path / "out-text").exists()
+
+
+@pytest.mark.parametrize(("model_type", "more"), [("cohere", {}), ("granite", {"logits_scaling": 2.0}), ("olmo2", {})])
+def test_the_heads_product_is_the_logits_where_these_are_scaled(
+    model_type: str, more: dict[str, object], tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(model_type, **SIZES, num_attention_heads=4, num_key_value_heads=2, **more)
+    folder, tokens = save_model(tmp_path / "target", config), list(range(20, 60))
+    network = Network(Checkpoint.open(folder), (), "float32", CPU)
+    mask = torch.ones(1, 1, len(tokens), len(tokens)).tril().bool()
+    placed = Placed(torch.tensor([tokens]), torch.arange(len(tokens))[None], mask)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens])).logits
+    torch.testing.assert_close(network.head(network.hidden(placed)), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_text_of_another_kind_is_not_gone_on_with(tiny: Path, made: Path, tmp_path: Path) -> None:

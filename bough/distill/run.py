@@ -89,7 +89,6 @@ def _require_layers(config: DistillConfig, num_layers: int) -> None:
 def _teach(config: DistillConfig, target: Target) -> Lessons:
     """Everything for which the whole target is needed; its memory is free again afterwards."""
     teacher = Network(target.checkpoint, (), config.dtype, target.device)
-    teacher.require_plain_head()
     folder = Path(config.data or f"{config.out}-text")
     settings = TextSettings(
         target.fingerprint, config.seed, config.text_rows, config.row_tokens, config.row_tokens // 2

@@ -16,6 +16,8 @@ from bough.model.loading import DTYPES, Skeleton, bind_all, build_skeleton
 from bough.tokenizer import Tokenizer
 
 MARKS = ("bough", "tree")  # two user messages: what their conversations share is the template's
+NUM_SCALED = 8  # tokens, of which one may be padding, that a scale of logits is found with
+ROUNDING = 0.02  # of logits in bfloat16, and of their scale
 
 
 class Template(NamedTuple):
@@ -65,6 +67,8 @@ class Network:
         self.skeleton: Skeleton = skeleton
         self.device = device
         self.head = skeleton.model.get_output_embeddings()
+        self._scale = 1.0
+        self._scale = self._logit_scale()
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -73,7 +77,7 @@ class Network:
         return layers
 
     def hidden(self, placed: Placed, store: Store | None = None) -> torch.Tensor:
-        """(num_rows, num_places, hidden_size): what the output head is given."""
+        """(num_rows, num_places, hidden_size): of it the output head makes logits, also where these are scaled."""
         hidden: torch.Tensor = self.skeleton.model.get_decoder()(
             input_ids=placed.tokens,
             position_ids=placed.positions,
@@ -81,23 +85,22 @@ class Network:
             use_cache=False,
             store=store,
         ).last_hidden_state
-        return hidden
+        return hidden if self._scale == 1.0 else self._scale * hidden
 
     @torch.inference_mode()
-    def require_plain_head(self) -> None:
-        """Makes sure that logits are the output head's product and nothing else.
-
-        Raises:
-            ConfigError: the architecture scales or caps them.
-        """
-        tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
-        placed = Placed(
-            tokens, torch.arange(2, device=self.device)[None], torch.ones(1, 1, 2, 2, device=self.device).tril().bool()
-        )
+    def _logit_scale(self) -> float:
+        """What the output head's product is multiplied by."""
+        tokens = torch.arange(NUM_SCALED, device=self.device)[None]
+        mask = torch.ones(1, 1, NUM_SCALED, NUM_SCALED, device=self.device).tril().bool()
+        placed = Placed(tokens, tokens, mask)
         logits = self.skeleton.model(
             input_ids=tokens, position_ids=placed.positions, attention_mask=placed.mask, use_cache=False
-        ).logits
-        if not torch.allclose(self.head(self.hidden(placed)).float(), logits.float(), rtol=1e-2, atol=1e-2):
+        ).logits.float()
+        product = self.head(self.hidden(placed)).float()
+        scale = float((logits * product).sum() / product.square().sum())
+        if (scale * product - logits).norm() > ROUNDING * logits.norm():
             raise ConfigError(
-                f"TARGET: {self.skeleton.describe()} does more to its logits than can be distilled so far"
+                f"TARGET: {self.skeleton.describe()} does more to its logits than scale them, which cannot be "
+                "distilled so far"
             )
+        return 1.0 if abs(scale - 1.0) < ROUNDING else scale

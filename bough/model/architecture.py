@@ -13,6 +13,7 @@ from bough.errors import CheckpointError
 from bough.model import attention
 
 ATTENTIONS = {"full_attention", "sliding_attention"}  # of layers whose kinds a configuration tells
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in configurations
 BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length the longest position decides for all
 
 
@@ -80,8 +81,16 @@ def cut_layers(config: PretrainedConfig, kept: tuple[int, ...]) -> None:
         raise CheckpointError(
             f"layers: {wrong or kept} to keep of a model that has 0 to {config.num_hidden_layers - 1}"
         )
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[index] for index in kept]
+    for name in PER_LAYER:
+        if of_layers := getattr(config, name, None):
+            setattr(config, name, [of_layers[index] for index in kept])
+    if hasattr(config, "decoder_sparse_step"):
+        dense, step = set(config.mlp_only_layers or ()), config.decoder_sparse_step
+        is_dense = [index in dense or (index + 1) % step > 0 for index in kept]
+        config.mlp_only_layers = [place for place, without_experts in enumerate(is_dense) if without_experts]
+        config.decoder_sparse_step = 1
+    if getattr(config, "first_k_dense_replace", None):
+        config.first_k_dense_replace = sum(index < config.first_k_dense_replace for index in kept)
     config.num_hidden_layers = len(kept)
 
 
