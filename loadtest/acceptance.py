@@ -68,7 +68,8 @@ class Contestant(NamedTuple):
         return TreePlan(self.growth(acceptance, nodes), self.scheme, self.guess)
 
 
-def _best_first(_: Acceptance, nodes: int) -> Growth:
+def grown_best_first(_: Acceptance, nodes: int) -> Growth:
+    """As wide as is worth it."""
     width = max(2, min(32, nodes // 8))
     return BestFirst(nodes, width, min(LEVELS - 1, nodes - 1))
 
@@ -86,9 +87,9 @@ def _chain(_: Acceptance, nodes: int) -> Growth:
 
 
 DRAWN = {  # above temperature 0
-    "bough: target, best-first, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _best_first),
+    "bough: target, best-first, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, grown_best_first),
     "target, optimal shape, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _shape),
-    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _best_first),
+    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
     "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
     "Sequoia: without replacement, optimal shape": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _shape),
     "SpecInfer: multi-round, k chains": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chains),
@@ -101,7 +102,7 @@ DRAWN_CROSSED = {  # the other growths of each scheme
     "multi-round, one chain": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chain),
 }
 GREEDY = {  # at temperature 0, where all schemes agree
-    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _best_first),
+    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
     "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
     "greedy k chains": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chains),
 }

@@ -73,7 +73,7 @@ class Bench:
         for repeat in range(num_repeats):
             with self._streams(params, repeat) as streams:
                 while waiting := [index for index, stream in enumerate(streams) if stream.num_generated < self._length]:
-                    verdicts = self._round([streams[index] for index in waiting], plan)
+                    verdicts = self.round([streams[index] for index in waiting], plan)
                     for index, (tree, verdict) in zip(waiting, verdicts, strict=True):
                         streams[index].tokens += verdict.tokens_of(tree)
                         outcome.rounds[index].append((tree, verdict.accepted_nodes))
@@ -103,14 +103,14 @@ class Bench:
         rejected: NDArray[np.float64],
     ) -> None:
         """One token further, so that every position is counted once."""
-        for index, (stream, (tree, verdict)) in enumerate(zip(streams, self._round(streams, plan), strict=True)):
+        for index, (stream, (tree, verdict)) in enumerate(zip(streams, self.round(streams, plan), strict=True)):
             if verdict.accepted_nodes:
                 accepted[verdict.accepted_nodes[0] - 1] += 1
             else:
                 rejected[len(tree) - 2] += 1
             stream.tokens.append(texts[index][len(stream.tokens)] if texts else verdict.tokens_of(tree)[0])
 
-    def _round(self, streams: Sequence[Stream], plan: TreePlan) -> list[tuple[Tree, Verdict]]:
+    def round(self, streams: Sequence[Stream], plan: TreePlan) -> list[tuple[Tree, Verdict]]:
         """A tree for each stream, and the verdict on it."""
         growing = [self._draft.grow(_grow_call(stream, plan)) for stream in streams]
         trees = [grown.result().tree for grown in growing]
@@ -123,6 +123,11 @@ class Bench:
             stream.rounds += 1
         return [*zip(trees, self._target.verify(calls), strict=True)]
 
+    def release(self, streams: Sequence[Stream]) -> None:
+        """Ends them at the draft."""
+        for stream in streams:
+            self._draft.release(stream.name).result()
+
     @contextmanager
     def _streams(self, params: SamplingParams, repeat: int) -> Iterator[list[Stream]]:
         streams = []
@@ -130,8 +135,7 @@ class Bench:
             seed = params.seed * MAX_STREAMS + repeat * len(self._prompts) + index
             streams.append(Stream(f"prompt-{index}", [*prompt], len(prompt), replace(params, seed=seed)))
         yield streams
-        for stream in streams:
-            self._draft.release(stream.name).result()
+        self.release(streams)
 
 
 def _context(stream: Stream, held: int) -> Context:

@@ -5,9 +5,10 @@
 Traversal verification (arXiv 2505.12398) judges a tree from its leaves to its root, by the probability of whole paths;
 of a chain it is block verification (arXiv 2403.10444), than which no exact rule accepts more there. Trees of
 Sequoia's kind are drawn by the demonstration pair's draft below places of texts that the target sampled, each in the
-best shape for the pair's acceptance by rank, and each is judged many times in both ways. Ends with one JSON line:
-tokens per round of both by temperature and nodes, and traversal's over Sequoia's with its 95 % half-width (bootstrap
-over prompts).
+best shape for the pair's acceptance by rank, and each is judged many times in both ways. Below the same places stand
+bough's own trees: best-first, of as many nodes, of what is likely under the noise that the target draws with, for
+several seeds. Ends with one JSON line: tokens per round by temperature and nodes, and traversal's and shared noise's
+over Sequoia's with their 95 % half-widths (bootstrap over prompts).
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.acceptance import FloatArray
 from bough.commands.up import ensure_demonstration
+from bough.config import DraftConfig, parse
 from bough.demonstration import demonstration_folder
 from bough.draft_probs import normalised
-from bough.growth import StaticShape
+from bough.growth import Guess, Scheme, StaticShape, TreePlan
 from bough.model.batch import Batch, Segment
 from bough.model.draw import Row, probabilities
 from bough.model.kv import KVSlot
@@ -35,12 +36,19 @@ from bough.model.sample import draft_weights, without_replacement
 from bough.sampling import SamplingParams
 from bough.shapes import best_shape
 from bough.tree import Tree
+from bough.values import parse_layers
+from draft_worker.worker import DraftWorker
+from loadtest.acceptance import grown_best_first
+from loadtest.acceptance_bench import Bench, Stream
 from loadtest.acceptance_report import interval
+from loadtest.acceptance_target import LazyTarget
 from loadtest.chains import LEVELS, RANKS, gains_of
 from loadtest.scheme_pairs import CPU, MAX_TOKENS, Models, from_models, pair_of, read_on
 from loadtest.scheme_rates import Pair, one_after_another
 
+RULES = ("token by token", "traversal", "shared noise")
 JUDGEMENTS = 40  # of each tree, in each way
+SEEDS = 4  # of shared noise, at each place
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,38 +168,77 @@ def places(models: Models, text: list[int], prompt_length: int, num: int) -> Ite
         yield Place(text, length, *slots)
 
 
+class Tally:
+    """Tokens a round of one kind of trees, prompt by prompt."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[float]] = {rule: [] for rule in RULES}
+
+    def add(self, of_prompt: tuple[float, ...]) -> None:
+        """Means over a prompt's places, by rule."""
+        for rule, tokens in zip(RULES, of_prompt, strict=True):
+            self.tokens[rule].append(tokens)
+
+    def row(self, tree: str, seed: int) -> dict[str, object]:
+        """Means over prompts, and ratios to the first rule."""
+        row: dict[str, object] = {"tree": tree}
+        for rule, tokens in self.tokens.items():
+            ratios = (np.array(tokens) / np.array(self.tokens[RULES[0]])).tolist()
+            of_rule = {"tokens": np.mean(tokens), "ratio": np.mean(ratios), "half_width": interval(ratios, seed)}
+            row[rule] = {name: round(float(figure), 4) for name, figure in of_rule.items()}
+        return row
+
+
 def compared(
-    models: Models, texts: list[list[int]], shapes: dict[str, StaticShape], params: SamplingParams, num_places: int
+    models: Models,
+    bench: Bench,
+    texts: list[list[int]],
+    shapes: dict[str, StaticShape],
+    params: SamplingParams,
+    num_places: int,
 ) -> list[dict[str, object]]:
     """A row for each shape."""
-    tokens: dict[str, list[FloatArray]] = {name: [] for name in shapes}  # (2,) of each prompt
-    rng = np.random.default_rng(params.seed)
+    tallies, rng = {name: Tally() for name in shapes}, np.random.default_rng(params.seed)
     for index, (text, prompt) in enumerate(zip(texts, models.prompts, strict=True)):
-        sums = {name: np.zeros(2) for name in shapes}
+        judged = {name: np.zeros(2) for name in shapes}
+        lengths = []
         for number, place in enumerate(places(models, text, len(prompt), num_places)):
+            lengths.append(place.length)
             for name, shape in shapes.items():
                 tree = drafted(models, place, shape, params, params.seed * 1_000_000 + index * num_places + number)
                 for _ in range(JUDGEMENTS):
-                    sums[name] += len(token_by_token(tree, rng)), len(traversal(tree, rng))
-        for name, total in sums.items():
-            tokens[name].append(total / num_places / JUDGEMENTS)
-    rows = []
-    for name, each in tokens.items():
-        both = np.array(each)
-        ratios = (both[:, 1] / both[:, 0]).tolist()
-        row = {"token by token": round(float(both[:, 0].mean()), 3), "traversal": round(float(both[:, 1].mean()), 3)}
-        row |= {"ratio": round(float(np.mean(ratios)), 4), "half_width": round(interval(ratios, params.seed), 4)}
-        rows.append({"tree": name, **row})
-        print(params.temperature, rows[-1], flush=True)
+                    judged[name] += len(token_by_token(tree, rng)), len(traversal(tree, rng))
+        seeds = replace(params, seed=params.seed * 1_000_000 + index * num_places * SEEDS)
+        streams = streams_at(text, len(prompt), lengths, seeds)
+        for name, shape in shapes.items():
+            by_rule = judged[name] / num_places / JUDGEMENTS
+            tallies[name].add((*by_rule, under_shared_noise(bench, streams, shape.budget)))
+        bench.release(streams)
+    rows = [tally.row(name, params.seed) for name, tally in tallies.items()]
+    for row in rows:
+        print(params.temperature, row, flush=True)
     return rows
+
+
+def streams_at(text: list[int], prompt_length: int, lengths: Sequence[int], params: SamplingParams) -> list[Stream]:
+    """SEEDS of each place, which is the last token of their text; no two have a seed in common."""
+    return [
+        Stream(f"place-{number}", text[: length + 1], prompt_length, replace(params, seed=params.seed + number))
+        for number, length in enumerate(np.repeat(lengths, SEEDS).tolist())
+    ]
+
+
+def under_shared_noise(bench: Bench, streams: Sequence[Stream], nodes: int) -> float:
+    """Tokens of a round of the default scheme, mean over streams."""
+    plan = TreePlan(grown_best_first(np.zeros((1, 1)), nodes), Scheme.TARGET, Guess.SAMPLE)
+    return float(np.mean([len(verdict.accepted_nodes) + 1 for _, verdict in bench.round(streams, plan)]))
 
 
 def main() -> None:
     """Prints a line for each temperature and shape, and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.6, 1.0])
-    parser.add_argument("--nodes", nargs="+", type=int, default=[8, 64])
-    parser.add_argument("--chain", type=int, default=8, help="nodes of the chain, the root included")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[8, 16, 64])
     parser.add_argument("--drop-layers", default="3,14", help="of the substitute")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--places", type=int, default=8, help="of each prompt's answer")
@@ -199,8 +246,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     ensure_demonstration(0)
-    drops = tuple(int(layer) for layer in arguments.drop_layers.split(","))
-    models = Models.load(demonstration_folder(0), drops, arguments.prompts)
+    folder = demonstration_folder(0)
+    models = Models.load(folder, parse_layers(arguments.drop_layers), arguments.prompts)
+    flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--bits", "16", "--max-context", "1024"]
+    worker = DraftWorker(parse(DraftConfig, "bench", flags, {}), "bench")
+    bench = Bench(worker, LazyTarget(folder, 1024), models.prompts, arguments.length)
     results: dict[str, object] = {}
     for temperature in arguments.temperatures:
         params = SamplingParams(temperature=temperature, seed=arguments.seed)
@@ -208,9 +258,10 @@ def main() -> None:
         pairs = [pair_of(both, params) for both in from_models(models, texts)]
         rng = np.random.default_rng(arguments.seed)
         acceptance = gains_of([one_after_another(pair, RANKS, rng, num=20) for pair in pairs]).mean(0, keepdims=True)
-        shapes = {f"chain of {arguments.chain}": StaticShape(tuple(range(arguments.chain - 1)))}
+        shapes = {"chain of 8": StaticShape(tuple(range(7)))}
         shapes |= {f"{nodes} nodes": best_shape(acceptance, nodes, LEVELS) for nodes in arguments.nodes}
-        results[str(temperature)] = compared(models, texts, shapes, params, arguments.places)
+        results[str(temperature)] = compared(models, bench, texts, shapes, params, arguments.places)
+    worker.close()
     print(json.dumps(results | {"seed": arguments.seed, "prompts": arguments.prompts, "places": arguments.places}))
 
 
