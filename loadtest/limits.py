@@ -1,6 +1,7 @@
 """Runs a command with a limit on its memory, page cache included, and on how fast it may read: control groups, as root.
 
-So that a machine whose memory holds the whole model can stand for one whose memory does not.
+So that a machine whose memory holds the whole model can stand for one whose memory does not. Control groups may be of
+version 1 or 2.
 """
 
 from __future__ import annotations
@@ -21,16 +22,25 @@ def limited(memory_bytes: int = 0, read_bytes_per_second: int = 0, disk_of: Path
     """Words to put before a command; 0 is no limit, `disk_of` any path on the disk that is slowed down.
 
     Raises:
-        OSError: control groups of version 1 are not to be had, or not by this user.
+        OSError: control groups are not to be had, or not by this user.
     """
     groups: list[Path] = []
+    device = os.stat(disk_of).st_dev
+    disk = f"{os.major(device)}:{os.minor(device)}"
     try:
-        if memory_bytes:
-            _write(_new(groups, "memory") / "memory.limit_in_bytes", memory_bytes)
-        if read_bytes_per_second:
-            device = os.stat(disk_of).st_dev
-            limit = f"{os.major(device)}:{os.minor(device)} {read_bytes_per_second}"
-            _write(_new(groups, "blkio") / "blkio.throttle.read_bps_device", limit)
+        if (CGROUPS / "cgroup.controllers").is_file():
+            group = _new(groups, "")
+            _write(CGROUPS / "cgroup.subtree_control", "+memory +io")
+            if memory_bytes:
+                _write(group / "memory.max", memory_bytes)
+            if read_bytes_per_second:
+                _write(group / "io.max", f"{disk} rbps={read_bytes_per_second}")
+        else:
+            if memory_bytes:
+                _write(_new(groups, "memory") / "memory.limit_in_bytes", memory_bytes)
+            if read_bytes_per_second:
+                limit = f"{disk} {read_bytes_per_second}"
+                _write(_new(groups, "blkio") / "blkio.throttle.read_bps_device", limit)
         yield _entering(groups)
     finally:
         for group in groups:
