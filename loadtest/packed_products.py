@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -52,13 +53,34 @@ class OneRoom:
         how()
 
 
-def products(weight: torch.Tensor, bits: int, room: OneRoom) -> dict[str, Product]:
+class Quantized(NamedTuple):
+    """A matrix in few bits: with the scales that a pack has, and in 8 bits with one for each output."""
+
+    shape: tuple[int, int]
+    bits: int
+    integers: torch.Tensor
+    scales: torch.Tensor
+    by_output: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def random(cls, shape: tuple[int, int], bits: int) -> Quantized:
+        """Of normal weights."""
+        weight = torch.randn(shape)
+        return cls(shape, bits, *quantize(weight, bits), quantize(weight, 8, shape[1]) if bits == 8 else None)
+
+    def copy(self) -> Quantized:
+        """In memory of its own."""
+        by_output = (self.by_output[0].clone(), self.by_output[1].clone()) if self.by_output else None
+        return self._replace(integers=self.integers.clone(), scales=self.scales.clone(), by_output=by_output)
+
+
+def products(matrix: Quantized, room: OneRoom) -> dict[str, Product]:
     """Of rows with one matrix, by contestant."""
-    integers, scales = quantize(weight, bits)
+    shape, bits, integers, scales, by_output = matrix
     packed = Packed(_place(integers, "U8" if bits == 4 else "I8"), _place(scales, "F16"), bits)
     raw = [tensor.view(torch.uint8).flatten() for tensor in (integers, scales)]
-    written = packed.value(raw, torch.bfloat16, OneRoom((weight.shape[0], weight.shape[1]))).clone()
-    group = weight.shape[1] // scales.shape[2]
+    written = packed.value(raw, torch.bfloat16, OneRoom(shape))
+    group = shape[1] // scales.shape[2]
 
     def own(rows: torch.Tensor) -> torch.Tensor:
         return multiply(rows, packed.value(raw, torch.bfloat16, room), None)
@@ -67,19 +89,18 @@ def products(weight: torch.Tensor, bits: int, room: OneRoom) -> dict[str, Produc
         values = _apart(integers, bits, group) * scales[0, :, :, None].bfloat16()
         if bits == 4:
             values += scales[1, :, :, None].bfloat16()
-        return linear(rows, values.view(weight.shape))
+        return linear(rows, values.view(shape))
 
     return {
         "16 bits": partial(multiply, matrix=written, bias=None),
         "own": own,
         "torch, written out": by_torch,
-        **(_fused8(weight) if bits == 8 else _fused4(integers, scales, group)),
+        **(_fused8(*by_output) if by_output else _fused4(integers, scales, group)),
     }
 
 
-def _fused8(weight: torch.Tensor) -> dict[str, Product]:
+def _fused8(integers: torch.Tensor, scales: torch.Tensor) -> dict[str, Product]:
     """With one scale for each output, which is all that it knows."""
-    integers, scales = quantize(weight, 8, group_size=weight.shape[1])
     scale = scales[0, :, 0].bfloat16().contiguous()
     return {"torch, fused": lambda rows: torch.ops.aten._weight_int8pack_mm(rows, integers, scale)}
 
@@ -129,7 +150,8 @@ def best_milliseconds(
     """A line for each number of rows."""
     outputs, inputs = shape
     count, room = max(2, COLD_BYTES * 8 // (outputs * inputs * bits)), OneRoom(shape)
-    matrices = [products(torch.randn(outputs, inputs), bits, room) for _ in range(count)]
+    quantized = Quantized.random(shape, bits)
+    matrices = [products(quantized.copy(), room) for _ in range(count)]
     require_alike(matrices[0], inputs)
     results: list[dict[str, object]] = []
     for num_rows in row_counts:
@@ -151,6 +173,7 @@ def best_milliseconds(
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bits", type=int, nargs="+", choices=[4, 8], default=[4, 8])
     parser.add_argument("--shapes", default=SHAPES, help="outputs x inputs, several by commas")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -158,7 +181,7 @@ def main() -> None:
     arguments = parser.parse_args()
     compute_with(arguments.threads)
     results = []
-    for bits in (4, 8):
+    for bits in arguments.bits:
         for shape in arguments.shapes.split(","):
             outputs, inputs = map(int, shape.split("x"))
             results += best_milliseconds(bits, (outputs, inputs), arguments.rows, arguments.turns)
