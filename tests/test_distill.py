@@ -234,8 +234,12 @@ def test_bad_settings_are_refused_by_name(tiny: Path, tmp_path: Path, flags: Seq
 
 def test_where_nothing_can_be_written(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=f"--data: {tmp_path}/file/out-text cannot be made: .*; another folder"):
-        distilled(tiny, tmp_path / "file" / "out", "--drop-layers", "2")
+    for out, more in ((tmp_path / "file", ()), (tmp_path / "file" / "out", ("--data", str(tmp_path / "text")))):
+        with pytest.raises(ConfigError, match=f"--out: {out} cannot be made: .*; another folder"):
+            distilled(tiny, out, "--drop-layers", "2", *more)
+    assert not (tmp_path / "text").exists(), "said before anything is written"
+    with pytest.raises(ConfigError, match=f"--data: {tmp_path}/file/text cannot be made: .*; another folder"):
+        distilled(tiny, tmp_path / "out", "--drop-layers", "2", "--data", str(tmp_path / "file" / "text"))
 
 
 def test_a_damaged_choice_of_layers(tiny: Path, made: Path, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def make_adapter(config: DistillConfig) -> Adapter:
     checkpoint = Checkpoint.open(config.target)
     num_layers = len(working_layers(checkpoint))
     _require_layers(config, num_layers)
+    make_folder("--out", Path(config.out))  # before the hour that the text takes
     tokenizer = Tokenizer(load_tokenizer_files(checkpoint.folder))
     fingerprint = base_fingerprint(checkpoint)
     device = choose_device(config.device)
@@ -112,7 +113,6 @@ def _train(config: DistillConfig, target: Target, lessons: Lessons) -> Adapter:
     )
     trainer = Trainer(student, target.opening, lessons.rows, recipe)
     out = Path(config.out)
-    make_folder("--out", out)
     result = trainer.run(lessons.held_out, config.check_steps, out, tqdm.write)
     manifest = Manifest(
         base=target.fingerprint,

@@ -56,5 +56,5 @@ def fetch(*models: str) -> None:
         except LocalEntryNotFoundError:
             cached(model)  # says what would do
         except (HfHubHTTPError, HFValidationError, OSError) as exc:
-            reason = str(exc).strip().splitlines()[0]
+            reason = (str(exc).strip() or repr(exc)).splitlines()[0]
             raise CheckpointError(f"model: {model} cannot be fetched: {reason}") from exc
