@@ -4,8 +4,8 @@
 
 Plans of the demonstration target, each made anew with speeds measured on the spot, take turns with sweeps of a worker
 with the same budget. A plan counts what crosses the link and the matrix products, nothing else, at speeds that it
-measures in passing. Ends with one JSON line: by budget and tokens the medians over turns of predicted and measured seconds and of
-their `ratio`, measured over predicted.
+measures in passing. Ends with one JSON line: by budget and tokens the medians over turns of predicted and measured
+seconds and of their `ratio`, measured over predicted.
 """
 
 from __future__ import annotations
