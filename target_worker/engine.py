@@ -20,6 +20,7 @@ from bough.errors import BoughError, StaleEpoch, Unavailable
 from bough.futures import Unanswered, settle
 from bough.messages import VerifyCall, VerifyResult
 from bough.model.batch import Batch
+from bough.model.kv import KVSlot
 from bough.model.memory import Limits
 from bough.row_counts import RowCounts
 from target_worker.batching import Part
@@ -46,6 +47,10 @@ class SweepModel(Protocol):
 
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
         """(num_logit_rows, vocab_size) logits, and where the time went."""
+        ...
+
+    def warm_up(self, slot: KVSlot) -> None:
+        """Makes what is made at the first use, with one row of a slot."""
         ...
 
 
@@ -82,6 +87,18 @@ class Engine:
         """Starts the thread; `prepare` is called on it before anything else."""
         self._inbox.put(prepare)
         self._thread.start()
+
+    def warm_up(self) -> Future[None]:
+        """Has the model compute once for nobody; the future raises what keeps it from that."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            with self.pool.scratch(1) as slot:
+                self._model.warm_up(slot)
+            settle(future, None)
+
+        self._post(future, run)
+        return future
 
     def stop(self) -> None:
         """Ends the thread after the sweep that is under way; calls that still wait, or come later, are Unavailable."""

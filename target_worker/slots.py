@@ -5,10 +5,12 @@ Owned by the sweep thread alone, but for `figures`, which any thread may ask for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from bough.errors import Exhausted, NotFound
+from bough.model.kv import KVSlot
 from bough.model.kv_arena import KVArena
 from bough.prefix import BLOCK_TOKENS, common_length
 from bough.prefix_index import PrefixIndex
@@ -49,6 +51,15 @@ class SlotPool:
     def __len__(self) -> int:
         """Sessions that have a slot."""
         return len(self._sessions)
+
+    @contextmanager
+    def scratch(self, num_rows: int) -> Iterator[KVSlot]:
+        """Rows that are no session's, while there are enough that nobody holds."""
+        slot = self._arena.take(num_rows)
+        try:
+            yield slot
+        finally:
+            self._arena.give_back(slot)
 
     def get(self, session_id: str) -> HeldSession | None:
         """The session if it has a slot."""

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bough.model.batch import Batch, Chunk
+from bough.model.batch import Batch, Chunk, Segment
 from bough.model.device import working_on
 from bough.model.experts import with_rows
+from bough.model.kv import KVSlot
 from bough.model.lean_parts import is_lean
 from bough.model.loading import Skeleton, bind_resident, move_buffers
 from bough.model.reproducible import describe, make_reproducible
 from bough.model.source import ReusedMemory
+from bough.tree import Tree
 from target_worker.compiled import CompiledLayers, LayerAt
 from target_worker.kv_stage import KVHome, KVInPlace
 from target_worker.stream import BestSpeed
@@ -22,6 +24,7 @@ from target_worker.tiers import Tiers
 from target_worker.weights import MadeLayer
 
 SPEED_BYTES = 1000**3  # over which the link's speed is taken
+WARM_LAYERS = 2  # of any kind: all call the same kernels
 MOST_MADE = 2048  # layers in slabs of which that is kept: up to 20 KB each, beside the memory that is budgeted
 
 
@@ -60,6 +63,7 @@ class StreamedModel:
         scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
         self._made: dict[LayerAt, MadeLayer] = {}
+        self._num_computed = len(tiers.layers)  # layers of a sweep, from the first on; rows pass by the others
         bind_resident(skeleton, skeleton.resident_slots, device)
         move_buffers(skeleton.model, device)
         if tiers.experts is not None:
@@ -76,20 +80,42 @@ class StreamedModel:
         """
         began, kv_bytes = time.perf_counter_ns(), self._kv.num_bytes
         try:
-            with working_on(self.device), self._kv.sweep(batch) as batch:
-                batch.send()
-                output = self.skeleton.model(
-                    input_ids=batch.input_ids,
-                    position_ids=batch.position_ids,
-                    use_cache=False,
-                    logits_to_keep=batch.logit_rows,
-                    batch=batch,
-                )
-                logits = output.logits[0].cpu()  # of a GPU's sweep, the one place that waits for it
+            logits = self._logits(batch)
         except BaseException:
             self.tiers.restart()
             raise
         return logits, self._account(time.perf_counter_ns() - began, kv_bytes)
+
+    @torch.inference_mode()
+    def warm_up(self, slot: KVSlot) -> None:
+        """Passes a token through the first layers and the head, so that what is made at the first use is there.
+
+        The link begins again with layer 0. A row of the slot is written, and not committed.
+
+        Raises:
+            StreamError: one of these layers could not be read.
+        """
+        batch = Batch([Segment.tree(slot, 0, Tree.root(0))], self.rows, self.device)
+        num_layers, self._num_computed = self._num_computed, WARM_LAYERS
+        try:
+            self._logits(batch)
+        finally:
+            self._num_computed = num_layers
+            self.tiers.restart()
+            self._figures = self.tiers.figures()
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        with working_on(self.device), self._kv.sweep(batch) as batch:
+            batch.send()
+            output = self.skeleton.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                batch=batch,
+            )
+            logits: torch.Tensor = output.logits[0].cpu()  # of a GPU's sweep, the one place that waits for it
+            return logits
 
     def _account(self, total_ns: int, kv_bytes: int) -> SweepFigures:
         """What the link has done since the last sweep; `kv_bytes` were copied before this one."""
@@ -102,6 +128,8 @@ class StreamedModel:
 
     def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
+            if index >= self._num_computed:
+                return hidden_states
             with self.tiers.layer(index) as slab, self._kv.layer(index):
                 place = self._bind(index, slab)
                 if self._compiled is not None:

@@ -12,7 +12,7 @@ import torch
 from bough import __version__
 from bough.config import TargetConfig
 from bough.errors import Unavailable
-from bough.messages import Context, VerifyCall, VerifyResult, WorkerInfo
+from bough.messages import VerifyCall, VerifyResult, WorkerInfo
 from bough.model import files_hash
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, device_name
@@ -23,10 +23,9 @@ from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Placement, Tier, gigabytes
 from bough.records import WorkerLoad
-from bough.sampling import SamplingParams
-from bough.tree import Tree
 from target_worker.budgets import choose_places
 from target_worker.engine import Engine
+from target_worker.kernels import compile_apart
 from target_worker.kv_stage import KVHome, KVInPlace, KVStage
 from target_worker.metrics import Load, Metrics
 from target_worker.slots import SlotPool
@@ -57,6 +56,8 @@ class TargetWorker:
         self._limits = Limits.of(config, self._skeleton.config)
         self._num_rows = num_kv_rows(self._skeleton.kv_shape(), self._limits, config.kv_memory)
         self._placement = self._place()
+        if self._device.type == "cpu":
+            compile_apart(config.dtype)
         self._metrics = Metrics(self._name)
         self._resources = ExitStack()
         try:
@@ -79,7 +80,7 @@ class TargetWorker:
         self._resources.callback(self._engine.stop)
         self._resources.callback(self._metrics.close)
         self._metrics.serve(config.host, config.metrics_port)
-        self._warm_up()
+        self._engine.warm_up().result()
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queues a call for the next sweep that has room.
@@ -186,12 +187,3 @@ class TargetWorker:
         if placement.expert_bytes:
             self.layers, self._experts = apart, experts
         return placement
-
-    def _warm_up(self) -> None:
-        """One sweep before anyone waits for one: layers are read once, and the kernels are compiled."""
-        context = Context.of("warm-up", [0], held=0, prompt_length=1)
-        greedy = SamplingParams(temperature=0.0)
-        call = VerifyCall(context, epoch=0, round=0, tree=Tree.root(0), sampling=greedy, max_length=1)
-        result = self._engine.verify(call).result()
-        self._engine.release("warm-up").result()
-        logger.info("first sweep took %.2f s", result.timings.total_ns / 1e9)

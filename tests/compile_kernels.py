@@ -7,24 +7,23 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-from models import CPU, plain_logits, streamed
+from models import CPU
 from transformers import LlamaConfig
 
 from bough.model.checkpoint import Checkpoint
-from bough.model.loading import build_skeleton
+from bough.model.loading import DTYPES, build_skeleton
 from bough.model.runner import ResidentModel
 from draft_worker.sources import load_draft
 from loadtest.tiny_model import TINY, save_model
+from target_worker.kernels import compile_apart
 
 
-def compile_for(dtype: torch.dtype) -> None:
+def compile_for(dtype: str) -> None:
     """All that a target in numbers of a type calls, and a draft."""
+    compile_apart(dtype)
     with TemporaryDirectory() as folder:
         tiny = save_model(Path(folder) / "tiny", TINY)
-        with streamed(tiny, dtype) as model:
-            plain_logits(model, [1, 2])
-        warm_up(ResidentModel(build_skeleton(Checkpoint.open(tiny), dtype), CPU))
+        warm_up(ResidentModel(build_skeleton(Checkpoint.open(tiny), DTYPES[dtype]), CPU))
 
 
 def warm_up(draft: ResidentModel) -> None:
@@ -41,7 +40,7 @@ def compile_in_8_bits() -> None:
 def main() -> None:
     """Takes a minute or two where nothing is in the cache, and seconds where all is."""
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
-        works = [processes.submit(compile_for, dtype) for dtype in (torch.bfloat16, torch.float32)]
+        works = [processes.submit(compile_for, dtype) for dtype in ("bfloat16", "float32")]
         for work in [*works, processes.submit(compile_in_8_bits)]:
             work.result()
 

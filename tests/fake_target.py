@@ -10,7 +10,7 @@ import torch
 
 from bough.messages import Context, VerifyCall
 from bough.model.batch import Batch
-from bough.model.kv import KVShape
+from bough.model.kv import KVShape, KVSlot
 from bough.model.kv_arena import KVArena
 from bough.model.memory import Limits
 from bough.row_counts import RowCounts
@@ -65,6 +65,10 @@ class FakeModel:
                 keys[0, torch.from_numpy(segment.rows), 0, 0] = torch.from_numpy(segment.tokens).float()
         tokens = batch.input_ids[0, batch.logit_rows]
         return torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float(), self.figures
+
+    def warm_up(self, slot: KVSlot) -> None:
+        if self.error is not None:
+            raise self.error
 
     def wait_for_sweep(self, number: int = 1) -> None:
         """Until so many sweeps have begun."""

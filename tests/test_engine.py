@@ -49,6 +49,17 @@ def test_the_walk_takes_the_targets_tokens_and_no_others() -> None:
     assert walk(tree, lambda _: 40).accepted_nodes == ()
 
 
+def test_a_warm_up_leaves_nothing_and_tells_what_keeps_it(engine: Engine, model: FakeModel) -> None:
+    before = engine.pool.figures()
+    engine.warm_up().result(5)
+    model.error = StreamError("layer 1 is broken")
+    with pytest.raises(StreamError, match="layer 1 is broken"):
+        engine.warm_up().result(5)
+    model.error = None
+    assert (engine.pool.figures(), model.batches) == (before, [])
+    assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
+
+
 def test_rounds_follow_one_another(engine: Engine) -> None:
     first = engine.verify(verify_call("a", [5, 6, 7])).result(5)
     assert (first.verdict.bonus_token, first.held_length) == (8, 3)

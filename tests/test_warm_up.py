@@ -1,0 +1,115 @@
+"""A start reads a few layers, compiles where the compiler's memory is given back, and leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import new_slot, plain_logits, streamed
+from test_packed import flip
+from test_reproducible import FAMILIES
+from transformers import LlamaConfig
+
+import bough.model
+from bough.errors import StreamError
+from bough.model.checkpoint import Checkpoint
+from bough.model.pack import pack
+from loadtest.tiny_model import TINY, save_model
+from target_worker import kernels
+from target_worker.lanes import InlineLanes
+
+TOKENS = [5, 6, 7, 8]
+WAYS: dict[str, dict[str, Any]] = {
+    "from disk": {},
+    "resident": {"max_resident": 12},
+    "copied to a device": {"lanes": InlineLanes(), "host_layers": 3},
+    "with keys and values": {"lanes": InlineLanes(), "host_layers": 12, "staged_rows": 400},
+}
+
+
+@pytest.fixture(scope="module")
+def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(**{**TINY.to_dict(), "num_hidden_layers": 12})
+    return save_model(tmp_path_factory.mktemp("models") / "twelve", config)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_said_afterwards_is_the_same(twelve_layers: Path, way: str) -> None:
+    with streamed(twelve_layers, torch.bfloat16, **WAYS[way]) as model:
+        wanted = plain_logits(model, TOKENS)
+    with streamed(twelve_layers, torch.bfloat16, **WAYS[way]) as model:
+        for _ in range(2):
+            model.warm_up(new_slot(model))
+            assert all(torch.equal(*pair) for pair in zip(plain_logits(model, TOKENS), wanted, strict=True))
+
+
+def test_experts_that_were_read_for_it_are_no_others_later(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+    with streamed(folder, torch.bfloat16) as model:
+        wanted = plain_logits(model, TOKENS)
+    with streamed(folder, torch.bfloat16, expert_slabs=8) as model:
+        model.warm_up(new_slot(model))
+        assert all(torch.equal(*pair) for pair in zip(plain_logits(model, TOKENS), wanted, strict=True))
+
+
+def test_it_does_not_read_the_model(twelve_layers: Path) -> None:
+    """Two layers, and what the ring reads ahead of them; what was read before a sweep does not count as the sweep's."""
+    with streamed(twelve_layers, torch.bfloat16) as model:
+        sizes = sum(layer.num_bytes for layer in model.tiers.layers)
+        model.warm_up(new_slot(model))
+        assert model.tiers.figures().num_bytes <= sizes / 2
+
+
+def test_a_damaged_layer_is_named_when_it_comes(twelve_layers: Path, tmp_path: Path) -> None:
+    """At the start the first two, later the others, and the first sweep after its repair has it."""
+    pack(str(twelve_layers), 4, tmp_path / "packed")
+    places = Checkpoint.open(tmp_path / "packed").tensors
+    first, last = (places[f"model.layers.{index}.mlp.up_proj.weight.packed"] for index in (1, 11))
+    flip(first)
+    flip(last)
+    with streamed(tmp_path / "packed", torch.bfloat16) as model:
+        with pytest.raises(StreamError, match=r"layers\.1\.mlp\.up_proj\.weight\.packed .*checksum"):
+            model.warm_up(new_slot(model))
+        flip(first)
+        model.warm_up(new_slot(model))
+        with pytest.raises(StreamError, match=r"layers\.11\.mlp\.up_proj\.weight\.packed .*checksum"):
+            plain_logits(model, TOKENS)
+        flip(last)
+        assert len(plain_logits(model, TOKENS)) == len(TOKENS)
+
+
+def test_kernels_are_compiled_once_by_a_process_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(bough.model, "compiled_folder", lambda: tmp_path / "compiled")
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    for dtype in ("bfloat16", "bfloat16", "float32", "bfloat16"):
+        kernels.compile_apart(dtype)
+    assert [command[-3:] for command in commands] == [
+        ["-m", "target_worker.kernels", d] for d in ("bfloat16", "float32")
+    ]
+
+
+def test_a_target_goes_on_where_they_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(command: list[str], **_: bool) -> None:
+        raise subprocess.CalledProcessError(-9, command)
+
+    monkeypatch.setattr(bough.model, "compiled_folder", lambda: tmp_path / "compiled")
+    monkeypatch.setattr(subprocess, "run", fails)
+    with caplog.at_level(logging.WARNING):
+        kernels.compile_apart("bfloat16")
+    assert "kernels could not be compiled apart" in caplog.text
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    kernels.compile_apart("bfloat16")
+    assert len(list((tmp_path / "compiled").glob("target-bfloat16-*"))) == 2, "it is tried again, and then known"
+
+
+def test_what_compiles_runs_through() -> None:
+    """As a process of its own would, from what is in the cache."""
+    kernels.compile_here(torch.float32)
