@@ -11,9 +11,9 @@ sweep_ratio      for 1, 64 and 256 tokens: sweep / max(raw read of the same byte
                  a link slowed down to --slow-link
 work_ratio       the same, but reading costs processor time too: sweep / max(raw read, sweep with all weights in memory
                  + processor time of the raw read / cores), which on few cores is the least that is possible
-link_busy        share of ten consecutive rounds with drafting during which the link was reading, a link slowed down to
-                 --slow-link; link_busy_unlimited is the same on the disk as it is. All processes together have a
-                 limit on their memory that leaves the page cache next to nothing
+link_busy        for trees of 16 and 64 nodes: share of ten consecutive rounds with drafting during which the link was
+                 reading, a link slowed down to --slow-link; link_busy_unlimited is the same on the disk as it is, where
+                 computing may take longer than reading. All processes together have a limit on their memory
 accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit;
                  airllm_ratio likewise, where it is installed (`pip install airllm`; it is no part of bough's set-up)
 packed4_ratio    for 1, 16 and 64 tokens: sweep of a 4-bit pack / of 16 bits, both over a link slowed down to
@@ -49,7 +49,7 @@ SIZES = (1, 64, 256)
 PACKED_SIZES = (1, 16, 64)
 SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256", "--max-sweep-tokens", "256"]
 INTERPRETER_BYTES = 600_000_000  # what Python, torch and transformers take before there is a model
-PIPELINE_BYTES = 3_500_000_000  # of all its processes, whose weights and ring leave the page cache next to nothing
+PIPELINE_BYTES = 3_500_000_000  # of all its processes, whose weights and ring leave the page cache little
 SLOW_TURNS = 2  # a slow link is steady
 BUDGETS = "0.34GB", "0.5GB", "1GB", "2GB", "4GB"  # the first holds no more than two layers
 

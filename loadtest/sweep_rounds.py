@@ -1,14 +1,15 @@
 """How busy the link is over consecutive rounds of the whole pipeline, for `loadtest.sweep`.
 
-    python -m loadtest.sweep_rounds
+    python -m loadtest.sweep_rounds 64
 
-Ends with one JSON line: the share of ten rounds with drafting between them during which the link was reading, and means
-of where their seconds went.
+Ends with one JSON line: the share of ten rounds, with trees of so many nodes and drafting between them, during which
+the link was reading, and means of where their seconds went.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -20,19 +21,22 @@ from typing import Any
 from bough.client import Client
 from bough.commands.demo import UP_DEFAULTS
 from bough.commands.up import settings_from
-from bough.generation import GenerateOptions, TextPrompt, Tokens
+from bough.generation import GenerateOptions, Speculation, TextPrompt, Tokens
 from bough.launch import launched
 from loadtest.limits import drop_cached, limited
 
 NUM_ROUNDS = 10
+SIZES = (16, 64)  # nodes of a tree
+MEMORY = {"BOUGH_TARGET_RING_MEMORY": "1GB", "BOUGH_TARGET_KV_MEMORY": "650MB"}  # the ring holds what arrives meanwhile
 
 
-async def link_busy() -> dict[str, Any]:
-    """The pipeline as `bough demo` starts it, with a ring that holds what arrives while a tree is grown."""
-    os.environ["BOUGH_TARGET_RING_MEMORY"] = "1GB"
+async def link_busy(num_nodes: int) -> dict[str, Any]:
+    """The pipeline as `bough demo` starts it, but for its memory."""
+    os.environ.update(MEMORY)
     rounds: list[Tokens] = []
     async with launched(settings_from(UP_DEFAULTS), _quiet) as cluster, Client(cluster.address) as client:
-        options = GenerateOptions(temperature=0.0, max_tokens=128, ignore_eos=True)
+        speculation = Speculation(budget=num_nodes)
+        options = GenerateOptions(temperature=0.0, max_tokens=128, ignore_eos=True, speculation=speculation)
         async for event in client.generate(TextPrompt("The history of the lighthouse begins with"), options):
             if isinstance(event, Tokens):
                 rounds.append(event)
@@ -49,17 +53,18 @@ def link_busy_at(speeds: Sequence[int], model: Path, memory: int) -> dict[str, A
 
     `memory` is what all of them may have together, page cache included; 0 is as much as they like.
     """
-    results = {}
-    for speed in speeds:
+    results: dict[int, dict[int, Any]] = {speed: {} for speed in speeds}
+    for speed, num_nodes in itertools.product(speeds, SIZES):
         drop_cached(model)
         with limited(memory, speed, model) as prefix:
-            command = [*prefix, sys.executable, "-m", "loadtest.sweep_rounds"]
+            command = [*prefix, sys.executable, "-m", "loadtest.sweep_rounds", str(num_nodes)]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        results[speed] = json.loads(output.splitlines()[-1])
+        results[speed][num_nodes] = json.loads(output.splitlines()[-1])
+    busy = {speed: {n: round(each["link_busy"], 4) for n, each in some.items()} for speed, some in results.items()}
     return {
-        "link_busy": round(results[max(speeds)]["link_busy"], 4) if max(speeds) else None,
-        "link_busy_unlimited": round(results[0]["link_busy"], 4),
-        "rounds": {f"{speed / 1e9} GB/s" if speed else "unlimited": figures for speed, figures in results.items()},
+        "link_busy": busy[max(speeds)] if max(speeds) else None,
+        "link_busy_unlimited": busy[0],
+        "rounds": {f"{speed / 1e9} GB/s" if speed else "unlimited": some for speed, some in results.items()},
     }
 
 
@@ -68,4 +73,4 @@ def _quiet(_: str) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(link_busy())))
+    print(json.dumps(asyncio.run(link_busy(int(sys.argv[1])))))
