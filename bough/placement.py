@@ -139,10 +139,11 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
     ring = min(budgets.ring, max(least, int(room * RING_SHARE)))
     if room < least or ring < least:
         flag, have = ("--device-memory", room) if room < least else ("--ring-memory", ring)
+        less = ", or less --kv-memory," if room < least and fixed.kv > least else ""
         raise ConfigError(
             f"{flag}: {gigabytes(budgets.device if room < least else budgets.ring)}; {gigabytes(max(have, 0))} are "
             f"left for layers ({fixed}), but {MIN_SLABS} layers of {gigabytes(max(sizes))} must fit; "
-            f"{gigabytes((fixed.total if room < least else 0) + least)} or more would do"
+            f"{gigabytes((fixed.total if room < least else 0) + least)} or more{less} would do"
         )
     num_slabs = min(ring // max(sizes), num_layers)
     resident = _most_that_fit(sizes, range(num_layers), room - num_slabs * max(sizes), budgets.max_resident)

@@ -84,6 +84,8 @@ def test_the_number_of_resident_layers_can_be_limited() -> None:
 def test_a_budget_that_is_too_small_says_what_would_do(limits: Budgets, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         place([100] * 80, Fixed(100, 100, 0, 0), limits)
+    with pytest.raises(ConfigError, match=r"or more, or less --kv-memory, would do"):
+        place([100] * 80, Fixed(100, 300, 0, 0), budgets(500))
 
 
 @pytest.mark.parametrize(("room", "slabs"), [(29, 25), (25, 25), (141, 141), (3, 3), (2, 2), (400, 300)])

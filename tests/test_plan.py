@@ -24,7 +24,7 @@ from bough.model.checkpoint import Checkpoint
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import resident_bytes
 from bough.model.pack import pack
-from bough.model.probe import STAND_IN_BYTES, disk_speed
+from bough.model.probe import STAND_IN_BYTES, best_rate, disk_speed
 from bough.model.shapes import Packing, find_config, model_shapes
 from bough.placement import Budgets, Fixed, Placement, Tier, place
 from bough.planning import Speed, Speeds, SweepModel, purchases, rate, sweep_model
@@ -331,6 +331,14 @@ def test_what_is_not_told_is_measured(
     assert measured == {"compute", "disk", "memory", "unpack"}
     assert plan["draft"]["num_steps"] == 7
     assert plan["draft"]["step_seconds"] > 0
+
+
+def test_a_disk_that_falters_is_as_fast_as_in_its_best_third() -> None:
+    steady = [(float(second), 100) for second in range(1, 10)]
+    assert best_rate([(0.0, 0), *steady]) == 100
+    assert best_rate([(0.0, 0), *steady[:4], *((second + 20, size) for second, size in steady[4:])]) < 50
+    assert best_rate([(0.0, 0), *steady, *((second + 11, size) for second, size in steady)]) == 100
+    assert best_rate([(0.0, 0), (2.0, 100)]) == 50
 
 
 def test_a_disk_is_measured_and_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
