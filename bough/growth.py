@@ -16,6 +16,12 @@ class Scheme(Enum):
     TARGET = "target"  # SpecExec: the target draws, guesses that it has drawn are kept
     WITHOUT_REPLACEMENT = "without-replacement"  # Sequoia: children were sampled without replacement
     MULTI_ROUND = "multi-round"  # SpecInfer: children were sampled independently
+    TRAVERSAL = "traversal"  # whole paths (arXiv 2505.12398): children were sampled without replacement
+
+    @property
+    def is_without_replacement(self) -> bool:
+        """Whether children are a sample without replacement."""
+        return self in (Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL)
 
 
 class Guess(Enum):

@@ -196,7 +196,7 @@ class Tree:
                 )
             possible = self.draft_probs.of(node)[0]
             # Without replacement, what comes after all that was possible is drawn from the other tokens.
-            num_possible = len(possible) if scheme is Scheme.WITHOUT_REPLACEMENT else len(children)
+            num_possible = len(possible) if scheme.is_without_replacement else len(children)
             for token, child in list(children.items())[:num_possible]:
                 if token not in possible:
                     raise InvalidTree(

@@ -17,6 +17,7 @@ SCHEMES = {
     Scheme.TARGET: common_pb2.TARGET,
     Scheme.WITHOUT_REPLACEMENT: common_pb2.WITHOUT_REPLACEMENT,
     Scheme.MULTI_ROUND: common_pb2.MULTI_ROUND,
+    Scheme.TRAVERSAL: common_pb2.TRAVERSAL,
 }
 
 

@@ -43,6 +43,7 @@ def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
         Scheme.WITHOUT_REPLACEMENT: WithoutReplacement(call.sampling.seed, call.round, vocab_size),
         Scheme.MULTI_ROUND: Independent(call.sampling.seed, call.round),
     }
+    fills[Scheme.TRAVERSAL] = fills[Scheme.WITHOUT_REPLACEMENT]
     return ShapeGrower(call.root_token, Shape.of(growth), fills[scheme], closed)
 
 

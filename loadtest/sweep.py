@@ -117,7 +117,7 @@ class Turn(NamedTuple):
     """Of new processes."""
 
     by_size: dict[int, list[Measured]]  # number of tokens: one after another
-    transformers: dict[int, float]  # seconds by number of tokens
+    transformers: dict[int, float]  # seconds by number of tokens; none for a slow link
     num_bytes: int  # that cross the link
 
 
@@ -129,8 +129,10 @@ def sweep_turn(model: Path, memory: int, link_speed: int, pairs: int, repeats: i
         prefix = stack.enter_context(limited(memory, link_speed, model)) if can_limit() else []
         link = stack.enter_context(Contestant(*flags, "--resident-layers", "0", *budget, prefix=prefix))
         everything = stack.enter_context(Contestant(*flags, prefix=[]))
-        transformers = stack.enter_context(Contestant("transformers", str(model), prefix=[]))
-        own = {size: transformers.seconds(size, max(repeats, 3)) for size in SIZES}
+        own = {}
+        if not link_speed:
+            transformers = stack.enter_context(Contestant("transformers", str(model), prefix=[]))
+            own = {size: transformers.seconds(size, repeats) for size in SIZES}
         for size in SIZES:
             measured[size], before = [], link.raw()
             for _ in range(pairs):
@@ -153,7 +155,7 @@ def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, pairs: i
     for turn in range(turns):
         by_size, own, num_bytes = sweep_turn(model, memory, link_speed, pairs, repeats)
         for size, some in by_size.items():
-            resident_ratios[size].append(median(each.resident for each in some) / own[size])
+            resident_ratios[size] += [median(each.resident for each in some) / own[size]] if own else []
             measured[size] += some
             for each in some:
                 times = f"raw {each.raw:.3f}, streamed {each.streamed:.3f}, resident {each.resident:.3f} s"
@@ -173,7 +175,7 @@ def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, pairs: i
         "link_gigabytes_per_second": round(num_bytes / raw_seconds / 1e9, 3),
         "streamed_seconds": medians(lambda each: each.streamed, 4),
         "resident_seconds": medians(lambda each: each.resident, 4),
-        "resident_ratio": {size: round(median(ratios), 3) for size, ratios in resident_ratios.items()},
+        "resident_ratio": {size: round(median(ratios), 3) for size, ratios in resident_ratios.items() if ratios},
         "memory_limited": can_limit(),
     }
 

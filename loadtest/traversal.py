@@ -2,13 +2,12 @@
 
     python -m loadtest.traversal
 
-Traversal verification (arXiv 2505.12398) judges a tree from its leaves to its root, by the probability of whole paths;
-of a chain it is block verification (arXiv 2403.10444), than which no exact rule accepts more there. Trees of
-Sequoia's kind are drawn by the demonstration pair's draft below places of texts that the target sampled, each in the
-best shape for the pair's acceptance by rank, and each is judged many times in both ways. Below the same places stand
-bough's own trees: best-first, of as many nodes, of what is likely under the noise that the target draws with, for
-several seeds. Ends with one JSON line: tokens per round by temperature and nodes, and traversal's and shared noise's
-over Sequoia's with their 95 % half-widths (bootstrap over prompts).
+Trees of Sequoia's kind are drawn by the demonstration pair's draft below places of texts that the target sampled, each
+in the best shape for the pair's acceptance by rank. What Sequoia's rule and traversal verification (Scheme.TRAVERSAL)
+accept of each is worked out from their laws. Below the same places stand bough's own trees: best-first, of as many
+nodes, of what is likely under the noise that the target draws with, for several seeds. Ends with one JSON line: tokens
+per round by temperature and nodes, and traversal's and shared noise's over Sequoia's with their 95 % half-widths
+(bootstrap over prompts).
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,11 +24,12 @@ from numpy.typing import NDArray
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, parse
 from bough.demonstration import demonstration_folder
-from bough.draft_probs import normalised
+from bough.draft_probs import DraftProbs, normalised
 from bough.growth import Guess, Scheme, StaticShape, TreePlan
 from bough.model.batch import Batch, Segment
-from bough.model.draw import Row, probabilities
+from bough.model.draw import probabilities
 from bough.model.kv import KVSlot
+from bough.model.paths import IntArray
 from bough.model.runner import ResidentModel
 from bough.model.sample import draft_weights, without_replacement
 from bough.sampling import SamplingParams
@@ -44,73 +43,19 @@ from loadtest.acceptance_report import interval
 from loadtest.acceptance_target import LazyTarget
 from loadtest.chains import LEVELS, RANKS, gains_of
 from loadtest.scheme_pairs import CPU, MAX_TOKENS, Models, from_models, pair_of, read_on
-from loadtest.scheme_rates import Pair, one_after_another
+from loadtest.scheme_rates import one_after_another
+from target_worker.judge import laws_of
 
+SCHEMES = (Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL)
 RULES = ("token by token", "traversal", "shared noise")
-JUDGEMENTS = 40  # of each tree, in each way
 SEEDS = 4  # of shared noise, at each place
 
 
-@dataclass(frozen=True, eq=False)
-class Drafted:
-    """A node of a tree, with what both models say of the token after it."""
+class Drafted(NamedTuple):
+    """A tree, and what the target says after each of its nodes."""
 
-    pair: Pair
-    children: list[tuple[int, Drafted]]  # index among the pair's tokens, in the order drawn
-
-    @cached_property
-    def laws(self) -> list[tuple[Row, Row]]:
-        """The target's and the draft's law at each draw, where those before were refused token by token, and after."""
-        laws = [(self.pair.target_probs, self.pair.draft_probs)]
-        for index, _ in self.children:
-            target, draft = laws[-1]
-            laws.append((residual(1.0, target, draft)[1], without(draft, index)))
-        return laws
-
-
-def token_by_token(node: Drafted, rng: np.random.Generator) -> tuple[int, ...]:
-    """What is accepted by Sequoia's rule (arXiv 2402.12374, algorithm 2), and the token after it; as indices."""
-    for (index, child), (target, draft) in zip(node.children, node.laws, strict=False):
-        if rng.random() * draft[index] < target[index]:
-            return index, *token_by_token(child, rng)
-    return (drawn(node.laws[-1][0], rng),)
-
-
-def traversal(node: Drafted, rng: np.random.Generator, accepted: float = 1.0) -> tuple[int, ...]:
-    """The same by arXiv 2505.12398, algorithm 2, below a node that is there with probability `accepted`.
-
-    Empty where that node is refused itself, as a root, there with probability 1, never is.
-    """
-    target, draft = node.pair.target_probs, node.pair.draft_probs
-    for index, child in node.children:
-        below = traversal(child, rng, min(1.0, accepted * target[index] / draft[index]))
-        if below:
-            return index, *below
-        accepted, target = residual(accepted, target, draft)
-        draft = without(draft, index)
-    return (drawn(target, rng),) if rng.random() < accepted else ()
-
-
-def drawn(probs: Row, rng: np.random.Generator) -> int:
-    """An index with these probabilities."""
-    return min(int(np.searchsorted(np.cumsum(probs), rng.random(), side="right")), len(probs) - 1)
-
-
-def residual(accepted: float, target: Row, draft: Row) -> tuple[float, Row]:
-    """What is left when a draw is refused: the probability of being there, and the target's law then."""
-    left = accepted * target
-    left[: len(draft)] = np.maximum(left[: len(draft)] - draft, 0.0)
-    total = left.sum()
-    if total == 0.0:
-        return 0.0 if accepted < 1.0 else 1.0, target
-    return total / (total + (1.0 - accepted)), left / total
-
-
-def without(draft: Row, index: int) -> Row:
-    """A draft's law once it has drawn this token."""
-    draft = draft.copy()
-    draft[index] = 0.0
-    return draft / total if (total := draft.sum()) > 0.0 else draft
+    tree: Tree
+    target_logits: NDArray[np.float64]  # (num_nodes, vocab_size)
 
 
 class Place(NamedTuple):
@@ -125,32 +70,33 @@ class Place(NamedTuple):
 def drafted(models: Models, place: Place, shape: StaticShape, params: SamplingParams, seed: int) -> Drafted:
     """A tree, its children drawn without replacement."""
     parents, depths = np.array([-1, *shape.parents]), np.array(shape.depths())
+    vocab_size = models.target.skeleton.vocab_size
     tokens, rng = np.full(len(parents), place.text[place.length]), np.random.default_rng(seed)
-    logits: dict[int, Row] = {}  # the draft's, of nodes that have children
+    supports: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
     for depth in range(depths.max()):
         begin, end = np.searchsorted(depths, (depth, depth + 1))
-        rows = _logits(models.draft, _segment(place.draft_slot, place, tokens, parents).part(begin, end))
+        level = _tree(tokens, parents)
+        rows = _logits(models.draft, Segment.tree(place.draft_slot, place.length, level).part(begin, end))
         for node in np.unique(parents[depths == depth + 1]).tolist():
-            logits[node] = rows[node - begin]
-            candidates, weights = draft_weights(logits[node], params, MAX_TOKENS)
-            below = np.flatnonzero(parents == node)[: len(candidates)]
-            tokens[below] = without_replacement(candidates, normalised(weights), len(below), len(candidates), rng)
-    rows = _logits(models.target, _segment(place.target_slot, place, tokens, parents))
-
-    def node_of(node: int) -> Drafted:
-        if node not in logits:
-            return Drafted(Pair(probabilities(rows[node], params), np.empty(0)), [])
-        candidates = draft_weights(logits[node], params, MAX_TOKENS)[0].tolist()
-        children = np.flatnonzero(parents == node)[: len(candidates)].tolist()
-        pair = pair_of((rows[node], logits[node]), params)
-        return Drafted(pair, [(candidates.index(tokens[child]), node_of(child)) for child in children])
-
-    return node_of(0)
+            candidates, weights = supports[node] = draft_weights(rows[node - begin], params, MAX_TOKENS)
+            below = np.flatnonzero(parents == node)
+            tokens[below] = without_replacement(candidates, normalised(weights), len(below), vocab_size, rng)
+    tree = _tree(tokens, parents, DraftProbs.joined(supports))
+    return Drafted(tree, _logits(models.target, Segment.tree(place.target_slot, place.length, tree)))
 
 
-def _segment(slot: KVSlot, place: Place, tokens: NDArray[np.int64], parents: NDArray[np.int64]) -> Segment:
-    tree = Tree.of(tokens.tolist(), parents.tolist(), [0.0] * len(parents))
-    return Segment.tree(slot, place.length, tree)
+def mean_tokens(drafted: Drafted, scheme: Scheme, params: SamplingParams) -> float:
+    """Of a round with this tree."""
+    tree, probs = drafted.tree, [probabilities(row, params) for row in drafted.target_logits]
+    law, means = laws_of(tree, scheme, probs.__getitem__), np.ones(len(tree))
+    for node, children in reversed(list(enumerate(tree.children()))):
+        if children:
+            means[node] += law(node, probs[node])[[*children]] @ means[[*children.values()]]
+    return float(means[0])
+
+
+def _tree(tokens: IntArray, parents: IntArray, draft_probs: DraftProbs | None = None) -> Tree:
+    return Tree(tokens.astype(np.int32), parents.astype(np.int32), np.zeros(len(parents), np.float32), draft_probs)
 
 
 def _logits(model: ResidentModel, segment: Segment) -> NDArray[np.float64]:
@@ -198,21 +144,19 @@ def compared(
     num_places: int,
 ) -> list[dict[str, object]]:
     """A row for each shape."""
-    tallies, rng = {name: Tally() for name in shapes}, np.random.default_rng(params.seed)
+    tallies = {name: Tally() for name in shapes}
     for index, (text, prompt) in enumerate(zip(texts, models.prompts, strict=True)):
-        judged = {name: np.zeros(2) for name in shapes}
+        judged = {name: np.zeros(len(SCHEMES)) for name in shapes}
         lengths = []
         for number, place in enumerate(places(models, text, len(prompt), num_places)):
             lengths.append(place.length)
             for name, shape in shapes.items():
                 tree = drafted(models, place, shape, params, params.seed * 1_000_000 + index * num_places + number)
-                for _ in range(JUDGEMENTS):
-                    judged[name] += len(token_by_token(tree, rng)), len(traversal(tree, rng))
+                judged[name] += [mean_tokens(tree, scheme, params) for scheme in SCHEMES]
         seeds = replace(params, seed=params.seed * 1_000_000 + index * num_places * SEEDS)
         streams = streams_at(text, len(prompt), lengths, seeds)
         for name, shape in shapes.items():
-            by_rule = judged[name] / num_places / JUDGEMENTS
-            tallies[name].add((*by_rule, under_shared_noise(bench, streams, shape.budget)))
+            tallies[name].add((*judged[name] / num_places, under_shared_noise(bench, streams, shape.budget)))
         bench.release(streams)
     rows = [tally.row(name, params.seed) for name, tally in tallies.items()]
     for row in rows:

@@ -4,30 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from bough.growth import Scheme
 from bough.messages import Verdict, VerifyCall
-from bough.model.draw import Row, adjusted, draw, draw_by, position_logprobs
+from bough.model.draw import Row, adjusted, draw, draw_by, position_logprobs, probabilities, require_numbers
+from bough.tree import Tree
+from target_worker.traversal import Traversal
 from target_worker.verify import draws_at, law_given, walk
 
 
 def judge(call: VerifyCall, held: Sequence[int], logits_after: Callable[[Sequence[int]], Row]) -> Verdict:
     """The verdict on a tree; `held` are the tokens before the root.
 
-    `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes; few are ever asked for.
+    `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes; few are asked for, but by
+    Scheme.TRAVERSAL.
     """
     tree, params, base = call.tree, call.sampling, call.context.base_length
-    logprobs = []
+    children, logprobs = tree.children(), []
+
+    def row_after(path: Sequence[int], raw: Row) -> Row:
+        history = [*held, *(int(tree.tokens[node]) for node in path)] if params.has_penalties else ()
+        return adjusted(raw, params, history, call.context.prompt_length)
+
+    def target_probs(node: int) -> Row:
+        path = tree.path(node)
+        row = row_after(path, logits_after(path))
+        require_numbers(row, base + len(path))
+        return probabilities(row, params)
+
+    law = laws_of(tree, call.scheme, target_probs)
 
     def next_token(path: Sequence[int]) -> int:
-        raw = logits_after(path)
-        history = [*held, *(int(tree.tokens[node]) for node in path)] if params.has_penalties else ()
-        row, position = adjusted(raw, params, history, call.context.prompt_length), base + len(path)
-        draws = [*draws_at(tree, path[-1], call.scheme, len(row))]
-        if draws:
-            token = draw_by(lambda target_probs: law_given(target_probs, draws), row, params, position)
-        else:
+        raw, position = logits_after(path), base + len(path)
+        row = row_after(path, raw)
+        if call.scheme is Scheme.TARGET or not children[path[-1]]:
             token = draw(row, params, position)
+        else:
+            token = draw_by(lambda probs: law(path[-1], probs), row, params, position)
         if params.logprobs is not None:
             logprobs.append(position_logprobs(raw, token, params.logprobs))
         return token
 
     return walk(tree, next_token)._replace(logprobs=tuple(logprobs))
+
+
+def laws_of(tree: Tree, scheme: Scheme, target_probs: Callable[[int], Row]) -> Callable[[int, Row], Row]:
+    """From a node that a walk comes to, and the target's probabilities there, to those of the token that comes next.
+
+    `target_probs` gives the target's probabilities after any node, for schemes that look ahead.
+    """
+    if scheme is Scheme.TRAVERSAL:
+        return Traversal(tree, target_probs).law
+    return lambda node, probs: law_given(probs, draws_at(tree, node, scheme, len(probs)))

@@ -27,6 +27,11 @@ class Draw(NamedTuple):
     tokens: NDArray[np.int32]  # (num_entries,)
     probs: Row  # (num_entries,) their sum is 1
 
+    @property
+    def prob(self) -> float:
+        """Of the token that was drawn."""
+        return float(self.probs[self.tokens == self.token].sum())
+
 
 def walk(tree: Tree, draw: Callable[[Sequence[int]], int]) -> Verdict:
     """Walks down while the token drawn is among the children (SpecExec, arXiv 2406.02532, algorithm 1).
@@ -54,7 +59,7 @@ def draws_at(tree: Tree, node: int, scheme: Scheme, vocab_size: int) -> Iterator
     tokens, probs = tree.draft_probs.of(node)
     for index, token in enumerate(drawn_tokens.tolist()):
         yield Draw(token, tokens, probs)
-        if scheme is Scheme.WITHOUT_REPLACEMENT:
+        if scheme.is_without_replacement:
             is_left = tokens != token
             tokens, probs = tokens[is_left], probs[is_left]
             if len(tokens) == 0:
@@ -71,8 +76,9 @@ def law_given(target_probs: Row, draws: Iterable[Draw]) -> Row:
     is Sequoia's algorithm 2 (arXiv 2402.12374) or SpecInfer's multi-round verification (arXiv 2305.09781).
     """
     law, left, rest = np.zeros_like(target_probs), target_probs.copy(), 1.0
-    for token, tokens, probs in draws:
-        acceptance = min(1.0, left[token] / float(probs[tokens == token].sum()))
+    for draw in draws:
+        token, tokens, probs = draw
+        acceptance = min(1.0, left[token] / draw.prob)
         law[token] += rest * acceptance
         rest *= 1.0 - acceptance
         before = left[tokens]

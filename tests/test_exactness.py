@@ -22,19 +22,22 @@ from bough.model.draw import _noisiest, filtered, gumbel_noise, probabilities
 from bough.model.sample import Purpose, draft_weights, generator, independently, without_replacement
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from target_worker.judge import judge
+from target_worker.judge import judge, laws_of
+from target_worker.traversal import Refused, Traversal
 from target_worker.verify import Draw, draws_at, law_given
 from tests.chi_square import fit, tail
 
 VOCAB = 5
 LENGTH = 3  # tokens whose joint law is compared
 NUM_DRAWS = 200_000  # sequences for each case of the grid
-MAX_ERROR, NUM_TESTS = 1e-6, 420
+MAX_ERROR, NUM_TESTS = 1e-6, 610
 FILTERS = ({}, {"top_p": 0.8}, {"top_k": 3}, {"top_p": 0.9, "top_k": 4})
 DRAFTS = ("good", "bad", "disjoint", "one-hot", "truncated")
-SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND]
+SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL]
 Text = tuple[int, ...]
-Law = Callable[[np.ndarray, Iterable[Draw]], np.ndarray]
+Row = np.ndarray
+Law = Callable[[Row, Iterable[Draw]], Row]
+Laws = Callable[[Tree, Scheme, Callable[[int], Row]], Callable[[int, Row], Row]]
 
 
 class World:
@@ -72,7 +75,7 @@ class World:
 def draw_some(world: World, text: Text, scheme: Scheme, num: int, rng: np.random.Generator) -> np.ndarray:
     """(num,) tokens drawn by the draft after a text; for Scheme.TARGET the likeliest."""
     tokens, weights = world.draft(text)
-    if scheme is Scheme.WITHOUT_REPLACEMENT:
+    if scheme.is_without_replacement:
         return without_replacement(tokens, normalised(weights), num, VOCAB, rng)
     if scheme is Scheme.MULTI_ROUND:
         return independently(tokens, normalised(weights), num, rng)
@@ -108,7 +111,7 @@ def grow_many(world: World, text: Text, scheme: Scheme, num: int, rng: np.random
     """`num` trees with two draws below the root, and one below the first of these."""
     tokens, weights = (np.tile(array, (num, 1)) for array in world.draft(text))
     probs = np.tile(normalised(weights[0]), (num, 1))
-    if scheme is Scheme.WITHOUT_REPLACEMENT:
+    if scheme.is_without_replacement:
         first = without_replacement(tokens, probs, 2, VOCAB, rng)
     else:
         first = independently(tokens, probs, 2, rng)
@@ -124,14 +127,15 @@ def grow_many(world: World, text: Text, scheme: Scheme, num: int, rng: np.random
 
 
 def verify_many(
-    world: World, text: Text, trees: Trees, scheme: Scheme, rng: np.random.Generator, law: Law
+    world: World, text: Text, trees: Trees, scheme: Scheme, rng: np.random.Generator, laws: Laws
 ) -> Counter[Text]:
     """Committed tokens of as many rounds as there are trees; all that stand at a node draw at once."""
     tree, num = trees
     children, outcomes, waiting = tree.children(), Counter[Text](), [(0, text, num)]
+    law = laws(tree, scheme, lambda node: world.target_probs((*text, *tree.tokens[tree.path(node)[1:]].tolist())))
     while waiting:
         node, path, num = waiting.pop()
-        probs = law(world.target_probs(path), draws_at(tree, node, scheme, VOCAB))
+        probs = law(node, world.target_probs(path))
         assert probs.sum() == pytest.approx(1.0, abs=1e-9)
         for token, count in enumerate(rng.multinomial(num, probs / probs.sum()).tolist()):
             if count and token in children[node] and len(path) + 1 < LENGTH:
@@ -141,14 +145,14 @@ def verify_many(
     return outcomes
 
 
-def sample_texts(world: World, scheme: Scheme, num: int, law: Law = law_given) -> Counter[Text]:
+def sample_texts(world: World, scheme: Scheme, num: int, laws: Laws = laws_of) -> Counter[Text]:
     """`num` texts of LENGTH tokens, round by round."""
     rng = np.random.default_rng([7, world.seed])
     texts = Counter({(): num})
     for length in range(LENGTH):
         for text in [text for text in texts if len(text) == length]:
             for trees in grow_many(world, text, scheme, texts.pop(text), rng):
-                texts += verify_many(world, text, trees, scheme, rng, law)
+                texts += verify_many(world, text, trees, scheme, rng, laws)
     return texts
 
 
@@ -222,14 +226,45 @@ def law_with_stale_draft(target_probs: np.ndarray, draws: Iterable[Draw]) -> np.
     return law_given(target_probs, [Draw(draw.token, listed[0].tokens, listed[0].probs) for draw in listed])
 
 
+def laws_by(law: Law) -> Laws:
+    """Of schemes that look at one level."""
+    return lambda tree, scheme, _: lambda node, probs: law(probs, draws_at(tree, node, scheme, VOCAB))
+
+
+class StaleTraversal(Traversal):
+    """Wrong: the second child is judged as if it had been drawn like the first."""
+
+    def _draws(self, node: int, vocab_size: int) -> Iterable[Draw]:
+        listed = list(super()._draws(node, vocab_size))
+        return [Draw(draw.token, listed[0].tokens, listed[0].probs) for draw in listed]
+
+
+class TraversalOfTokens(Traversal):
+    """Wrong: a node's parameter is its token's and not its path's."""
+
+    def _refuse_all(self, node: int, target_probs: Row) -> Refused:
+        self._presence[node] = 1.0
+        return super()._refuse_all(node, target_probs)
+
+
+def laws_by_traversal(traversal: type[Traversal]) -> Laws:
+    return lambda tree, _, target_probs: traversal(tree, target_probs).law
+
+
 @pytest.mark.parametrize(
-    ("law", "scheme"),
-    [*itertools.product([law_without_residual], SAMPLED), (law_with_stale_draft, Scheme.WITHOUT_REPLACEMENT)],
+    ("laws", "scheme"),
+    [
+        (laws_by(law_without_residual), Scheme.WITHOUT_REPLACEMENT),
+        (laws_by(law_without_residual), Scheme.MULTI_ROUND),
+        (laws_by(law_with_stale_draft), Scheme.WITHOUT_REPLACEMENT),
+        (laws_by_traversal(StaleTraversal), Scheme.TRAVERSAL),
+        (laws_by_traversal(TraversalOfTokens), Scheme.TRAVERSAL),
+    ],
 )
-def test_a_wrong_law_is_found_out(law: Law, scheme: Scheme) -> None:
+def test_a_wrong_law_is_found_out(laws: Laws, scheme: Scheme) -> None:
     """The test of the tests above: what is wrong by a line does not pass."""
     world = World(SamplingParams(temperature=0.8), "bad", seed=1)
-    assert worst_fit(sample_texts(world, scheme, NUM_DRAWS, law), world) < ALLOWED
+    assert worst_fit(sample_texts(world, scheme, NUM_DRAWS, laws), world) < ALLOWED
 
 
 class Round(NamedTuple):

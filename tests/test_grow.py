@@ -20,7 +20,7 @@ from draft_worker.grow import BestFirstGrower, Candidates, Grower
 from draft_worker.shaped import grower_for
 
 ROOT = 0
-SAMPLED = (Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND)
+SAMPLED = (Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL)
 shapes = st.lists(st.integers(0, 3), max_size=20).map(
     lambda steps: StaticShape(
         tuple(np.minimum(np.cumsum([0, *steps[1:]])[: len(steps)], np.arange(len(steps))).tolist())

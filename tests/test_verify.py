@@ -17,10 +17,9 @@ from bough.messages import Context, Verdict, VerifyCall
 from bough.model.draw import adjusted, probabilities
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from target_worker.judge import judge
-from target_worker.verify import draws_at, law_given
+from target_worker.judge import judge, laws_of
 
-SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND]
+SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL]
 Support = tuple[np.ndarray, np.ndarray]  # tokens and weights
 
 
@@ -45,7 +44,7 @@ def all_draws(support: Support, num: int, scheme: Scheme, vocab_size: int) -> It
         left, probability = probs.copy(), 1.0
         for index, token in enumerate(drawn):
             probability *= left[token]
-            if scheme is Scheme.WITHOUT_REPLACEMENT and probability:
+            if scheme.is_without_replacement and probability:
                 left[token] = 0.0
                 if left.sum() == 0.0:
                     left[np.setdiff1d(np.arange(vocab_size), drawn[: index + 1])] = 1.0
@@ -56,7 +55,7 @@ def all_draws(support: Support, num: int, scheme: Scheme, vocab_size: int) -> It
 
 def law_at_root(target_probs: np.ndarray, tree: Tree, scheme: Scheme) -> np.ndarray:
     tree.validate(len(target_probs), len(tree), scheme)
-    return law_given(target_probs, draws_at(tree, 0, scheme, len(target_probs)))
+    return laws_of(tree, scheme, lambda _: target_probs)(0, target_probs)
 
 
 @st.composite

@@ -26,6 +26,7 @@ PLANS = [
     *(TreePlan(growth, guess=guess) for growth in (BestFirst(12, 3, 4), SHAPE, Chains(2, 3)) for guess in Guess),
     TreePlan(SHAPE, Scheme.WITHOUT_REPLACEMENT),
     TreePlan(Chains(3, 3), Scheme.MULTI_ROUND),
+    TreePlan(SHAPE, Scheme.TRAVERSAL),
 ]
 
 
@@ -85,6 +86,7 @@ GROWTHS: list[tuple[Growth | None, Scheme]] = [
     (SHAPE, Scheme.TARGET),
     (SHAPE, Scheme.WITHOUT_REPLACEMENT),
     (Chains(3, 3), Scheme.MULTI_ROUND),
+    (SHAPE, Scheme.TRAVERSAL),
 ]
 
 

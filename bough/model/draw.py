@@ -76,7 +76,7 @@ def draw(logits: Row, params: SamplingParams, position: int) -> int:
     Raises:
         Unavailable: where the logits hold no number to choose by.
     """
-    _require_numbers(logits, position)
+    require_numbers(logits, position)
     if params.is_greedy:
         return int(logits.argmax())
     return _noisiest(filtered(logits, params), params.seed, position)
@@ -88,10 +88,16 @@ def draw_by(law: Callable[[Row], Row], logits: Row, params: SamplingParams, posi
     Raises:
         Unavailable: where the logits hold no number to choose by.
     """
-    _require_numbers(logits, position)
+    require_numbers(logits, position)
     with np.errstate(divide="ignore"):
         log_probs = np.log(law(probabilities(logits, params)))
     return _noisiest(log_probs, params.seed, position)
+
+
+def require_numbers(logits: Row, position: int) -> None:
+    """Raises Unavailable where the logits hold no number to choose by."""
+    if not np.isfinite(logits.max()):
+        raise Unavailable(f"the target's logits for position {position} are not numbers; its weights may be damaged")
 
 
 def probabilities(logits: Row, params: SamplingParams) -> Row:
@@ -133,11 +139,6 @@ def _noisiest(logits: Row, seed: int, position: int) -> int:
     low, high = _gumbel(np.array([raw[best], raw.max()]))
     near = np.flatnonzero(logits >= logits[best] + low - high - SLACK)
     return int(near[(logits[near] + _gumbel(raw[near])).argmax()])
-
-
-def _require_numbers(logits: Row, position: int) -> None:
-    if not np.isfinite(logits.max()):
-        raise Unavailable(f"the target's logits for position {position} are not numbers; its weights may be damaged")
 
 
 def _softmax(logits: Row) -> Row:

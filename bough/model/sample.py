@@ -1,6 +1,6 @@
 """What a draft samples guesses with: a distribution to sample from, two ways of sampling, and their random numbers.
 
-For the schemes in which the target must know how its guesses came about: Scheme.WITHOUT_REPLACEMENT and MULTI_ROUND.
+For the schemes in which the target must know how its guesses came about: all but Scheme.TARGET.
 """
 
 from __future__ import annotations

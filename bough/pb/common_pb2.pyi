@@ -12,9 +12,11 @@ class VerificationScheme(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TARGET: _ClassVar[VerificationScheme]
     WITHOUT_REPLACEMENT: _ClassVar[VerificationScheme]
     MULTI_ROUND: _ClassVar[VerificationScheme]
+    TRAVERSAL: _ClassVar[VerificationScheme]
 TARGET: VerificationScheme
 WITHOUT_REPLACEMENT: VerificationScheme
 MULTI_ROUND: VerificationScheme
+TRAVERSAL: VerificationScheme
 
 class Tree(_message.Message):
     __slots__ = ("tokens", "parents", "log_probs", "draft_probs", "draws")

@@ -1,0 +1,80 @@
+"""Verification that looks at whole paths (traversal verification, arXiv 2505.12398).
+
+Who rejects token by token gives up all that stands below a token with it. Traversal verification judges a tree from its
+leaves to its root, each node by the probability of its whole path: where the rest of a path is likelier than the draft
+took it for, the path is kept although one of its tokens was less likely. Children are sampled without replacement, as
+for Sequoia's rule, than which it accepts more of the same trees (`python -m loadtest.traversal`). Of a chain it is
+block verification (arXiv 2403.10444), than which no exact rule accepts more there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from bough.growth import Scheme
+from bough.tree import Tree
+from target_worker.verify import Draw, Row, draws_at
+
+
+class Refused(NamedTuple):
+    """A node all of whose children were refused, or which has none."""
+
+    presence: float  # probability of being there then
+    target_probs: Row  # (vocab_size,) of the next token then
+
+
+class Traversal:
+    """The laws of the tokens after the nodes of a tree, given all that the draft has drawn in it.
+
+    Algorithm 2 of the paper with its random numbers integrated out: a child is there with a probability that follows
+    from its ancestors and from those of their children which were refused before, and what is below it is accepted with
+    one that follows from its descendants. So a walk from the root may draw token after token, as with any other scheme.
+    """
+
+    def __init__(self, tree: Tree, target_probs: Callable[[int], Row]) -> None:
+        """`target_probs` gives the target's own (vocab_size,) after a node; it is asked for all with children."""
+        self._tree = tree
+        self._children = [list(of_node.values()) for of_node in tree.children()]
+        self._presence = np.ones(len(tree))  # of a node, when those of its siblings that come before were refused
+        self._accepted = np.ones(len(tree))  # of it or of something below it, then
+        for node, children in enumerate(self._children):  # parents come before their children
+            left = self._refuse_all(node, target_probs(node)).presence if children else self._presence[node]
+            self._accepted[node] = left  # itself, and as yet nothing below it
+        for node in reversed(range(1, len(tree))):
+            parent = tree.parents[node]
+            self._accepted[parent] = 1.0 - (1.0 - self._accepted[parent]) * (1.0 - self._accepted[node])
+
+    def law(self, node: int, target_probs: Row) -> Row:
+        """(vocab_size,) probabilities of the token after a node, where that or something below it is accepted."""
+        refused, rest = self._refuse_all(node, target_probs), 1.0
+        law = np.zeros_like(refused.target_probs)
+        for child in self._children[node]:
+            law[self._tree.tokens[child]] += rest * self._accepted[child]
+            rest *= 1.0 - self._accepted[child]
+        law += rest * refused.presence * refused.target_probs
+        total = law.sum()
+        return law / total if total > 0.0 else refused.target_probs
+
+    def _refuse_all(self, node: int, target_probs: Row) -> Refused:
+        """Goes through a node's children one by one, and notes with what probability each is there."""
+        left = Refused(self._presence[node], target_probs)
+        for child, draw in zip(self._children[node], self._draws(node, len(left.target_probs)), strict=True):
+            self._presence[child] = min(1.0, left.presence * left.target_probs[draw.token] / draw.prob)
+            left = _refuse(left, draw)
+        return left
+
+    def _draws(self, node: int, vocab_size: int) -> Iterable[Draw]:
+        return draws_at(self._tree, node, Scheme.TRAVERSAL, vocab_size)
+
+
+def _refuse(before: Refused, draw: Draw) -> Refused:
+    """What of the target's probability the draft's draw does not cover."""
+    left = before.presence * before.target_probs
+    left[draw.tokens] = np.maximum(left[draw.tokens] - draw.probs, 0.0)
+    total = float(left.sum())
+    if total == 0.0:  # all of it was covered: who was surely there is so but for rounding
+        return before._replace(presence=float(before.presence == 1.0))
+    return Refused(total / (total + (1.0 - before.presence)), left / total)
