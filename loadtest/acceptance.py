@@ -97,6 +97,7 @@ DRAWN = {  # above temperature 0
 DRAWN_CROSSED = {  # the other growths of each scheme
     "target, k chains, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _chains),
     "target, one chain, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _chain),
+    "traversal, optimal shape": Contestant(Scheme.TRAVERSAL, Guess.SAMPLE, _shape),
     "without replacement, k chains": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _chains),
     "multi-round, optimal shape": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _shape),
     "multi-round, one chain": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chain),

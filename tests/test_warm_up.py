@@ -26,6 +26,7 @@ TOKENS = [5, 6, 7, 8]
 WAYS: dict[str, dict[str, Any]] = {
     "from disk": {},
     "resident": {"max_resident": 12},
+    "resident on a device": {"max_resident": 12, "lanes": InlineLanes()},
     "copied to a device": {"lanes": InlineLanes(), "host_layers": 3},
     "with keys and values": {"lanes": InlineLanes(), "host_layers": 12, "staged_rows": 400},
 }
