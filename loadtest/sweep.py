@@ -6,9 +6,8 @@ Writes the demonstration target and a 4-bit pack of it, unless they are there. E
 they take turns, so that whatever else the machine does falls on all alike; figures are medians over the turns. Sweeps
 have new processes in every turn. Ends with one JSON line:
 
-sweep_ratio      for 1, 64 and 256 tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory), in
-                 the same pair, sweeps and reads each after another of their kind; sweep_ratio_slow_link is the same on
-                 a link slowed down to --slow-link
+sweep_ratio      by number of tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory) of the
+                 same pair; sweep_ratio_slow_link is the same on a link slowed down to --slow-link
 work_ratio       the same, but reading costs processor time too: sweep / max(raw read, sweep with all weights in memory
                  + processor time of the raw read / cores), which on few cores is the least that is possible
 link_busy        for trees of 16 and 64 nodes: share of ten consecutive rounds with drafting during which the link was
@@ -18,7 +17,7 @@ accelerate_ratio seconds per token of accelerate's disk offload / bough's withou
                  airllm_ratio likewise, where it is installed (`pip install airllm`; it is no part of bough's set-up)
 packed4_ratio    for 1, 16 and 64 tokens: sweep of a 4-bit pack / of 16 bits, both over a link slowed down to
                  --slow-link; where computing takes longer than a quarter of the read, that is the limit
-resident_ratio   for 1, 64 and 256 tokens: with everything resident / transformers' own forward
+resident_ratio   by number of tokens: with everything resident / transformers' own forward
 peak_over_budget_bytes  worst of several memory budgets: peak of the process less what it took before it knew of a
                  model, less the budget
 """
@@ -121,7 +120,7 @@ class Turn(NamedTuple):
     num_bytes: int  # that cross the link
 
 
-def sweep_turn(model: Path, memory: int, link_speed: int, pairs: int, repeats: int) -> Turn:
+def sweep_turn(model: Path, memory: int, link_speed: int, sizes: Sequence[int], pairs: int, repeats: int) -> Turn:
     """Reads, `repeats` sweeps, sweeps in memory, and so on by turns, ending with a read: a disk changes its speed."""
     budget = ["--device-memory", str(memory - INTERPRETER_BYTES), "--ring-memory", "256MB"]
     flags, measured = ["bough", "--model", str(model), *SMALL], dict[int, list[Measured]]()
@@ -132,8 +131,8 @@ def sweep_turn(model: Path, memory: int, link_speed: int, pairs: int, repeats: i
         own = {}
         if not link_speed:
             transformers = stack.enter_context(Contestant("transformers", str(model), prefix=[]))
-            own = {size: transformers.seconds(size, repeats) for size in SIZES}
-        for size in SIZES:
+            own = {size: transformers.seconds(size, repeats) for size in sizes}
+        for size in sizes:
             measured[size], before = [], link.raw()
             for _ in range(pairs):
                 streamed, resident = link.seconds(size, repeats), everything.seconds(size, repeats)
@@ -144,16 +143,18 @@ def sweep_turn(model: Path, memory: int, link_speed: int, pairs: int, repeats: i
     return Turn(measured, own, before["bytes"])
 
 
-def sweep_ratios(model: Path, memory: int, link_speed: int, turns: int, pairs: int, repeats: int) -> dict[str, Any]:
+def sweep_ratios(
+    model: Path, memory: int, link_speed: int, sizes: Sequence[int], turns: int, pairs: int, repeats: int
+) -> dict[str, Any]:
     """Streaming within the memory limit, against the bare link and the bare processor, turn by turn.
 
     `link_speed` in bytes per second slows the link down; 0 leaves it as it is. Each turn has processes of its own:
     two of one kind differ in speed for as long as they live, by which memory they were given.
     """
-    measured: dict[int, list[Measured]] = {size: [] for size in SIZES}
-    resident_ratios: dict[int, list[float]] = {size: [] for size in SIZES}
+    measured: dict[int, list[Measured]] = {size: [] for size in sizes}
+    resident_ratios: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(turns):
-        by_size, own, num_bytes = sweep_turn(model, memory, link_speed, pairs, repeats)
+        by_size, own, num_bytes = sweep_turn(model, memory, link_speed, sizes, pairs, repeats)
         for size, some in by_size.items():
             resident_ratios[size] += [median(each.resident for each in some) / own[size]] if own else []
             measured[size] += some
@@ -259,10 +260,10 @@ def main() -> None:
         _tell(f"== {part}")
         match part:
             case "sweep":
-                counts = arguments.turns, arguments.pairs, arguments.repeats
+                counts = arguments.sizes, arguments.turns, arguments.pairs, arguments.repeats
                 new = sweep_ratios(model, arguments.memory, 0, *counts)
                 if can_limit():
-                    slow = sweep_ratios(model, arguments.memory, slow_link, SLOW_TURNS, 1, 1)
+                    slow = sweep_ratios(model, arguments.memory, slow_link, arguments.sizes, SLOW_TURNS, 1, 1)
                     new |= {"sweep_ratio_slow_link": slow["sweep_ratio"], "slow_link": slow}
             case "busy":
                 speeds, memory = ([0, slow_link], PIPELINE_BYTES) if can_limit() else ([0], 0)
@@ -288,6 +289,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("1.5GB"), help="limit of the control group")
     parser.add_argument("--slow-link", type=float, default=0.8, help="GB/s at which a link is surely the limit")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="tokens of a sweep, in the first part")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=5, help="of raw reads and sweeps in each turn")
     parser.add_argument("--repeats", type=int, default=1, help="sweeps in a row in each pair, but for the first")
