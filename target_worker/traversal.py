@@ -9,21 +9,24 @@ block verification (arXiv 2403.10444), than which no exact rule accepts more the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from bough.growth import Scheme
-from bough.tree import Tree
+from bough.tree import IntArray, Tree
 from target_worker.verify import Draw, Row, draws_at
+
+NONE: IntArray = np.zeros(0, np.int32)
 
 
 class Refused(NamedTuple):
-    """A node all of whose children were refused, or which has none."""
+    """A node some of whose children were refused."""
 
     presence: float  # probability of being there then
-    target_probs: Row  # (vocab_size,) of the next token then
+    probs: Row  # (num_entries,) of the next token then, of those that the draft may have drawn
+    others: float  # of all other tokens together
 
 
 class Traversal:
@@ -41,7 +44,7 @@ class Traversal:
         self._presence = np.ones(len(tree))  # of a node, when those of its siblings that come before were refused
         self._accepted = np.ones(len(tree))  # of it or of something below it, then
         for node, children in enumerate(self._children):  # parents come before their children
-            left = self._refuse_all(node, target_probs(node)).presence if children else self._presence[node]
+            left = self._refuse_all(node, target_probs(node))[1].presence if children else self._presence[node]
             self._accepted[node] = left  # itself, and as yet nothing below it
         for node in reversed(range(1, len(tree))):
             parent = tree.parents[node]
@@ -49,32 +52,54 @@ class Traversal:
 
     def law(self, node: int, target_probs: Row) -> Row:
         """(vocab_size,) probabilities of the token after a node, where that or something below it is accepted."""
-        refused, rest = self._refuse_all(node, target_probs), 1.0
-        law = np.zeros_like(refused.target_probs)
+        tokens, refused = self._refuse_all(node, target_probs)
+        bonus = _without(target_probs, tokens)
+        if (mass := bonus.sum()) > 0.0:
+            bonus *= refused.others / mass
+        bonus[tokens] = refused.probs
+        law, rest = np.zeros_like(bonus), 1.0
         for child in self._children[node]:
             law[self._tree.tokens[child]] += rest * self._accepted[child]
             rest *= 1.0 - self._accepted[child]
-        law += rest * refused.presence * refused.target_probs
+        law += rest * refused.presence * bonus
         total = law.sum()
-        return law / total if total > 0.0 else refused.target_probs
+        return law / total if total > 0.0 else bonus
 
-    def _refuse_all(self, node: int, target_probs: Row) -> Refused:
-        """Goes through a node's children one by one, and notes with what probability each is there."""
-        left = Refused(self._presence[node], target_probs)
-        for child, draw in zip(self._children[node], self._draws(node, len(left.target_probs)), strict=True):
-            self._presence[child] = min(1.0, left.presence * left.target_probs[draw.token] / draw.prob)
-            left = _refuse(left, draw)
-        return left
+    def _refuse_all(self, node: int, target_probs: Row) -> tuple[IntArray, Refused]:
+        """Tokens that may have been drawn below a node, and what is left when all its children were refused.
 
-    def _draws(self, node: int, vocab_size: int) -> Iterable[Draw]:
-        return draws_at(self._tree, node, Scheme.TRAVERSAL, vocab_size)
+        Notes with what probability each child is there.
+        """
+        vocab_size = len(target_probs)
+        draws = self._draws(node, vocab_size)
+        tokens = draws[0].tokens if draws else NONE
+        if len(draws) > len(tokens):  # exhausted: what came after these was drawn from all others
+            tokens = np.arange(vocab_size, dtype=np.int32)
+        places = np.zeros(vocab_size, np.int32)
+        places[tokens] = np.arange(len(tokens), dtype=np.int32)
+        others = float(_without(target_probs, tokens).sum())
+        left = Refused(self._presence[node], target_probs[tokens], others)
+        for child, draw in zip(self._children[node], draws, strict=True):
+            target_prob = left.probs[places[draw.token]]
+            self._presence[child] = min(1.0, left.presence * target_prob / draw.prob)
+            left = _refuse(left, places[draw.tokens], draw.probs)
+        return tokens, left
+
+    def _draws(self, node: int, vocab_size: int) -> Sequence[Draw]:
+        return [*draws_at(self._tree, node, Scheme.TRAVERSAL, vocab_size)]
 
 
-def _refuse(before: Refused, draw: Draw) -> Refused:
-    """What of the target's probability the draft's draw does not cover."""
-    left = before.presence * before.target_probs
-    left[draw.tokens] = np.maximum(left[draw.tokens] - draw.probs, 0.0)
-    total = float(left.sum())
+def _refuse(before: Refused, places: IntArray, draft_probs: Row) -> Refused:
+    """What of the target's probability a draw does not cover that was made with these."""
+    probs, others = before.presence * before.probs, before.presence * before.others
+    probs[places] = np.maximum(probs[places] - draft_probs, 0.0)
+    total = float(probs.sum()) + others
     if total == 0.0:  # all of it was covered: who was surely there is so but for rounding
         return before._replace(presence=float(before.presence == 1.0))
-    return Refused(total / (total + (1.0 - before.presence)), left / total)
+    return Refused(total / (total + (1.0 - before.presence)), probs / total, others / total)
+
+
+def _without(probs: Row, tokens: IntArray) -> Row:
+    rest = probs.copy()
+    rest[tokens] = 0.0
+    return rest

@@ -234,7 +234,7 @@ def laws_by(law: Law) -> Laws:
 class StaleTraversal(Traversal):
     """Wrong: the second child is judged as if it had been drawn like the first."""
 
-    def _draws(self, node: int, vocab_size: int) -> Iterable[Draw]:
+    def _draws(self, node: int, vocab_size: int) -> list[Draw]:
         listed = list(super()._draws(node, vocab_size))
         return [Draw(draw.token, listed[0].tokens, listed[0].probs) for draw in listed]
 
@@ -242,7 +242,7 @@ class StaleTraversal(Traversal):
 class TraversalOfTokens(Traversal):
     """Wrong: a node's parameter is its token's and not its path's."""
 
-    def _refuse_all(self, node: int, target_probs: Row) -> Refused:
+    def _refuse_all(self, node: int, target_probs: Row) -> tuple[np.ndarray, Refused]:
         self._presence[node] = 1.0
         return super()._refuse_all(node, target_probs)
 
