@@ -38,12 +38,13 @@ def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
                 "shape or chains would do"
             )
         return BestFirstGrower(call.root_token, growth, branch, closed)
+    distinct = WithoutReplacement(call.sampling.seed, call.round, vocab_size)
     fills: dict[Scheme, Fill] = {
         Scheme.TARGET: Best(),
-        Scheme.WITHOUT_REPLACEMENT: WithoutReplacement(call.sampling.seed, call.round, vocab_size),
+        Scheme.WITHOUT_REPLACEMENT: distinct,
         Scheme.MULTI_ROUND: Independent(call.sampling.seed, call.round),
+        Scheme.TRAVERSAL: distinct,
     }
-    fills[Scheme.TRAVERSAL] = fills[Scheme.WITHOUT_REPLACEMENT]
     return ShapeGrower(call.root_token, Shape.of(growth), fills[scheme], closed)
 
 

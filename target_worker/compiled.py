@@ -54,6 +54,7 @@ class CompiledLayers:
         hidden: torch.Tensor,
         batch: Batch,
         rotary: tuple[torch.Tensor, torch.Tensor],
+        is_last: bool,
     ) -> torch.Tensor:
         """What a layer with its parameters bound makes of (1, num_rows, hidden) rows.
 
@@ -68,7 +69,7 @@ class CompiledLayers:
             spans, number = chunk.spans(index)
             taken, num_rows = counters(num_threads, LOOPS), said_rows(chunk.num_tokens, len(state.hidden))
             run_layer(taken, num_threads, num_rows, number, weights, self._sizes, room, spans, state.cos, state.sin)
-        return hidden if index + 1 < len(self._layers) else self._end(hidden, batch)
+        return self._end(hidden, batch) if is_last else hidden
 
     def _begin(self, hidden: torch.Tensor, batch: Batch, rotary: tuple[torch.Tensor, torch.Tensor]) -> None:
         cos, sin = (table[0].float().numpy() for table in rotary)

@@ -50,7 +50,7 @@ class SweepModel(Protocol):
         ...
 
     def warm_up(self, slot: KVSlot) -> None:
-        """Makes what is made at the first use, with one row of a slot."""
+        """Makes what is made at the first use, with one row of a slot; raises what `bough.errors` names."""
         ...
 
 

@@ -15,8 +15,8 @@ from target_worker.verify import draws_at, law_given, walk
 def judge(call: VerifyCall, held: Sequence[int], logits_after: Callable[[Sequence[int]], Row]) -> Verdict:
     """The verdict on a tree; `held` are the tokens before the root.
 
-    `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes; few are asked for, but by
-    Scheme.TRAVERSAL.
+    `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes. Few paths are ever asked for, by
+    Scheme.TRAVERSAL all that have something below them: with hundreds of nodes that takes tenths of a second.
     """
     tree, params, base = call.tree, call.sampling, call.context.base_length
     children, logprobs = tree.children(), []

@@ -9,23 +9,29 @@ where there is not much more, so it leaves the compiling to another that ends be
 from __future__ import annotations
 
 # isort: off
-import bough.model  # before torch, see there
+import bough.model  # noqa: F401  # before torch, see there
 # isort: on
 
 import fcntl
 import hashlib
 import logging
+import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
+from typing import Any
 
+import numba
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from llvmlite.binding import get_host_cpu_name
+from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config
 from transformers.utils.logging import disable_progress_bar
 
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv_arena import KVArena
 from bough.model.loading import DTYPES, build_skeleton
+from bough.model.pack import pack
 from bough.placement import Budgets, Fixed, place
 from bough.tether import tethered
 from target_worker.sweep import StreamedModel
@@ -34,47 +40,74 @@ from target_worker.weights import plan_layer
 
 logger = logging.getLogger(__name__)
 
-SMALL = LlamaConfig(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+SMALL = LlamaConfig(**SIZES), Olmo2Config(**SIZES)  # layers that are compiled whole, and attention alone
+PACKED_BITS = (4, 8)
+TIMEOUT_SECONDS = 900.0
 
 
-def compile_apart(dtype: str) -> None:
+def compile_apart(dtype: str) -> bool:
     """Unless it has been done for these files and this processor; whoever else wants it meanwhile waits.
 
-    Where it cannot be done a target compiles as it goes, and takes the more memory.
+    Where it cannot be done, which is logged and False, a target compiles as it goes, and takes the more memory.
     """
-    folder = bough.model.compiled_folder()
-    place = hashlib.sha256(__file__.encode()).hexdigest()[:8]  # numba tells the same files in two places apart
-    done = folder / f"target-{dtype}-{place}"
+    folder = Path(os.environ["NUMBA_CACHE_DIR"])
+    done = folder / f"target-{dtype}-{_ground()}"
+    if done.exists():
+        return True
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with done.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                subprocess.run(tethered([sys.executable, "-m", "target_worker.kernels", dtype]), check=True)
+                logger.info("compiling kernels for %s in a process of its own", dtype)
+                command = tethered([sys.executable, "-m", "target_worker.kernels", dtype])
+                subprocess.run(
+                    command, check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=TIMEOUT_SECONDS
+                )
                 done.touch()
-    except (OSError, subprocess.CalledProcessError) as exc:
+    except (OSError, subprocess.SubprocessError) as exc:
         logger.warning("kernels could not be compiled apart (%s)", exc)
+        return False
+    return True
 
 
 def compile_here(dtype: torch.dtype) -> None:
-    """All that a target in numbers of a type calls."""
-    with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_config(SMALL, dtype=torch.float32).save_pretrained(folder)
-        skeleton = build_skeleton(Checkpoint.open(folder), dtype)
-        layers = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
-        sizes, shape, device = [layer.num_bytes for layer in layers], skeleton.kv_shape(), torch.device("cpu")
-        placement = place(sizes, Fixed(0, 0, 0, 0), Budgets(4 * sum(sizes), 0, 2 * max(sizes), 0))
-        with Tiers(layers, placement, num_threads=1) as tiers:
-            model = StreamedModel(skeleton, tiers, SMALL.max_position_embeddings, device)
-            model.warm_up(KVArena(shape, shape.empty(1, device)).take(1))
+    """What targets in numbers of a type call, but for what only mixtures of experts do."""
+    for config in SMALL:
+        with tempfile.TemporaryDirectory() as name:
+            whole = Path(name) / "whole"
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(whole)
+            _warm_up(whole, dtype)
+            for bits in PACKED_BITS if config is SMALL[0] else ():
+                pack(str(whole), bits, whole.with_name(f"packed{bits}"))
+                _warm_up(whole.with_name(f"packed{bits}"), dtype)
+
+
+def _warm_up(folder: Path, dtype: torch.dtype) -> None:
+    skeleton = build_skeleton(Checkpoint.open(folder), dtype)
+    layers = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
+    sizes, shape, device = [layer.num_bytes for layer in layers], skeleton.kv_shape(), torch.device("cpu")
+    placement = place(sizes, Fixed(0, 0, 0, 0), Budgets(4 * sum(sizes), 0, 2 * max(sizes), 0))
+    with Tiers(layers, placement, num_threads=1) as tiers:
+        model = StreamedModel(skeleton, tiers, SIZES["max_position_embeddings"], device)
+        model.warm_up(KVArena(shape, shape.empty(1, device)).take(1))
+
+
+def _ground() -> str:
+    """What numba tells what it has compiled apart by: its own version, the processor, the files and their place."""
+    hash_ = hashlib.sha256(f"{numba.__version__} {get_host_cpu_name()} {__file__}".encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        hash_.update(file.read_bytes())
+    return hash_.hexdigest()[:12]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 
 from bough.model.batch import Batch, Chunk, Segment
 from bough.model.device import working_on
+from bough.model.draw import require_numbers
 from bough.model.experts import with_rows
 from bough.model.kv import KVSlot
 from bough.model.lean_parts import is_lean
@@ -24,7 +25,7 @@ from target_worker.tiers import Tiers
 from target_worker.weights import MadeLayer
 
 SPEED_BYTES = 1000**3  # over which the link's speed is taken
-WARM_LAYERS = 2  # of any kind: all call the same kernels
+WARM_LAYERS = 2  # where those are not of all kinds, a first sweep compiles what is missing
 MOST_MADE = 2048  # layers in slabs of which that is kept: up to 20 KB each, beside the memory that is budgeted
 
 
@@ -94,15 +95,17 @@ class StreamedModel:
 
         Raises:
             StreamError: one of these layers could not be read.
+            Unavailable: what came of them is not numbers.
         """
         batch = Batch([Segment.tree(slot, 0, Tree.root(0))], self.rows, self.device)
-        num_layers, self._num_computed = self._num_computed, WARM_LAYERS
+        num_layers, self._num_computed = self._num_computed, min(WARM_LAYERS, self._num_computed)
         try:
-            self._logits(batch)
+            logits = self._logits(batch)
         finally:
             self._num_computed = num_layers
             self.tiers.restart()
             self._figures = self.tiers.figures()
+        require_numbers(logits[0].double().numpy(), 0)
 
     def _logits(self, batch: Batch) -> torch.Tensor:
         with working_on(self.device), self._kv.sweep(batch) as batch:
@@ -133,7 +136,8 @@ class StreamedModel:
             with self.tiers.layer(index) as slab, self._kv.layer(index):
                 place = self._bind(index, slab)
                 if self._compiled is not None:
-                    return self._compiled.run(index, place, hidden_states, batch, kwargs["position_embeddings"])
+                    is_last, rotary = index + 1 == self._num_computed, kwargs["position_embeddings"]
+                    return self._compiled.run(index, place, hidden_states, batch, rotary, is_last)
                 parts = []
                 for chunk in batch.chunks:
                     with with_rows(chunk.num_tokens):

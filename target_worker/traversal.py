@@ -38,13 +38,17 @@ class Traversal:
     """
 
     def __init__(self, tree: Tree, target_probs: Callable[[int], Row]) -> None:
-        """`target_probs` gives the target's own (vocab_size,) after a node; it is asked for all with children."""
+        """`target_probs` gives the target's own (vocab_size,) after a node; it is asked where there are children."""
         self._tree = tree
         self._children = [list(of_node.values()) for of_node in tree.children()]
         self._presence = np.ones(len(tree))  # of a node, when those of its siblings that come before were refused
         self._accepted = np.ones(len(tree))  # of it or of something below it, then
         for node, children in enumerate(self._children):  # parents come before their children
-            left = self._refuse_all(node, target_probs(node))[1].presence if children else self._presence[node]
+            left = self._presence[node]
+            if children and left > 0.0:
+                left = self._refuse_all(node, target_probs(node))[1].presence
+            elif children:
+                self._presence[children] = 0.0
             self._accepted[node] = left  # itself, and as yet nothing below it
         for node in reversed(range(1, len(tree))):
             parent = tree.parents[node]

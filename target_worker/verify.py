@@ -2,7 +2,8 @@
 
 All schemes are one walk. They differ in the law that the token after a node is drawn from: the target's own, or the
 target's given what the draft has drawn there. A law given the draft's draws is exact if its average over them is the
-target's; the more of it falls on the draws, the more is accepted.
+target's; the more of it falls on the draws, the more is accepted. By Scheme.TRAVERSAL it is given what the draft has
+drawn in the whole tree, and exact are the walks (`target_worker.traversal`).
 """
 
 from __future__ import annotations

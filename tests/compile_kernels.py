@@ -20,7 +20,8 @@ from target_worker.kernels import compile_apart
 
 def compile_for(dtype: str) -> None:
     """All that a target in numbers of a type calls, and a draft."""
-    compile_apart(dtype)
+    if not compile_apart(dtype):
+        raise SystemExit("the kernels do not compile; the log above says why")
     with TemporaryDirectory() as folder:
         tiny = save_model(Path(folder) / "tiny", TINY)
         warm_up(ResidentModel(build_skeleton(Checkpoint.open(tiny), DTYPES[dtype]), CPU))

@@ -24,7 +24,7 @@ from bough.model.checkpoint import Checkpoint
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.memory import resident_bytes
 from bough.model.pack import pack
-from bough.model.probe import STAND_IN_BYTES, best_rate, disk_speed
+from bough.model.probe import STAND_IN_BYTES, Read, best_rate, disk_speed
 from bough.model.shapes import Packing, find_config, model_shapes
 from bough.placement import Budgets, Fixed, Placement, Tier, place
 from bough.planning import Speed, Speeds, SweepModel, purchases, rate, sweep_model
@@ -334,11 +334,13 @@ def test_what_is_not_told_is_measured(
 
 
 def test_a_disk_that_falters_is_as_fast_as_in_its_best_third() -> None:
-    steady = [(float(second), 100) for second in range(1, 10)]
-    assert best_rate([(0.0, 0), *steady]) == 100
-    assert best_rate([(0.0, 0), *steady[:4], *((second + 20, size) for second, size in steady[4:])]) < 50
-    assert best_rate([(0.0, 0), *steady, *((second + 11, size) for second, size in steady)]) == 100
-    assert best_rate([(0.0, 0), (2.0, 100)]) == 50
+    steady = [Read(float(second), second + 1.0, 100) for second in range(9)]
+    later = [Read(read.begin + 15, read.end + 15, 100) for read in steady]
+    assert best_rate(steady) == pytest.approx(100)
+    assert best_rate([*steady, *later]) == pytest.approx(100), "though it stood still in between"
+    assert best_rate([Read(0.0, 2.0, 100)]) == pytest.approx(50)
+    together = [Read(2.0 * turn, 2.0 * turn + 2.0, 100) for turn in range(9) for _ in range(8)]
+    assert best_rate(together) == pytest.approx(400), "eight that end at once are no faster than they are"
 
 
 def test_a_disk_is_measured_and_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

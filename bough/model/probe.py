@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -29,6 +30,7 @@ from bough.planning import Speed
 
 PROBE_SECONDS = 0.3  # of each measurement; that of the disk takes DISK_SECONDS
 DISK_SECONDS = 1.5
+THIRD = 100  # steps in a third of that
 PIECE_BYTES = 8 * 1024 * 1024  # one read, as the target worker reads
 STAND_IN_BYTES = 256 * 1024 * 1024  # of a file to read where there are no weights yet
 COPY_BYTES = 128 * 1024 * 1024
@@ -181,40 +183,47 @@ def _read_speed(files: Sequence[Path], num_threads: int, what: str) -> Speed:
                 for begin in range(0, max(size - PIECE_BYTES, 0) + 1, PIECE_BYTES)
             ]
         )
-        begin = perf_counter()
         with ThreadPoolExecutor(num_threads) as threads:
-            jobs = (pieces, threading.Lock(), begin + DISK_SECONDS)
-            done = itertools.chain(*threads.map(lambda _: _read_until(*jobs), range(num_threads)))
+            jobs = (pieces, threading.Lock(), perf_counter() + DISK_SECONDS)
+            reads = [*itertools.chain(*threads.map(lambda _: _read_until(*jobs), range(num_threads)))]
         how = "past the page cache" if all(direct for _, direct, _ in descriptors) else "through the page cache"
     finally:
         for descriptor, *_ in descriptors:
             os.close(descriptor)
-    return Speed(best_rate([(begin, 0), *done]), f"measured: {num_threads} threads reading {what} {how}")
+    return Speed(best_rate(reads), f"measured: {num_threads} threads reading {what} {how}")
 
 
-def _read_until(pieces: Iterator[tuple[int, int]], lock: threading.Lock, deadline: float) -> list[tuple[float, int]]:
-    """When each read of one thread had ended, and its bytes."""
-    done: list[tuple[float, int]] = []
+class Read(NamedTuple):
+    """One that has ended."""
+
+    begin: float  # seconds
+    end: float
+    num_bytes: int
+
+
+def _read_until(pieces: Iterator[tuple[int, int]], lock: threading.Lock, deadline: float) -> list[Read]:
+    """What one thread reads."""
+    reads: list[Read] = []
     memory = large_pages(PIECE_BYTES)
-    while not done or done[-1][0] < deadline:
+    while not reads or reads[-1].end < deadline:
         with lock:
             descriptor, offset = next(pieces)
+        begin = perf_counter()
         num_bytes = os.preadv(descriptor, [memory], offset)
-        done.append((perf_counter(), num_bytes))
-    return done
+        reads.append(Read(begin, perf_counter(), num_bytes))
+    return reads
 
 
-def best_rate(done: Sequence[tuple[float, int]]) -> float:
-    """Bytes per second in the best third of the time, from when each read ended and its bytes.
+def best_rate(reads: Sequence[Read]) -> float:
+    """Bytes per second in the best third of the time: disks falter, by themselves and for others.
 
-    Disks falter, by themselves and for others. The first entry is the beginning.
+    A read's bytes come evenly while it lasts: those that are under way together may all end at once.
     """
-    ends, sizes = np.array(sorted(done)).T
-    total = np.cumsum(sizes)
-    seconds = (ends[-1] - ends[0]) / 3
-    firsts = np.flatnonzero(ends <= ends[-1] - seconds)
-    lasts = np.searchsorted(ends, ends[firsts] + seconds, side="left").clip(max=len(ends) - 1)
-    return float(((total[lasts] - total[firsts]) / (ends[lasts] - ends[firsts])).max())
+    begins, ends, sizes = np.array(reads).T
+    times, step = np.linspace(begins.min(), ends.max(), 3 * THIRD + 1, retstep=True)
+    lasting = np.maximum(ends - begins, 1e-9)
+    arrived = (np.clip((times[:, None] - begins) / lasting, 0.0, 1.0) * sizes).sum(1)
+    return float((arrived[THIRD:] - arrived[:-THIRD]).max() / (THIRD * step))
 
 
 def _open(file: Path) -> tuple[int, bool]:
