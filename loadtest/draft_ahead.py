@@ -64,7 +64,7 @@ def run_prompt(
     target: SlowTarget, draft: DraftWorker, prompt: list[int], plan: TreePlan, params: SamplingParams, length: int
 ) -> Tally:
     """Generates `length` tokens."""
-    session_id = f"bench {prompt}"
+    session_id = f"bench {time.monotonic_ns()}"  # the target remembers those of settings before
     tokens, tally, draft_held, target_held, round_ = list(prompt), Tally(), 0, 0, 0
     while len(tokens) - len(prompt) < length:
         context = Context.of(session_id, tokens, draft_held, len(prompt))
