@@ -16,7 +16,7 @@ def judge(call: VerifyCall, held: Sequence[int], logits_after: Callable[[Sequenc
     """The verdict on a tree; `held` are the tokens before the root.
 
     `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes. Few paths are ever asked for, by
-    Scheme.TRAVERSAL all that have something below them: with hundreds of nodes that takes tenths of a second.
+    Scheme.TRAVERSAL all that have something below them.
     """
     tree, params, base = call.tree, call.sampling, call.context.base_length
     children, logprobs = tree.children(), []

@@ -66,7 +66,7 @@ def test_it_does_not_read_the_model(twelve_layers: Path) -> None:
 
 
 def test_a_damaged_layer_is_named_when_it_comes(twelve_layers: Path, tmp_path: Path) -> None:
-    """At the start the first two, later the others, and the first sweep after its repair has it."""
+    """At the start the first two, later the others; repaired, it is well once what was read ahead is gone."""
     pack(str(twelve_layers), 4, tmp_path / "packed")
     places = Checkpoint.open(tmp_path / "packed").tensors
     first, last = (places[f"model.layers.{index}.mlp.up_proj.weight.packed"] for index in (1, 11))
