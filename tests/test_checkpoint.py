@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import save_model
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, MixtralConfig
 
 from bough.errors import CheckpointError
@@ -64,9 +65,35 @@ def test_a_tensor_that_the_index_promises(copy: Path) -> None:
         Checkpoint.open(copy)
 
 
+def test_a_tensor_that_stands_in_two_files_is_where_the_index_says(copy: Path) -> None:
+    """Left behind by whoever moved it."""
+    first, second = shards(copy)[:2]
+    name = next(iter(load_file(first)))
+    save_file({**load_file(second), name: torch.zeros(load_file(first)[name].shape)}, second)
+    assert Checkpoint.open(copy).tensors[name].file == first
+
+
+@pytest.mark.parametrize("weight_map", [[1, 2], {"lm_head.weight": 7}, {"lm_head.weight": None}, None, "files"])
+def test_an_index_that_is_none(copy: Path, weight_map: object) -> None:
+    (copy / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=INDEX_NAME):
+        Checkpoint.open(copy)
+
+
+def test_offsets_that_are_no_numbers(copy: Path) -> None:
+    victim = shards(copy)[0]
+    data = victim.read_bytes()
+    begin = data.index(b'"data_offsets":[') + len(b'"data_offsets":[')
+    end = data.index(b"]", begin)
+    victim.write_bytes(data[:begin] + b"[]".ljust(end - begin) + data[end:])
+    with pytest.raises(CheckpointError, match=rf"{victim.name}: .*malformed"):
+        Checkpoint.open(copy)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"hidden_size": "sixty"}, "hidden_size"),
         ({"num_hidden_layers": 5}, r"model\.layers\.4\..*missing"),
         ({"intermediate_size": 128}, r"shape \[96, 64\], but config.json asks for \[128, 64\]"),
         ({"model_type": "no-such-model"}, "no-such-model"),
@@ -122,6 +149,9 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "v
         ("stablelm", "computes attention on its own"),
         ("gpt2", "does not list its layers"),
         ("falcon", "does not build it as a language model with bough's attention"),
+        ("deepseek_v2", r"compresses keys and values together \(MLA\)"),
+        ("deepseek_v3", r"compresses keys and values together \(MLA\)"),
+        ("gemma3n_text", "attend to the keys of others"),
     ],
 )
 def test_architectures_that_cannot_be_run_are_refused_by_name_and_reason(model_type: str, reason: str) -> None:
@@ -131,6 +161,8 @@ def test_architectures_that_cannot_be_run_are_refused_by_name_and_reason(model_t
             setattr(config, name, value)
     if model_type in ("qwen3_next", "llama4_text", "minimax"):
         config.layer_types = config.layer_types[:2]
+    if model_type == "gemma3n_text":
+        config.layer_types, config.num_kv_shared_layers = ["full_attention"] * 2, 1
     with pytest.raises(CheckpointError, match=f"model_type '{model_type}' cannot be run: .*{reason}"):
         build_empty(config, torch.float32)
 

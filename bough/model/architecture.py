@@ -6,28 +6,43 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bough.errors import CheckpointError
 from bough.model import attention
+from bough.model.kv import KVShape
 
 ATTENTIONS = {"full_attention", "sliding_attention"}  # of layers whose kinds a configuration tells
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in configurations
+# What transformers raises of configurations that it cannot read.
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError)
 BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length the longest position decides for all
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """The configuration in a model folder.
+    """The configuration of the language model in a folder.
 
     Raises:
         CheckpointError: where transformers cannot read it.
     """
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as exc:
+        return language_part(AutoConfig.from_pretrained(folder))
+    except UNREADABLE as exc:
         raise CheckpointError(f"{folder / 'config.json'}: {exc}") from exc
-    return config
+
+
+def language_part(config: PretrainedConfig) -> PretrainedConfig:
+    """What a configuration says of a language model: all of it, but of one that also sees or hears a part.
+
+    How weights are stored, and whether the head is the embeddings, is said of the whole.
+    """
+    part: PretrainedConfig = config.get_text_config(decoder=True)
+    for name in ("dtype", "tie_word_embeddings", "quantization_config"):
+        if part is not config and getattr(config, name, None) is not None:
+            setattr(part, name, getattr(config, name))
+    return part
 
 
 def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -40,7 +55,7 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
         reason = _why_not(model)
-    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+    except UNREADABLE as exc:
         reason = f"transformers does not build it as a language model with bough's attention: {exc!r}"
     if reason:
         raise CheckpointError(f"config.json: model_type {config.model_type!r} cannot be run: {reason}")
@@ -67,6 +82,26 @@ def _why_not(model: PreTrainedModel) -> str:
         return "its decoder does not list its layers as `layers`"
     if not all(any(hasattr(module, "layer_idx") for module in layer.modules()) for layer in layers):
         return "not all of its layers have attention"
+    return _why_not_kept(model.config, layers)
+
+
+def _why_not_kept(config: PretrainedConfig, layers: nn.ModuleList) -> str:
+    """What keeps keys and values from standing in slots, which have the same room for them in every layer."""
+    if getattr(config, "kv_lora_rank", None):
+        return "its attention compresses keys and values together (MLA), and a head's are not of one size"
+    if getattr(config, "num_kv_shared_layers", None):
+        return "some of its layers attend to the keys of others, and have none themselves"
+    if getattr(config, "cross_attention_layers", None):
+        return "some of its layers attend to pictures, which are no part of a text"
+    shape = KVShape.of(config, torch.float32)
+    wanted = shape.num_kv_heads * shape.head_dim
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if name.endswith(("k_proj", "v_proj")) and isinstance(module, nn.Linear) and module.out_features != wanted:
+                return (
+                    f"layer {index} makes {module.out_features} numbers in {name} where {shape.num_kv_heads} heads of "
+                    f"{shape.head_dim} are {wanted}; slots have the same room in every layer"
+                )
     return ""
 
 

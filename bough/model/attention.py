@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from bough.errors import CheckpointError
 from bough.model.attention_cpu import KINDS, attend_in_slots, attend_on_cpu
 from bough.model.batch import Chunk
 from bough.model.paths import Paths
@@ -84,12 +85,25 @@ def tree_attention(
     keyword arguments; the mask is ours to derive, so none is given.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    _require_room(chunk, layer, key, value)
     queries, keys, values = (numbers[0].transpose(0, 1) for numbers in (query, key, value))
     rules = scaling, sliding_window or 0, softcap or 0.0, None if s_aux is None else s_aux.float()
     if query.device.type == "cpu" and chunk.pieces:
         attend = attend_in_slots if key.dtype in KINDS else _attend_by_piece
         return attend(chunk, layer, queries, keys, values, *rules).to(query.dtype)[None], None
     return _attend_on_paths(chunk, layer, queries.contiguous(), keys, values, *rules)[None], None
+
+
+def _require_room(chunk: Chunk, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Kernels write as many numbers as there are. Raises CheckpointError where slots have room for others."""
+    for name, numbers in (("keys", key), ("values", value)):
+        for piece in chunk.pieces[:1]:
+            found, room = (numbers.shape[1], numbers.shape[3]), tuple(piece.slot.keys.shape[2:])
+            if found != room:
+                raise CheckpointError(
+                    f"config.json: layer {layer} has {name} of {found[0]} heads of {found[1]} numbers, where it says "
+                    f"{room[0]} of {room[1]}; a model whose layers are alike in this would do"
+                )
 
 
 def _attend_on_paths(

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,7 @@ class Checkpoint:
         folder = resolve(model)
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"model: {folder} has no config.json; a Hugging Face model folder would do")
-        tensors: dict[str, TensorPlace] = {}
-        for file in _shards(folder):
-            tensors.update(read_header(file))
-        _require_indexed_tensors(folder, tensors)
+        tensors = _tensors(folder)
         origin = Origin.read(folder)
         if origin is None:
             return cls(folder, tensors)
@@ -125,7 +123,7 @@ def read_header(file: Path) -> dict[str, TensorPlace]:
 
 def _place(file: Path, size: int, data_start: int, name: str, entry: dict[str, Any]) -> TensorPlace:
     try:
-        begin, end = entry["data_offsets"]
+        begin, end = (int(offset) for offset in entry["data_offsets"])
         dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
     except (KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(f"{file}: header entry of {name} is malformed: {entry!r}") from exc
@@ -163,27 +161,34 @@ def _borrowed(folder: Path, origin: Origin) -> dict[str, TensorPlace]:
     return {name: target.tensors[name] for name in origin.borrowed}
 
 
-def _shards(folder: Path) -> list[Path]:
+def _tensors(folder: Path) -> dict[str, TensorPlace]:
+    """Of all files; one that stands in several is where the index places it."""
     index = folder / INDEX_NAME
-    names = sorted(set(_weight_map(index).values())) if index.is_file() else [SINGLE_NAME]
-    for name in names:
+    files = _weight_map(index) if index.is_file() else {}
+    headers = {name: read_header(folder / name) for name in _shards(folder, set(files.values()) or {SINGLE_NAME})}
+    for name, file in files.items():
+        if name not in headers[file]:
+            raise CheckpointError(f"{folder / file}: tensor {name}, which {INDEX_NAME} places there, is missing")
+    tensors = {name: place for header in headers.values() for name, place in header.items()}
+    return tensors | {name: headers[file][name] for name, file in files.items()}
+
+
+def _shards(folder: Path, names: Collection[str]) -> list[str]:
+    """Their names in order."""
+    for name in sorted(names):
         if not (folder / name).is_file():
             is_cached = folder.parent.name == SNAPSHOTS
             remedy = "; `hf download` of the whole model would do" if is_cached else ""
             raise CheckpointError(f"{folder / name}: this file of the checkpoint is missing{remedy}")
-    return [folder / name for name in names]
-
-
-def _require_indexed_tensors(folder: Path, tensors: dict[str, TensorPlace]) -> None:
-    index = folder / INDEX_NAME
-    if index.is_file():
-        for name, file in _weight_map(index).items():
-            if name not in tensors:
-                raise CheckpointError(f"{folder / file}: tensor {name}, which {INDEX_NAME} places there, is missing")
+    return sorted(names)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as exc:
+        names = dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as exc:
         raise CheckpointError(f"{index}: not an index of safetensors files: {exc!r}") from exc
+    for name, file in names.items():
+        if not isinstance(file, str) or not file:
+            raise CheckpointError(f"{index}: tensor {name} is placed in {file!r}; the name of a file would do")
+    return names

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from bough.errors import ConfigError
+
+_FULL = "the disk is full; make room and run the same command again to go on"
+_UNWRITABLE = "a folder that can be written to would do"
+REMEDIES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: "raise the limit for files (`ulimit -f`) and run the same command again to go on",
+    errno.EIO: "the disk or the way to it fails; another disk would do",
+    errno.EROFS: _UNWRITABLE,
+    errno.EACCES: _UNWRITABLE,
+    errno.EPERM: _UNWRITABLE,
+}
+OTHERWISE = "another folder would do"
 
 
 def make_folder(flag: str, folder: Path) -> None:
@@ -23,11 +40,11 @@ def make_folder(flag: str, folder: Path) -> None:
         raise ConfigError(f"{flag}: {folder} cannot be made: {exc.strerror}; another folder would do") from exc
 
 
-def replace(file: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file at once or not at all.
+def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None:
+    """Writes a file at once or not at all; `content` is what it holds, in the words of an error.
 
     Raises:
-        ConfigError: the disk is full, or will not be written to.
+        ConfigError: the disk is full, or will not be written to; with the system's reason.
     """
     partial = file.with_name(file.name + ".partial")
     try:
@@ -36,10 +53,17 @@ def replace(file: Path, write: Callable[[Path], Any]) -> None:
             os.fsync(stream.fileno())
         partial.replace(file)
     except Exception as exc:
-        partial.unlink(missing_ok=True)
-        code = getattr(exc, "errno", None)
-        if code == errno.ENOSPC or "No space left" in str(exc):
-            raise ConfigError(f"{file}: the disk is full; make room and run the same command again to go on") from exc
-        if isinstance(exc, OSError):
-            raise ConfigError(f"{file}: cannot be written: {exc}") from exc
-        raise
+        with suppress(OSError):  # where nothing can be written any more, the first error is the one to tell
+            partial.unlink(missing_ok=True)
+        if not isinstance(exc, OSError | SafetensorError):
+            raise
+        what = f"{file}: {content}" if content else f"{file}:"
+        raise ConfigError(f"{what} cannot be written: {exc}; {REMEDIES.get(_code(exc), OTHERWISE)}") from exc
+
+
+def _code(error: OSError | SafetensorError) -> int:
+    """The system's number of what went wrong, which safetensors has in its words alone; 0 where there is none."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else 0

@@ -34,6 +34,12 @@ PACKED_SUFFIX, SCALES_SUFFIX = ".packed", ".packed_scales"  # after the name of 
 MIXED = "mixed"  # in config.json, instead of a number of bits
 BITS = {"U8": 4, "I8": 8}  # by the data type of the integers that bough has packed
 METHODS = ("bough", "gptq", "awq")
+# How names begin in a model of which the language model is a part, and how they begin in that by itself.
+PARTS = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,13 @@ def logical_sources(checkpoint: Checkpoint, quantization: Quantization | None) -
             if base is not None:
                 sources[base] = _packed_source(name, quantization, left)
     sources.update({name: Stored(place) for name, place in left.items()})
-    return sources
+    return {_own_name(name): source for name, source in sources.items()}
+
+
+def _own_name(name: str) -> str:
+    """That a value has where the language model is no part of another."""
+    of_part = next((beginning for beginning in PARTS if name.startswith(beginning)), None)
+    return name if of_part is None else PARTS[of_part] + name.removeprefix(of_part)
 
 
 def _weight_name(name: str, method: str) -> str | None:
@@ -110,6 +122,7 @@ def _packed_source(name: str, quantization: Quantization, left: dict[str, Tensor
     if quantization.method == "bough":
         base = name.removesuffix(PACKED_SUFFIX)
         packed = take(name, [dtype for dtype, bits in BITS.items() if quantization.bits in (0, bits)])
+        _require_matrix(packed)
         scales, bits = take(base + SCALES_SUFFIX, ("F16",)), BITS[packed.dtype]
         _require_groups(scales, packed.shape[1] * 8 // bits, scales.shape[-1] if scales.shape else 0)
         _require_shape(scales, (2 if bits == 4 else 1, packed.shape[0], scales.shape[-1]))
@@ -117,6 +130,7 @@ def _packed_source(name: str, quantization: Quantization, left: dict[str, Tensor
     base = name.removesuffix(".qweight")
     words, zeros = take(name, ("I32",)), take(f"{base}.qzeros", ("I32",))
     scales = take(f"{base}.scales", VALUE_DTYPES)
+    _require_matrix(words)
     num_groups, per_word = scales.shape[0] if scales.shape else 0, 32 // quantization.bits
     source: Awq | Gptq = Awq(words, zeros, scales)
     if quantization.method == "gptq":
@@ -130,6 +144,11 @@ def _packed_source(name: str, quantization: Quantization, left: dict[str, Tensor
     else:
         _require_groups(scales, inputs, num_groups)
     return source
+
+
+def _require_matrix(place: TensorPlace) -> None:
+    if len(place.shape) != 2:
+        raise CheckpointError(f"{place.file}: tensor {place.name} has shape {list(place.shape)}; a matrix would do")
 
 
 def _require_shape(place: TensorPlace, shape: tuple[int, ...]) -> None:

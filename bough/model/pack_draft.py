@@ -8,7 +8,7 @@ it (`bough.model.origin`). Or it is copied, for a draft worker that runs where t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from bough.model.loading import build_skeleton, read_place
 from bough.model.mixed import LAYOUTS, Option, choose
 from bough.model.naming import MIXED, PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.origin import Origin
-from bough.model.pack import matrices_of
+from bough.model.pack import LayerTensors
 from bough.model.pack_folder import SHARD_BYTES, PackFolder, shards_of
 from bough.model.quantize import SHRUNKEN, Layout, quantize, rounding_error
 from bough.model.source import typed
@@ -54,8 +54,8 @@ def pack_draft(
 
     Raises:
         CheckpointError: the model cannot be read.
-        ConfigError: a layer to drop is not there, `bits` are too few, the folder holds something else, or the disk is
-            full.
+        ConfigError: a layer to drop is not there, `bits` are too few, most of the layers cannot be packed, the folder
+            holds something else, or the disk is full.
     """
     checkpoint = Checkpoint.open(model)
     kept = kept_layers(checkpoint, drop_layers)
@@ -63,14 +63,21 @@ def pack_draft(
     if skeleton.quantization is not None:
         raise ConfigError(f"model: {model} is packed already ({skeleton.quantization.method})")
     slots = [slot for layer in skeleton.layer_slots for slot in layer]
-    matrices = {p.name: p for slot in slots for p in matrices_of(slot) if _layouts(p)}
+    tensors = LayerTensors.of(slots, min(layout.group_size for layout in LAYOUTS))
+    tensors.require_worth(model)
+    matrices = {place.name: place for place in tensors.packed}
     fingerprint = checkpoint.content_fingerprint()
     origin = {"draft": True, "bits": bits, "kept_layers": list(kept), "source": fingerprint, "whole": is_whole}
     written = PackFolder.begin(folder, checkpoint, origin)
     layouts = _chosen(written, matrices, bits)
     places = dict.fromkeys(place for slot in slots for place in slot.source.places)
     shared = dict.fromkeys(place for slot in skeleton.resident_slots for place in slot.source.places)
-    _write(written, shards_of([*places, *(shared if is_whole else ())], shard_bytes), layouts)
+    written.write_all(
+        "draft",
+        shards_of([*places, *(shared if is_whole else ())], shard_bytes),
+        num_bytes=lambda place: _num_bytes(place, layouts.get(place.name)),
+        convert=lambda place: _tensors(place, layouts.get(place.name)),
+    )
     borrowed = () if is_whole else tuple(place.name for place in shared)
     Origin(_reference(model), fingerprint, kept, borrowed).save(folder)
     written.finish(checkpoint, {"bits": MIXED}, leave_out=(EXPANSION_NAME,))
@@ -102,22 +109,6 @@ def _options(place: TensorPlace) -> list[Option]:
         Option(layout, value.numel() * layout.bits_per_weight, rounding_error(some, layout, SHRUNKEN))
         for layout in _layouts(place)
     ]
-
-
-def _write(written: PackFolder, shards: Sequence[Sequence[TensorPlace]], layouts: Mapping[str, Layout]) -> None:
-    num_bytes = sum(_num_bytes(place, layouts.get(place.name)) for places in shards for place in places)
-    written.require_room(num_bytes)
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=written.path.name) as progress:
-        for number, places in enumerate(shards):
-            name = f"draft-{number:05d}-of-{len(shards):05d}.safetensors"
-            if written.has(name):
-                progress.update(sum(_num_bytes(place, layouts.get(place.name)) for place in places))
-                continue
-            tensors: dict[str, torch.Tensor] = {}
-            for place in places:
-                tensors.update(_tensors(place, layouts.get(place.name)))
-                progress.update(_num_bytes(place, layouts.get(place.name)))
-            written.write_shard(name, tensors)
 
 
 def _num_bytes(place: TensorPlace, layout: Layout | None) -> int:

@@ -41,6 +41,7 @@ def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     rows (..., inputs), matrix (outputs, inputs), bias (outputs,), of one type that `can_multiply` allows. A matrix that
     is not contiguous is copied first.
     """
+    assert rows.shape[-1] == matrix.shape[1], "kernels take shapes at their word"
     num_outputs = matrix.shape[0]
     outputs = max(num_outputs, GROUP)
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()

@@ -16,14 +16,14 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from bough.config import TargetConfig
 from bough.errors import CheckpointError
-from bough.model.architecture import build_empty, describe, load_config
+from bough.model.architecture import UNREADABLE, build_empty, describe, language_part, load_config
 from bough.model.experts import EXPERT_ROWS, has_own_products
 from bough.model.hub import is_hub_id
 from bough.model.kv import KVShape
 from bough.model.loading import DTYPES
 from bough.model.memory import fixed_bytes
 from bough.model.naming import Quantization
-from bough.model.pack import is_packable, packed_bytes
+from bough.model.pack import is_packed, packed_bytes
 from bough.model.quantize import GROUP_SIZES
 from bough.model.reproducible import row_counts
 from bough.model.source import room_bytes
@@ -71,10 +71,14 @@ class Packing:
         )
 
     def has(self, name: str, module: nn.Module, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is packed: a matrix of a linear layer, or those of experts."""
+        """Whether a parameter is packed, whose name in its layer is given: a matrix of a linear layer, or of experts.
+
+        Of bough's own packing it is what `bough pack` does: not those of a checkpoint that has all experts in one.
+        """
+        if self.method == "bough":
+            return is_packed(module, name, parameter.shape, self.bits)
         is_matrix = (isinstance(module, nn.Linear) and parameter.dim() == 2) or parameter.dim() == 3
-        is_kept = any(kept in name for kept in self.kept)
-        return is_matrix and not is_kept and (self.method != "bough" or is_packable(parameter.shape, self.bits))
+        return is_matrix and not any(kept in name for kept in self.kept)
 
     def num_bytes(self, shape: torch.Size) -> int:
         """Integers and scales; of GPTQ and AWQ also zeros, and of GPTQ the group of each input."""
@@ -139,11 +143,13 @@ def find_config(model: str) -> tuple[PretrainedConfig, Path]:
     if not is_hub_id(model):
         raise CheckpointError(f"model: folder {model} is not there")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as exc:
+        config = language_part(AutoConfig.from_pretrained(model))
+    except OSError as exc:
         raise CheckpointError(
             f"model: config.json of {model} can neither be fetched nor is it in the local Hugging Face cache: {exc}"
         ) from exc
+    except UNREADABLE as exc:
+        raise CheckpointError(f"model: config.json of {model}: {exc}") from exc
     cached = try_to_load_from_cache(model, "config.json")
     return config, Path(cached).parent if isinstance(cached, str) else Path(HF_HUB_CACHE)
 
