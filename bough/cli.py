@@ -18,9 +18,9 @@ from bough.growth import Scheme
 from bough.values import DRAFT_BITS, DTYPE_NAMES
 
 PLAN_SETTINGS = (
-    "draft", "device", "device_memory", "host_memory", "kv_memory", "ring_memory", "resident_layers", "experts",
-    "max_context", "max_nodes", "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed",
-    "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
+    "draft", "device", "device_memory", "host_memory", "kv_memory", "kv_tier", "ring_memory", "resident_layers",
+    "experts", "max_context", "max_nodes", "max_sweep_tokens", "rows", "dtype", "bits", "threads", "link_threads",
+    "link_speed", "host_link_speed", "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
@@ -145,7 +145,7 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--whole", action="store_true", help="of a draft: copy what it would share, to use it elsewhere"
     )
-    parser.add_argument("--out", help="folder to write, or to go on writing; MODEL-4bit or MODEL-draft here by default")
+    parser.add_argument("--out", help="folder to write, continue or repair; MODEL-4bit or MODEL-draft here by default")
 
 
 def _add_distill(parser: argparse.ArgumentParser) -> None:

@@ -25,8 +25,7 @@ from loadtest.limits import drop_cached
 from loadtest.sweep import Contestant
 
 SIZES = (1, 16, 64, 256)
-SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256"]
-SWEEP_TOKENS = ["--max-sweep-tokens", "256"]  # no flag of `bough plan`, which takes it from the environment
+SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256", "--max-sweep-tokens", "256"]
 
 
 def predicted(model: Path, flags: list[str]) -> dict[int, float]:
@@ -44,7 +43,7 @@ def compared(model: Path, budget: str, turns: int, repeats: int) -> list[dict[st
     for _ in range(turns):
         drop_cached(model)
         plan = predicted(model, flags)
-        with Contestant("bough", "--model", str(model), *flags, *SWEEP_TOKENS, prefix=[]) as engine:
+        with Contestant("bough", "--model", str(model), *flags, prefix=[]) as engine:
             for size in SIZES:
                 plans[size].append(plan[size])
                 sweeps[size].append(engine.seconds(size, repeats))
@@ -66,7 +65,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="sweeps of each turn")
     arguments = parser.parse_args()
     ensure_demonstration()
-    os.environ["BOUGH_TARGET_MAX_SWEEP_TOKENS"] = SWEEP_TOKENS[1]
     model = demonstration_folder()
     rows = [row for budget in arguments.budgets for row in compared(model, budget, arguments.turns, arguments.repeats)]
     print(json.dumps({"model": model.name, "processor": processor(), "cores": os.cpu_count(), "sweeps": rows}))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from bough.errors import CheckpointError, StreamError
+from bough.model.checkpoint import MAX_HEADER_BYTES
 from target_worker.weights import ALIGNMENT, Extent, LayerWeights
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ class Disk:
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files = {file: _open(file) for file in set(files)}
+        self._layouts = {file: _layout_of(file) for file in self._files}
 
     @property
     def is_direct(self) -> bool:
@@ -62,6 +66,28 @@ class Disk:
         """Closes the files."""
         for file in self._files.values():
             os.close(file.descriptor)
+
+    def renew(self) -> set[Path]:
+        """Goes over to files that have taken the place of those that are open, under the same descriptors; which.
+
+        Raises:
+            StreamError: what stands there now is laid out otherwise.
+        """
+        renewed = set()
+        for path, file in self._files.items():
+            if not path.exists() or os.path.samestat(path.stat(), os.fstat(file.descriptor)):
+                continue
+            if _layout_of(path) != self._layouts[path]:
+                raise StreamError(
+                    f"{path}: another file stands here than when the model was opened, with other tensors or places; "
+                    "the one that was there, or starting again, would do"
+                )
+            new = _open(path)
+            os.dup2(new.descriptor, file.descriptor)  # whoever reads knows the number
+            os.close(new.descriptor)
+            self._files[path] = new._replace(descriptor=file.descriptor)
+            renewed.add(path)
+        return renewed
 
     def place_of(self, piece: Piece) -> tuple[int, int, int, int, int]:
         """Descriptor, offset, bytes, how many of them are needed, and where they belong in the layer's slab."""
@@ -128,6 +154,13 @@ def cut(extents: Sequence[Extent]) -> list[Piece]:
         for extent in extents
         for begin in range(0, extent.num_bytes, PIECE_BYTES)
     ]
+
+
+def _layout_of(file: Path) -> tuple[int, int]:
+    """What changes if tensors are elsewhere: the file's size, and a checksum of its header."""
+    with file.open("rb") as stream:
+        (num_bytes,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
+        return file.stat().st_size, zlib.crc32(stream.read(min(num_bytes, MAX_HEADER_BYTES)))
 
 
 def _open(file: Path) -> _File:

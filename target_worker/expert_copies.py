@@ -56,6 +56,9 @@ class ExpertCopies:
         """As many as keep the copying lane at work."""
         return -(-max(0, GUESSED_BYTES - self._traffic.outstanding_bytes) // self._slabs.shape[1])
 
+    def renew(self) -> None:
+        """Whoever reads for the host does."""
+
     def begin(self) -> None:
         """No slab is given up in the turn in which it is computed with."""
         self._computed = self._lanes.compute_mark()

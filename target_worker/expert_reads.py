@@ -69,6 +69,13 @@ class ExpertReads:
         """Any number: they have threads of their own."""
         return len(self._slabs)
 
+    def renew(self) -> None:
+        """Goes over to files that have taken the place of others. Raises StreamError: they are laid out otherwise."""
+        renewed = self._disk.renew()
+        for index, layer in self._layers.items() if self._checksums else ():
+            of_renewed = (n for n, each in enumerate(layer.each) if any(e.file in renewed for e in each.extents))
+            self._unseen |= {Expert(index, number) for number in of_renewed}
+
     def begin(self) -> None:
         """What the CPU was told to compute, it has computed."""
 

@@ -49,6 +49,10 @@ class Arrivals(Protocol):
         """How many may be begun now, without what is wanted next having to wait for them."""
         ...
 
+    def renew(self) -> None:
+        """Goes over to files that have taken the place of others. Raises StreamError: they are laid out otherwise."""
+        ...
+
     def begin(self) -> None:
         """Another layer's turn: whatever is computed with slabs that are given up from now on, has been told to be."""
         ...
@@ -173,6 +177,10 @@ class ExpertStore:
             self._empty(slab)
             raise
         return tuple(weights.bytes_of(place, data) for place in weights.slots[slot].source.places)
+
+    def renew(self) -> None:
+        """As `Tiers.renew`. Raises StreamError."""
+        self._arrivals.renew()
 
     def restart(self) -> None:
         """After an error or a sweep that was given up."""

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import torch
 
+from bough.errors import StreamError
 from target_worker.disk import Allocate, Disk, Slab
 from target_worker.stream import LinkFigures, Ring
 from target_worker.traffic import Traffic
@@ -105,9 +106,8 @@ class HostLayers:
             StreamError: it could not be read, or is not what was written; call `restart` before the next sweep.
         """
         if index in self._slabs:
-            slab = self._slabs[index].bytes
-            self._check(index, slab)
-            yield slab
+            self._check_staying(index)
+            yield self._slabs[index].bytes
             return
         assert self._ring is not None, "a layer that does not stay streams"
         with self._ring.layer(self._place_in_ring[index]) as slab:
@@ -119,9 +119,31 @@ class HostLayers:
         if self._ring is not None:
             self._ring.restart()
 
+    def renew(self) -> bool:
+        """Goes over to files that have taken the place of others, whose layers are compared again; whether any have.
+
+        Call `restart` then: what has come ahead is of the others.
+
+        Raises:
+            StreamError: what stands there now is laid out otherwise.
+        """
+        renewed = self._disk.renew()
+        if self._checksums:
+            self._unseen |= {i for i, layer in enumerate(self._layers) if any(e.file in renewed for e in layer.extents)}
+        return bool(renewed)
+
     def figures(self) -> LinkFigures:
         """Counters since the start."""
         return self._ring.figures() if self._ring is not None else LinkFigures.of(self._traffic, 0)
+
+    def _check_staying(self, index: int) -> None:
+        """Reads a layer anew that is not what was written: the file may have been repaired since."""
+        slab = self._slabs[index]
+        try:
+            self._check(index, slab.bytes)
+        except StreamError:
+            self._disk.load([self._layers[index]], [slab], self._num_threads)
+            self._check(index, slab.bytes)
 
     def _check(self, index: int, slab: torch.Tensor) -> None:
         if index in self._unseen:

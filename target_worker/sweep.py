@@ -64,6 +64,7 @@ class StreamedModel:
         scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
         self._made: dict[LayerAt, MadeLayer] = {}
+        self._has_failed = False  # the last sweep
         self._num_computed = len(tiers.layers)  # layers of a sweep, from the first on; rows pass by the others
         bind_resident(skeleton, skeleton.resident_slots, device)
         move_buffers(skeleton.model, device)
@@ -81,10 +82,14 @@ class StreamedModel:
         """
         began, kv_bytes = time.perf_counter_ns(), self._kv.num_bytes
         try:
+            if self._has_failed:
+                self.tiers.renew()
             logits = self._logits(batch)
         except BaseException:
+            self._has_failed = True
             self.tiers.restart()
             raise
+        self._has_failed = False
         return logits, self._account(time.perf_counter_ns() - began, kv_bytes)
 
     @torch.inference_mode()

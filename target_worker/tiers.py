@@ -147,6 +147,18 @@ class Tiers:
             self.experts.restart()
         (self._host if self._copies is None else self._copies).restart()
 
+    def renew(self) -> None:
+        """After a sweep that failed: goes over to files that have taken the place of those that are open.
+
+        Raises:
+            StreamError: what stands there now is laid out otherwise.
+        """
+        is_renewed = self._host.renew()
+        if self.experts is not None:
+            self.experts.renew()
+        if is_renewed:
+            self.restart()
+
     def figures(self) -> LinkFigures:
         """Counters, since the start, of the link over which the weights reach what computes."""
         if self._lanes is not None:

@@ -13,7 +13,7 @@ from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint import TensorPlace
 from bough.model.experts import stack_of
 from bough.model.loading import ParameterSlot, require_checksum
-from bough.model.source import ReusedMemory
+from bough.model.source import ReusedMemory, crc32
 from bough.placement import Apart, ExpertSizes
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT asks for on every common file system
@@ -87,7 +87,7 @@ class LayerWeights:
         """
         for place in self.begins:
             try:
-                require_checksum(place, self.bytes_of(place, slab), checksums)
+                require_checksum(place, crc32(self.bytes_of(place, slab)), checksums)
             except CheckpointError as exc:
                 raise StreamError(str(exc)) from exc
 

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from bough.errors import CheckpointError, ConfigError, StreamError
+from bough.model import loading
 from bough.model import pack_folder as packing
 from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace, read_header
-from bough.model.loading import build_skeleton
+from bough.model.loading import bind_all, build_skeleton, read_place
 from bough.model.naming import Quantization, logical_sources
 from bough.model.numbers import from_half
 from bough.model.pack import pack
@@ -389,9 +390,58 @@ def test_a_byte_that_has_changed_is_found_and_named(tiny: Path, tmp_path: Path, 
     with streamed(folder, torch.float32, max_resident=max_resident) as model:
         with pytest.raises(StreamError, match=r"layers\.2\.mlp\.up_proj\.weight\.packed .*checksum"):
             plain_logits(model, TOKENS)
-        if max_resident == 0:
-            flip(place)
-            assert len(plain_logits(model, TOKENS)) == len(TOKENS), "it goes on when the file is whole again"
+        flip(place)
+        assert len(plain_logits(model, TOKENS)) == len(TOKENS), "it goes on when the file is whole again"
+
+
+@pytest.mark.parametrize("max_resident", [0, 4])
+def test_a_file_that_takes_the_place_of_a_damaged_one_is_read(tiny: Path, tmp_path: Path, max_resident: int) -> None:
+    """Whoever repairs a file writes another and renames it: who had the first one open has it still."""
+    folder = tmp_path / "packed"
+    pack(str(tiny), 4, folder)
+    place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight.packed"]
+    whole = tmp_path / "whole.safetensors"
+    shutil.copyfile(place.file, whole)
+    flip(place)
+    with streamed(folder, torch.float32, max_resident=max_resident) as model:
+        with pytest.raises(StreamError, match="checksum"):
+            plain_logits(model, TOKENS)
+        whole.replace(place.file)
+        assert len(plain_logits(model, TOKENS)) == len(TOKENS)
+
+
+def test_a_file_that_is_laid_out_otherwise_is_not_read(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    pack(str(tiny), 4, folder)
+    place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight.packed"]
+    flip(place)
+    other = tmp_path / "other.safetensors"
+    save_file({"other": torch.zeros(3)}, other)
+    with streamed(folder, torch.float32) as model:
+        with pytest.raises(StreamError, match="checksum"):
+            plain_logits(model, TOKENS)
+        other.replace(place.file)
+        with pytest.raises(StreamError, match=rf"{place.file.name}: another file stands here"):
+            plain_logits(model, TOKENS)
+
+
+def test_what_stays_in_another_data_type_is_converted_in_parts(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, the embeddings of a large vocabulary would stand in memory twice for a moment, which no budget counts."""
+    monkeypatch.setattr(loading, "CONVERTED_BYTES", 1000)
+    largest: list[int] = []
+
+    def read(place: TensorPlace) -> torch.Tensor:
+        largest.append(place.num_bytes)
+        return read_place(place)
+
+    monkeypatch.setattr(loading, "read_place", read)
+    skeleton = build_skeleton(Checkpoint.open(tiny), torch.bfloat16)
+    bind_all(skeleton, torch.device("cpu"))
+    assert max(largest) <= 1000
+    for name, tensor in tensors_of(tiny).items():
+        assert torch.equal(skeleton.model.get_parameter(name), tensor.to(torch.bfloat16)), name
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from bough.config import OrchestratorConfig, PlanConfig
 from bough.errors import ConfigError
 from bough.model.loading import DTYPES
-from bough.model.memory import SHARE, budgets, free_device_bytes
+from bough.model.memory import SHARE, budgets, free_device_bytes, host_budget, require_way_through
 from bough.model.probe import (
     disk_speed,
     find_device,
@@ -70,7 +70,7 @@ def make_plan(settings: PlanConfig) -> Plan:
     device_type = "cuda" if is_gpu else "cpu"
     shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
     fixed = shapes.fixed(settings, is_gpu)
-    allowed = budgets(settings, shapes.layer_bytes, _device_budget(settings, is_gpu), settings.host_memory)
+    allowed = budgets(settings, shapes.layer_bytes, _device_budget(settings, is_gpu), _host_budget(settings, is_gpu))
     apart = shapes.apart if settings.experts != "all" else None
 
     def place_in(budgets: Budgets) -> Placement:
@@ -79,6 +79,7 @@ def make_plan(settings: PlanConfig) -> Plan:
         return place_apart(shapes.layer_bytes, apart, fixed, budgets, is_gpu, settings.experts == "chosen")
 
     placement = place_in(allowed)
+    require_way_through(placement, is_gpu, allowed.host)
     speeds = find_speeds(settings, shapes, placement, folder, is_gpu)
     draft = draft_cost(settings, speeds) if settings.draft else None
 
@@ -108,6 +109,12 @@ def _device_budget(settings: PlanConfig, is_gpu: bool) -> int:
     if is_gpu and not has_gpu() and not settings.device_memory:
         raise ConfigError("--device-memory: missing; there is no gpu here to ask; a size such as 24GB would do")
     return settings.device_memory or int(free_device_bytes(find_device(is_gpu)) * SHARE)
+
+
+def _host_budget(settings: PlanConfig, is_gpu: bool) -> int:
+    if is_gpu and not has_gpu() and not settings.host_memory:
+        raise ConfigError("--host-memory: missing; a gpu's host is not this one; a size such as 128GB would do")
+    return host_budget(settings, is_gpu)
 
 
 def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement, folder: Path, is_gpu: bool) -> Speeds:

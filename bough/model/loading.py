@@ -20,11 +20,23 @@ from bough.model.experts import Experts
 from bough.model.kv import KVShape
 from bough.model.naming import AnySource, Naming, Quantization, logical_sources
 from bough.model.pack_folder import read_checksums
-from bough.model.source import STORED_DTYPES, VALUE_DTYPES, FreshMemory, Joined, Scratch, Source, Stored, crc32
+from bough.model.source import (
+    STORED_DTYPES,
+    VALUE_DTYPES,
+    FreshMemory,
+    Joined,
+    Scratch,
+    Source,
+    Stored,
+    crc32,
+    row_blocks,
+    typed,
+)
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CONVERTED_BYTES = 16_000_000  # of a tensor that are read at once where it stays in another data type
 NUM_NAMED = 3  # unused tensors that a warning names
 
 
@@ -51,7 +63,10 @@ class ParameterSlot:
         """The value as `put` wants it."""
         if isinstance(self.source, Experts):
             return self.source.table(raw, dtype, scratch)
-        value = self.source.value(raw, dtype, scratch)
+        return self.wrapped(self.source.value(raw, dtype, scratch))
+
+    def wrapped(self, value: torch.Tensor) -> torch.Tensor:
+        """A value as `put` wants it."""
         return value if self.key in self.module._buffers else nn.Parameter(value, requires_grad=False)
 
     def put(self, made: Any) -> None:
@@ -218,11 +233,28 @@ def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: to
             module, key = loaded[slot.source.places]
             slot.module._parameters[slot.key] = module._parameters[key]
             continue
-        raw = [read_place(place) for place in slot.source.places]
-        for place, data in zip(slot.source.places, raw, strict=True):
-            require_checksum(place, data, skeleton.checksums)
-        slot.bind([data.to(device) for data in raw], skeleton.dtype, memory)
+        if isinstance(slot.source, Stored) and slot.source.scratch_bytes(skeleton.dtype):
+            value = memory.take(slot.source.shape, skeleton.dtype)
+            _convert(slot.source.place, value, skeleton.checksums)
+            slot.put(slot.wrapped(value))
+        else:
+            raw = [read_place(place) for place in slot.source.places]
+            for place, data in zip(slot.source.places, raw, strict=True):
+                require_checksum(place, crc32(data), skeleton.checksums)
+            slot.bind([data.to(device) for data in raw], skeleton.dtype, memory)
         loaded[slot.source.places] = (slot.module, slot.key)
+
+
+def _convert(place: TensorPlace, out: torch.Tensor, checksums: Mapping[str, int]) -> None:
+    """A tensor in another data type, some rows at a time: both at once would take more memory than any budget says."""
+    parts, checksum, begin = row_blocks(place, CONVERTED_BYTES), 0, 0
+    for part in parts:
+        data = read_place(part)
+        checksum = crc32(data, checksum)
+        rows = typed(data, part)
+        out[begin : begin + len(rows)] = rows
+        begin += len(rows)
+    require_checksum(place, checksum, checksums)
 
 
 def bind_all(skeleton: Skeleton, device: torch.device, correct: Correction = uncorrected) -> None:
@@ -253,14 +285,14 @@ def read_place(place: TensorPlace) -> torch.Tensor:
     return torch.from_numpy(data)
 
 
-def require_checksum(place: TensorPlace, data: torch.Tensor, checksums: Mapping[str, int]) -> None:
-    """Compares a tensor's bytes, (num_bytes,) uint8 on the CPU, with their checksum, if there is one.
+def require_checksum(place: TensorPlace, found: int, checksums: Mapping[str, int]) -> None:
+    """Compares the crc32 of a tensor's bytes with the one that they were written with, if there is one.
 
     Raises:
         CheckpointError: naming the file and the tensor.
     """
     expected = checksums.get(place.name)
-    if expected is not None and crc32(data) != expected:
+    if expected is not None and found != expected:
         raise CheckpointError(
             f"{place.file}: tensor {place.name} does not have the checksum that it was written with; "
             "the file is damaged: write it again with `bough pack`"

@@ -15,7 +15,7 @@ from bough.model.architecture import max_positions
 from bough.model.kv import KVShape
 from bough.model.loading import Skeleton
 from bough.model.packed import BLOCK_BYTES, BLOCK_ELEMENTS
-from bough.placement import STAGED_LAYERS, Budgets, Fixed
+from bough.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, Placement, Tier, gigabytes
 from bough.row_counts import OWN_MOST
 
 SHARE = 0.8  # of what is free: others live here too
@@ -40,6 +40,36 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 def free_device_bytes(device: torch.device) -> int:
     """What this process may still take of an accelerator's memory; on the CPU, that is the host's."""
     return free_host_bytes() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+
+
+def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
+    """Bytes of the host's memory for layers: as told, or most of what is free; 0 where the host is the accelerator.
+
+    Raises:
+        ConfigError: told where there is no such memory.
+    """
+    if is_gpu:
+        return settings.host_memory or int(free_host_bytes() * SHARE)
+    if settings.host_memory:
+        raise ConfigError(
+            f"--host-memory: {gigabytes(settings.host_memory)}; on the CPU host and device have one memory, "
+            "which --device-memory limits"
+        )
+    return 0
+
+
+def require_way_through(placement: Placement, is_gpu: bool, host: int) -> None:
+    """That layers come from disk to a GPU: through pinned memory, of which `host` bytes are for layers.
+
+    Raises:
+        ConfigError: it does not hold as many of them as it takes.
+    """
+    if is_gpu and placement.layers(Tier.DISK) and not placement.num_host_slabs:
+        least = placement.fixed.host_kv + placement.fixed.host_experts + MIN_SLABS * placement.slab_bytes
+        raise ConfigError(
+            f"--host-memory: {gigabytes(host)}; layers pass from disk to the GPU through pinned memory, which "
+            f"must hold {MIN_SLABS}: {gigabytes(least)} or more would do"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -180,9 +180,24 @@ def typed(data: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     return data.view(STORED_DTYPES[place.dtype]).view(place.shape)
 
 
-def crc32(data: torch.Tensor) -> int:
-    """Checksum of bytes, (num_bytes,) uint8 on the CPU."""
-    return zlib.crc32(data.numpy())  # type: ignore[arg-type]  # an array is a buffer
+def row_blocks(place: TensorPlace, most_bytes: int) -> list[TensorPlace]:
+    """A tensor's rows, in runs of about as many bytes as are allowed; one without rows in one piece."""
+    num_rows = place.shape[0] if place.shape else 0
+    if not num_rows or not place.num_bytes:
+        return [place]
+    row_bytes = place.num_bytes // num_rows
+    step = max(1, most_bytes // row_bytes)
+    blocks = []
+    for begin in range(0, num_rows, step):
+        count = min(step, num_rows - begin)
+        offset, num_bytes = place.offset + begin * row_bytes, count * row_bytes
+        blocks.append(replace(place, offset=offset, num_bytes=num_bytes, shape=(count, *place.shape[1:])))
+    return blocks
+
+
+def crc32(data: torch.Tensor, before: int = 0) -> int:
+    """Checksum of bytes, (num_bytes,) uint8 on the CPU, that follow others with the checksum `before`."""
+    return zlib.crc32(data.numpy(), before)  # type: ignore[arg-type]  # an array is a buffer
 
 
 def _is_aligned(place: TensorPlace) -> bool:
