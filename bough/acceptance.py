@@ -2,7 +2,7 @@
 
 Row d of an acceptance holds, for accepted nodes at depth d, the probabilities that the child of each rank is accepted.
 The last row stands for all deeper nodes too, so that one row alone is the vector by rank of Sequoia (arXiv 2402.12374,
-section 3.1).
+section 3.1). By Scheme.MULTI_ROUND a rank is a draw: one that comes to the token of an earlier one is never accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DepthCounts:
     """What became of the children of nodes at one depth; numbers of nodes, of which old ones count for less."""
 
     accepted: tuple[float, ...]  # (num_ranks,) [k]: the child of rank k was accepted
-    rejected: tuple[float, ...]  # (num_ranks,) [k]: there were k + 1 children, and none was accepted
+    rejected: tuple[float, ...]  # (num_ranks,) [k]: there were k + 1 children (or draws), and none was accepted
 
 
 @dataclass(frozen=True, slots=True)

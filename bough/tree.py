@@ -133,6 +133,14 @@ class Tree:
         parents = np.where(self.parents[kept] < 0, -1, new_index[self.parents[kept]]).astype(np.int32)
         return Tree(self.tokens[kept], parents, self.log_probs[kept])
 
+    def drawn_below(self, node: int, scheme: Scheme) -> IntArray:
+        """Children of a node in the order in which they were drawn; one that equal draws share as often as that."""
+        drawn = np.arange(len(self), dtype=np.int32)
+        if scheme is Scheme.MULTI_ROUND and self.draws is not None:
+            drawn = self.draws
+        below: IntArray = drawn[self.parents[drawn] == node]
+        return below
+
     def validate(self, vocab_size: int, max_nodes: int, scheme: Scheme = Scheme.TARGET) -> None:
         """Checks every rule, also those of the scheme by which it is to be verified; once at each process boundary.
 

@@ -6,10 +6,10 @@ Draft and target run in this process; the target is the unexpanded demonstration
 one's. Trees are grown by the draft worker as it is, all prompts in step, and judged by the target worker's own code;
 only, the target computes logits where the walk through a tree asks for them, not at every node. So tokens per round are
 what the pipeline gives, and the sweeps that they would have cost are not paid for. With --crossed the same of ways that
-the papers do not compare. Ends with one JSON line:
+the papers do not compare; with --contestants of those alone whose names hold what it says. Ends with one JSON line:
 
-tokens_per_round   by temperature, contestant and nodes: mean over prompts, with half the width of its 95 % confidence
-                   interval (bootstrap over prompts)
+tokens_per_round   by temperature, contestant and nodes: [mean over prompts, half the width of its 95 % confidence
+                   interval (bootstrap over prompts)]
 prediction_error   mean of |predicted / measured - 1| by contestant, of tokens per round where every round weighs the
                    same. Shapes are predicted from the acceptance by rank along the same texts, best-first trees by a
                    calibration learnt on other prompts. prediction_error_before has the vectors of another seed's
@@ -25,7 +25,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +54,7 @@ from loadtest.prompts import load_prompts
 
 LEVELS = 18  # of shapes and chains, at most
 STEP_TURNS = 21  # in which draft steps are timed
+EVERYONE = ""  # is part of every name
 
 
 class Contestant(NamedTuple):
@@ -110,12 +111,17 @@ GREEDY = {  # at temperature 0, where all schemes agree
 GREEDY_CROSSED = {"greedy, one chain": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chain)}
 
 
-def measure(bench: Bench, temperature: float, arguments: argparse.Namespace, rows: list[Row]) -> None:
-    """All contestants at one temperature, but for what is among the rows already; adds to these."""
+def contestants_at(temperature: float, arguments: argparse.Namespace) -> dict[str, Contestant]:
+    """Those of the tables; of them what `--contestants` asks for."""
     usual, others = (GREEDY, GREEDY_CROSSED) if temperature == 0 else (DRAWN, DRAWN_CROSSED)
-    contestants = others if arguments.crossed else usual
+    of_table = (others if arguments.crossed else usual).items()
+    return {name: one for name, one in of_table if any(wanted in name for wanted in arguments.contestants)}
+
+
+def measure(bench: Bench, temperature: float, arguments: argparse.Namespace, rows: list[Row]) -> None:
+    """The contestants at one temperature, but for what is among the rows already; adds to these."""
     params, other_seed = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
-    for name, contestant in contestants.items():
+    for name, contestant in contestants_at(temperature, arguments).items():
         done = {row["nodes"] for row in rows if (row["temperature"], row["contestant"]) == (temperature, name)}
         if done.issuperset(arguments.nodes):
             continue
@@ -176,7 +182,7 @@ def _calibrated(outcome: Outcome) -> float:
 
 def main() -> None:
     """Prints tables and one JSON line."""
-    arguments = _arguments()
+    arguments = arguments_from()
     ensure_demonstration(0)
     folder = demonstration_folder(0)
     flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--bits", arguments.bits]
@@ -213,11 +219,15 @@ def main() -> None:
     print(json.dumps({**settings, **figures, "rows": rows}))
 
 
-def _arguments() -> argparse.Namespace:
+def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Those of the command line by default; ends the process where a contestant is not known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0])
     parser.add_argument("--crossed", action="store_true", help="the other growths of each scheme instead")
+    parser.add_argument(
+        "--contestants", nargs="+", default=[EVERYONE], help="as the tables name them, or parts of their names"
+    )
     parser.add_argument("--num", type=int, default=24, help="prompts")
     parser.add_argument("--prompts", type=Path, help="JSONL file with `text` or `turns`; bough's own by default")
     parser.add_argument("--max-tokens", type=int, default=32, help="of each prompt")
@@ -230,7 +240,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="one is best where others compute too")
     parser.add_argument("--rows", type=Path, help="JSONL file: what is in it is not measured again, what is new added")
     parser.add_argument("--plot", type=Path, help="PNG file")
-    return parser.parse_args()
+    arguments = parser.parse_args(argv)
+    _require_known(arguments, parser)
+    return arguments
+
+
+def _require_known(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    everyone = argparse.Namespace(crossed=arguments.crossed, contestants=[EVERYONE])
+    known = dict.fromkeys(name for t in arguments.temperatures for name in contestants_at(t, everyone))
+    for wanted in arguments.contestants:
+        if not any(wanted in name for name in known):
+            parser.error(
+                f"--contestants: {wanted!r} is part of no name at these temperatures; of one of these would do: "
+                + "; ".join(known)
+            )
 
 
 if __name__ == "__main__":

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bough.acceptance import DepthCounts, SchemeAcceptance
+from bough.acceptance import SchemeAcceptance
 from bough.growth import Chains, Guess, Scheme, StaticShape, TreePlan
 from bough.messages import Context, GrowCall, Verdict, VerifyCall
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from draft_worker.worker import DraftWorker
 from loadtest.acceptance_target import LazyTarget
+from orchestrator.acceptance import AcceptanceCounter
 
-RANKS = 32  # children whose acceptance is measured
+RANKS = 32  # children, or draws, whose acceptance is measured; no more than are counted apart (NUM_RANKS)
 MAX_STREAMS = 100_000  # of one seed
 
 
@@ -84,30 +85,26 @@ class Bench:
         self, scheme: Scheme, guess: Guess, params: SamplingParams, along: Outcome | None = None
     ) -> SchemeAcceptance:
         """By rank, from trees of a root and its children only, at every position of an outcome's texts or its own."""
-        accepted, rejected = np.zeros(RANKS), np.zeros(RANKS)
+        counter = AcceptanceCounter(math.inf)
         growth = Chains(RANKS, 1) if scheme is Scheme.MULTI_ROUND else StaticShape((0,) * RANKS)
         plan = TreePlan(growth, scheme, guess)
         for repeat, texts in enumerate(along.texts if along else [None]):
             with self._streams(params, repeat) as streams:
                 for _ in range(self._length):
-                    self._count(streams, plan, texts, accepted, rejected)
-        counts = DepthCounts(tuple(accepted.tolist()), tuple(rejected.tolist()))
-        return SchemeAcceptance(scheme, int(accepted.sum() + rejected.sum()), (counts,))
+                    self._count(streams, plan, texts, counter)
+        (counts,) = counter.counts()
+        return counts
 
     def _count(
         self,
         streams: Sequence[Stream],
         plan: TreePlan,
         texts: Sequence[list[int]] | None,
-        accepted: NDArray[np.float64],
-        rejected: NDArray[np.float64],
+        counter: AcceptanceCounter,
     ) -> None:
         """One token further, so that every position is counted once."""
         for index, (stream, (tree, verdict)) in enumerate(zip(streams, self.round(streams, plan), strict=True)):
-            if verdict.accepted_nodes:
-                accepted[verdict.accepted_nodes[0] - 1] += 1
-            else:
-                rejected[len(tree) - 2] += 1
+            counter.observe(plan.scheme, tree, verdict.accepted_nodes)
             stream.tokens.append(texts[index][len(stream.tokens)] if texts else verdict.tokens_of(tree)[0])
 
     def round(self, streams: Sequence[Stream], plan: TreePlan) -> list[tuple[Tree, Verdict]]:

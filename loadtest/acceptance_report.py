@@ -73,10 +73,11 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def tokens_per_round(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """By temperature, contestant and nodes."""
-    figures: dict[str, dict[str, dict[str, float]]] = {}
+def tokens_per_round(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """By temperature, contestant and nodes: the mean, and half the width of its confidence interval."""
+    figures: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in rows:
         contestants = figures.setdefault(str(row["temperature"]), {})
-        contestants.setdefault(str(row["contestant"]), {})[str(row["nodes"])] = row["tokens_per_round"]
+        figure = [row["tokens_per_round"], row["interval"]]
+        contestants.setdefault(str(row["contestant"]), {})[str(row["nodes"])] = figure
     return figures

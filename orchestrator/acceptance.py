@@ -1,4 +1,8 @@
-"""Counts which guesses were accepted, by depth and rank, so that shapes can follow the workload."""
+"""Counts which guesses were accepted, by depth and rank, so that shapes can follow the workload.
+
+Ranks are those by which a tree is planned: places among siblings, and by Scheme.MULTI_ROUND draws. A token that has
+been drawn several times is accepted at its first draw or not at all: rejecting it leaves the target nothing of it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ class AcceptanceCounter:
         counts *= self._decay
         self._num_rounds[scheme] = self._num_rounds.get(scheme, 0) + 1
         for depth, (node, taken) in enumerate(zip_longest((0, *accepted_nodes), accepted_nodes)):
-            children = np.flatnonzero(tree.parents == node)[:NUM_RANKS]
+            children = tree.drawn_below(node, scheme)[:NUM_RANKS]
             if len(children):
                 # None where all were rejected, or the taken one is beyond the table.
                 ranks = np.flatnonzero(children == taken)
