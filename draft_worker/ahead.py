@@ -59,10 +59,10 @@ class Ahead:
         assert self._wanted is not None
         return [self.session.explored.segment(self.session.slot, self._wanted)]
 
-    def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
-        """After penalties and bias."""
+    def adjust(self, logits: torch.Tensor) -> None:
+        """By penalties and bias."""
         assert self._wanted is not None
-        return self.session.adjusted(self._wanted, logits)
+        self.session.adjust(self._wanted, logits)
 
     def learn(self, values: NDArray[np.float32], tokens: NDArray[np.int32], vocab_size: int) -> None:
         """Puts what may follow where the next call finds it."""

@@ -41,7 +41,7 @@ class DraftModel(Protocol):
     device: torch.device
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """(num_logit_rows, vocab_size) float32."""
+        """(num_logit_rows, vocab_size) float32, the caller's to change; valid until the next call."""
         ...
 
 
@@ -178,10 +178,8 @@ class Engine:
         readable = [self._readable(segment) for own in segments for segment in own]
         logits = self._model.logits(Batch(readable, None, self._model.device))
         sizes = [sum(len(s) for s in own if s.wants_logits) for own in segments]
-        of_parts = torch.split(logits, sizes)
-        adjusted = [part.adjusted(rows) for part, rows in zip(parts, of_parts, strict=True)]
-        if any(new is not old for new, old in zip(adjusted, of_parts, strict=True)):
-            logits = torch.cat(adjusted)
+        for part, rows in zip(parts, torch.split(logits, sizes), strict=True):
+            part.adjust(rows)
         values, tokens = largest(logits, NUM_CONSIDERED)
         ends = np.cumsum(sizes)[:-1]
         return list(zip(np.split(values, ends), np.split(tokens, ends), strict=True))

@@ -15,6 +15,7 @@ from bough.model.draw import gumbel_noise
 from bough.model.sample import GREEDY_TOKENS, greedy_weights, require_numbers
 from bough.sampling import SamplingParams
 from draft_worker.grow import Candidates
+from draft_worker.penalties import Past, Seen, penalise
 
 NUM_CANDIDATES = 64  # tokens kept of those that are considered
 NUM_NOISY_POSITIONS = 256  # positions whose noise is kept, all sessions together
@@ -40,7 +41,7 @@ class Guessing:
         return cls(call.sampling, call.context.prompt_length, is_sample, is_perturbed, call.vocab_size)
 
     def adjusts(self, vocab_size: int) -> bool:
-        """Whether logits of so many tokens need `adjusted`."""
+        """Whether logits of so many tokens need `adjust`."""
         return self.params.has_penalties or bool(self.params.logit_bias) or 0 < self.vocab_size < vocab_size
 
     def candidates(
@@ -81,35 +82,23 @@ class Guessing:
         scores = _filtered(values.astype(np.float64), self.params)[:, :NUM_CANDIDATES]
         return Candidates(tokens[:, :NUM_CANDIDATES], (scores - scores[:, :1]).astype(np.float32))
 
-    def adjusted(
-        self, logits: torch.Tensor, held: list[int], paths: NDArray[np.int32], positions: NDArray[np.int32]
-    ) -> torch.Tensor:
-        """Logits (num_nodes, vocab_size) after penalties and bias, as decoding would see them at each node.
+    @torch.inference_mode()
+    def adjust(self, logits: torch.Tensor, past: Past, paths: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
+        """Puts penalties and bias upon logits (num_nodes, vocab_size), as decoding would see them at each node.
 
-        `held` are the tokens before the root; paths and positions (num_nodes, width) are the tokens from the root to
-        each node and where they stand, -1 in places that are not used. Some may be tokens that only the target has.
+        Paths and positions (num_nodes, width) are the tokens from the root to each node and where they stand, -1 in
+        places that are not used. Some of these and of the past may be tokens that only the target has.
         """
-        params = self.params
-        adjusted = logits.cpu().numpy().copy()
-        vocab_size = adjusted.shape[1]
-        if params.has_penalties:
-            is_known = paths < vocab_size
-            nodes, places = np.nonzero((positions >= 0) & is_known)
-            is_seen = np.zeros(adjusted.shape, np.bool_)
-            is_seen[:, [token for token in held if token < vocab_size]] = True
-            is_seen[nodes, paths[nodes, places]] = True
-            factor = np.where(adjusted > 0, 1 / params.repetition_penalty, params.repetition_penalty)
-            adjusted *= np.where(is_seen, factor, 1.0)
-            nodes, places = np.nonzero((positions >= self.prompt_length) & is_known)
-            of_held = np.bincount(held[self.prompt_length :], minlength=vocab_size)[:vocab_size]
-            counts = np.tile(of_held, (len(adjusted), 1))
-            np.add.at(counts, (nodes, paths[nodes, places]), 1)
-            adjusted -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
-        for token, bias in params.logit_bias.items():
-            adjusted[:, token : token + 1] += bias
+        vocab_size = logits.shape[1]
+        if self.params.has_penalties:
+            penalise(logits, self.params, Seen.of(past, paths, positions, self.prompt_length, vocab_size))
+        biases = {token: bias for token, bias in self.params.logit_bias.items() if token < vocab_size}
+        if biases:
+            columns = torch.tensor([*biases], device=logits.device)
+            values = torch.tensor([*biases.values()], dtype=logits.dtype, device=logits.device)
+            logits.index_copy_(1, columns, logits.index_select(1, columns) + values)
         if self.vocab_size:
-            adjusted[:, self.vocab_size :] = -np.inf
-        return torch.from_numpy(adjusted).to(logits.device)
+            logits[:, self.vocab_size :] = -torch.inf
 
 
 def _filtered(values: Scores, params: SamplingParams) -> Scores:

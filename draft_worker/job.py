@@ -34,8 +34,8 @@ class Stepping(Protocol):
         """Its rows of the step."""
         ...
 
-    def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of its rows, (num_rows, vocab_size), as sampling parameters have it."""
+    def adjust(self, logits: torch.Tensor) -> None:
+        """Makes the logits of its rows, (num_rows, vocab_size), what sampling parameters have of them."""
         ...
 
     def learn(self, values: NDArray[np.float32], tokens: NDArray[np.int32], vocab_size: int) -> None:
@@ -78,9 +78,10 @@ class Job:
         self._wanted = self.session.explored.wanted(*self._walk.missing())
         return [*context, self.session.explored.segment(self.session.slot, self._wanted)]
 
-    def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
-        """After penalties and bias."""
-        return self.session.adjusted(self._wanted, logits) if self._wanted is not None else logits
+    def adjust(self, logits: torch.Tensor) -> None:
+        """By penalties and bias."""
+        if self._wanted is not None:
+            self.session.adjust(self._wanted, logits)
 
     def learn(self, values: NDArray[np.float32], tokens: NDArray[np.int32], vocab_size: int) -> None:
         """Commits the context and puts what may follow where `advance` finds it."""

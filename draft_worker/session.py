@@ -15,6 +15,7 @@ from bough.model.kv import KVSlot
 from bough.prefix import prefix_hash
 from draft_worker.explored import Explored, Wanted
 from draft_worker.guess import Guessing
+from draft_worker.penalties import Past
 
 MAX_EXPANSIONS = 2048  # nodes expanded for one tree: each takes a row of the session's slot
 CONTEXT_CHUNK = 512  # tokens of a context that one draft step runs at most: others' trees grow in the same step
@@ -57,6 +58,7 @@ class DraftSession:
         self.explored = Explored(0)
         self._window = window
         self._guessing: Guessing | None = None
+        self._past = Past.of((), 0)
 
     def stand_on(self, call: GrowCall, guessing: Guessing, num_levels: int) -> None:
         """Takes over the call's context, and what of earlier trees lies on it.
@@ -68,7 +70,8 @@ class DraftSession:
         self._require_held(context)
         tokens = [*self.tokens[: context.context_start], *context.tokens]
         is_same = tokens[: len(self.tokens)] == self.tokens
-        if is_same and self.num_pending == 0:
+        stands = is_same and self.num_pending == 0  # whether what was explored is still below the text
+        if stands:
             self._follow([*tokens[len(self.tokens) :], call.root_token])
         elif not is_same:
             is_in_window = context.context_start >= self.start
@@ -78,9 +81,12 @@ class DraftSession:
         if not self.has_room(num_levels):
             self.start = len(tokens) - min(len(tokens), self._window.kept(num_levels))
             self.slot.roll_back(0)
-        if self.num_pending or guessing != self._guessing or not self.has_rows(call.plan.growth.max_expansions):
+            stands = False
+        # Not num_pending: of a shorter text, or of a window that keeps nothing, no token need be run again.
+        if not stands or guessing != self._guessing or not self.has_rows(call.plan.growth.max_expansions):
             self.explored = Explored(len(tokens) - self.start)
         self._guessing = guessing
+        self._past = Past.of(tokens if guessing.params.has_penalties else (), guessing.prompt_length)
 
     def has_room(self, num_levels: int) -> bool:
         """Whether a tree of so many levels can stand on what is committed without a new window."""
@@ -107,13 +113,13 @@ class DraftSession:
         begin = self.slot.length
         self.slot.compact(range(begin, begin + num_run), self.tokens[self.start + begin :][:num_run])
 
-    def adjusted(self, wanted: Wanted, logits: torch.Tensor) -> torch.Tensor:
-        """Logits (num_new, vocab_size) of nodes after penalties and bias."""
+    def adjust(self, wanted: Wanted, logits: torch.Tensor) -> None:
+        """Puts penalties and bias upon the logits (num_new, vocab_size) of nodes."""
         if self._guessing is None or not self._guessing.adjusts(logits.shape[1]):
-            return logits
+            return
         steps = np.arange(wanted.paths.shape[1])
         positions = np.where(steps <= wanted.depths[:, None], len(self.tokens) + steps, -1).astype(np.int32)
-        return self._guessing.adjusted(logits, self.tokens, self.explored.path_tokens(wanted), positions)
+        self._guessing.adjust(logits, self._past, self.explored.path_tokens(wanted), positions)
 
     def learn(self, wanted: Wanted, values: NDArray[np.float32], tokens: NDArray[np.int32], vocab_size: int) -> None:
         """The model has been run on these nodes; these are the largest adjusted logits of each, as from `largest`."""
