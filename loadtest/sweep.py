@@ -13,8 +13,9 @@ work_ratio       the same, but reading costs processor time too: sweep / max(raw
 link_busy        for trees of 16 and 64 nodes: share of ten consecutive rounds with drafting during which the link was
                  reading, a link slowed down to --slow-link; link_busy_unlimited is the same on the disk as it is, where
                  computing may take longer than reading. All processes together have a limit on their memory
-accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit;
-                 airllm_ratio likewise, where it is installed (`pip install airllm`; it is no part of bough's set-up)
+accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit,
+                 in which bough keeps as many layers as fit; airllm_ratio likewise, where it is installed (`pip install
+                 airllm`; it is no part of bough's set-up). from_disk has both against bough with every layer from disk
 packed4_ratio    for 1, 16 and 64 tokens: sweep of a 4-bit pack / of 16 bits, both over a link slowed down to
                  --slow-link; where computing takes longer than a quarter of the read, that is the limit
 resident_ratio   by number of tokens: with everything resident / transformers' own forward
@@ -80,11 +81,6 @@ class Contestant:
         sweeps = self.ask("sweep", num_tokens, repeats + 1)[1:]
         return float(sum(sweep["seconds"] for sweep in sweeps) / repeats)
 
-    def raw(self) -> Any:
-        """The second of two raw reads right after one another: the ring may still be reading beside the first."""
-        self.ask("raw")
-        return self.ask("raw")
-
     def _answer(self) -> Any:
         assert self._process.stdout is not None, "it was opened"
         line = self._process.stdout.readline()
@@ -133,10 +129,10 @@ def sweep_turn(model: Path, memory: int, link_speed: int, sizes: Sequence[int], 
             transformers = stack.enter_context(Contestant("transformers", str(model), prefix=[]))
             own = {size: transformers.seconds(size, repeats) for size in sizes}
         for size in sizes:
-            measured[size], before = [], link.raw()
+            measured[size], before = [], link.ask("raw")
             for _ in range(pairs):
                 streamed, resident = link.seconds(size, repeats), everything.seconds(size, repeats)
-                after = link.raw()
+                after = link.ask("raw")
                 raw, reading = ((before[key] + after[key]) / 2 for key in ("seconds", "processor_seconds"))
                 measured[size].append(Measured(raw, reading, streamed, resident))
                 before = after
@@ -188,25 +184,29 @@ def quartiles(numbers: Sequence[float]) -> list[float]:
 
 def peer_ratios(model: Path, memory: int, turns: int) -> dict[str, Any]:
     """Plain decoding within the same memory limit, and from opening the model to the first token."""
-    names = ["bough", "accelerate", *(["airllm"] if find_spec("airllm") else [])]
+    peers = ["accelerate", *(["airllm"] if find_spec("airllm") else [])]
+    names = ["bough", "bough from disk", *peers]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with ExitStack() as stack:
         engines = {}
         for name in names:
             prefix = stack.enter_context(limited(memory_bytes=memory)) if can_limit() else []
             budget = ["--device-memory", str(memory - INTERPRETER_BYTES), *SMALL]
-            flags = ["--model", str(model), *budget] if name == "bough" else [str(model)]
-            engines[name] = stack.enter_context(Contestant(name, *flags, prefix=prefix))
+            if name == "bough from disk":
+                budget += ["--resident-layers", "0"]
+            flags = [str(model)] if name in peers else ["--model", str(model), *budget]
+            engines[name] = stack.enter_context(Contestant(name.split()[0], *flags, prefix=prefix))
         for turn in range(turns):
             for name, engine in engines.items():
                 drop_cached(model)
-                seconds[name].append(engine.seconds(1, 3 if name == "bough" else 1))
+                seconds[name].append(engine.seconds(1, 1 if name in peers else 3))
             times = ", ".join(f"{name} {some[-1]:.3f} s" for name, some in seconds.items())
             _tell(f"turn {turn + 1} of {turns}: {times} per token")
     medians = {name: median(some) for name, some in seconds.items()}
     return {
-        **{f"{name}_ratio": round(medians[name] / medians["bough"], 2) for name in names[1:]},
-        **{f"{'plain' if name == 'bough' else name}_seconds": round(medians[name], 3) for name in names},
+        **{f"{name}_ratio": round(medians[name] / medians["bough"], 2) for name in peers},
+        "from_disk": {name: round(medians[name] / medians["bough from disk"], 2) for name in peers},
+        "seconds_per_token": {name: round(of_name, 3) for name, of_name in medians.items()},
         "first_token_seconds": {name: round(engine.first_token_seconds, 2) for name, engine in engines.items()},
     }
 
