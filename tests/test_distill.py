@@ -28,12 +28,13 @@ from bough.errors import ConfigError
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
+from bough.model.runner import ResidentModel
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.tokenizer import Tokenizer
 from bough.tree import Tree
 from draft_worker.sources import load_draft, open_adapter
 from draft_worker.worker import DraftWorker
-from loadtest.draft_agreement import answer, hits
+from loadtest.draft_agreement import Answer, hits
 from loadtest.prompts import load_prompts
 
 CPU = torch.device("cpu")
@@ -250,18 +251,23 @@ def test_a_damaged_choice_of_layers(tiny: Path, made: Path, tmp_path: Path) -> N
 
 
 def test_the_draft_that_is_shipped_is_one_for_the_demonstration_model(smollm: Path) -> None:
-    """It agrees with greedy answers to the first prompts about as often as its card says of all."""
+    """It agrees with greedy answers to the first prompts about as often as its card says of all.
+
+    It must reach 0.70. Of these 576 tokens it guesses 0.733, and with four guesses 0.927; untrained, 0.604 and 0.813.
+    On another processor, whose products round otherwise, the answers may differ in places.
+    """
     adapter = Adapter.open(EMBEDDED_DRAFT)
     adapter.require_base(Checkpoint.open(smollm))
     assert sum(file.stat().st_size for file in EMBEDDED_DRAFT.iterdir()) < 25_000_000
     assert len(adapter.kept_layers()) <= 0.8 * adapter.manifest.num_layers
     tokenizer = Tokenizer(load_tokenizer_files(smollm))
     target = load_draft(Checkpoint.open(smollm), (), "bfloat16", CPU)
-    prompts = [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[:3]]
-    answers = [answer(target, prompt, 32, ()) for prompt in prompts]
+    prompts = [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[:12]]
+    answers = _answers(target, prompts, 48)
     draft = load_draft(Checkpoint.open(smollm), (), "bfloat16", CPU, adapter)
     right = np.concatenate([hits(draft, one) for one in answers])
-    assert right[:, 0].mean() > 0.5
+    assert right[:, 0].mean() > 0.70
+    assert right.any(axis=1).mean() > 0.90
 
 
 SIZES = {"vocab_size": 262, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -305,6 +311,22 @@ def test_text_of_another_kind_is_not_gone_on_with(tiny: Path, made: Path, tmp_pa
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
     with pytest.raises(ConfigError, match="is not empty"):
         distilled(tiny, tmp_path, "--data", str(tmp_path / "full"))
+
+
+def _answers(model: ResidentModel, prompts: Sequence[list[int]], length: int) -> list[Answer]:
+    """Greedy, a token of each at once, also past their ends."""
+    shape = model.skeleton.kv_shape()
+    slots = [KVSlot(shape, len(prompt) + length, CPU) for prompt in prompts]
+    texts = [list(prompt) for prompt in prompts]
+    for slot, prompt in zip(slots, prompts, strict=True):
+        model.logits(Batch([Segment.context(slot, 0, prompt[:-1])], None, CPU))
+    for _ in range(length):
+        pairs = zip(slots, texts, strict=True)
+        ends = [Segment.tree(slot, len(text) - 1, Tree.root(text[-1])) for slot, text in pairs]
+        best = model.logits(Batch(ends, None, CPU)).argmax(1).tolist()
+        for text, token in zip(texts, best, strict=True):
+            text.append(token)
+    return [Answer(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
 
 
 def _plain_logits(folder: Path, tokens: list[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from bough.distill.teacher import Network
 from bough.errors import ConfigError
 from bough.model.files import replace
 
+CHOOSING_ROWS = 3  # of text, on which the choice is made
 SHORTLIST = 12  # layers that are cheapest alone: those that are tried after the first
 
 

@@ -6,6 +6,7 @@ template: every token sees the opening and its own document, nothing else. So no
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,15 @@ class Rows:
     def to(self, device: torch.device) -> Rows:
         """On another device."""
         return Rows(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+    def fingerprint(self) -> str:
+        """Hash over all of them."""
+        digest = hashlib.blake2b(digest_size=12)
+        for f in fields(self):
+            tensor = getattr(self, f.name).cpu().contiguous()
+            digest.update(f"{f.name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def save(self, file: Path) -> None:
         """At once or not at all."""

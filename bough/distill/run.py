@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,13 +14,16 @@ from tqdm import tqdm
 
 from bough.config import DistillConfig
 from bough.distill.adapter import Adapter, Manifest, base_fingerprint
-from bough.distill.choose import choose_layers
-from bough.distill.corpus import Corpus, TextSettings
+from bough.distill.choose import CHOOSING_ROWS, choose_layers
+from bough.distill.corpus import HELD_OUT_ROWS, Corpus, TextSettings
 from bough.distill.evaluate import agreement
+from bough.distill.memory import Size, Work, require_memory
+from bough.distill.recipe import Recipe
 from bough.distill.rows import Rows
-from bough.distill.teacher import Network, Template
-from bough.distill.train import CHECKPOINT_NAME, Recipe, Trainer
-from bough.errors import ConfigError
+from bough.distill.teacher import Network, Template, build_dense, kept_beside, template_fingerprint
+from bough.distill.text import QUESTION_SHARE
+from bough.distill.train import CHECKPOINT_NAME, Trainer
+from bough.errors import ConfigError, InvalidRequest
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, choose_dtype
 from bough.model.files import make_folder
@@ -28,7 +32,6 @@ from bough.model.threads import compute_with
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.tokenizer import Tokenizer
 
-CHOOSING_ROWS = 3  # of text, on which the layers to leave out are chosen
 DECIDING = (
     "drop_layers", "rank", "tokens", "text_tokens", "text_rows", "row_tokens", "batch_rows", "learning_rate", "seed",
     "dtype",
@@ -61,20 +64,112 @@ class Lessons(NamedTuple):
 def make_adapter(config: DistillConfig) -> Adapter:
     """The whole run, from the target's weights to the folder of its draft.
 
+    What can be refused is refused before anything is loaded, not after the hour that the text takes.
+
     Raises:
-        ConfigError: a setting does not fit the target, or a folder holds something else.
+        ConfigError: a setting does not fit the target, a folder holds something else, or memory is too small.
     """
     compute_with(config.threads)
     checkpoint = Checkpoint.open(config.target)
     num_layers = len(working_layers(checkpoint))
     _require_layers(config, num_layers)
-    make_folder("--out", Path(config.out))  # before the hour that the text takes
     tokenizer = Tokenizer(load_tokenizer_files(checkpoint.folder))
-    fingerprint = base_fingerprint(checkpoint)
+    template = _template(config, tokenizer)
     device = choose_device(config.device)
     config = replace(config, dtype=choose_dtype(config.dtype, device))
-    target = Target(checkpoint, fingerprint, num_layers, tokenizer, Template.of(tokenizer), device)
-    return _train(config, target, _teach(config, target))
+    target = Target(checkpoint, base_fingerprint(checkpoint), num_layers, tokenizer, template, device)
+    recipe = _recipe(config, target)
+    recipe.require_same(Path(config.out) / CHECKPOINT_NAME)
+    folder, settings = _text(config, target)
+    settings.require_kind(folder)
+    questions = _questions(config.held_out, target)
+    work = _work(config, target, questions)
+    require_memory(build_dense(checkpoint, (), config.dtype), work, device, tqdm.write)
+    make_folder("--out", Path(config.out))
+    return _train(config, target, recipe, _teach(config, target, questions))
+
+
+def _template(config: DistillConfig, tokenizer: Tokenizer) -> Template:
+    """How the target's conversations are spelled.
+
+    Raises:
+        ConfigError: it has no chat template that is of use, or its turns leave no room in a row.
+    """
+    if not tokenizer.files.chat_template:
+        raise ConfigError(
+            f"TARGET: {config.target} has no chat template, in which it is to write questions and answers; a model "
+            "that was tuned for conversations, or a `chat_template` in its tokenizer_config.json, would do"
+        )
+    try:
+        template = Template.of(tokenizer)
+    except InvalidRequest as exc:
+        raise ConfigError(
+            f"TARGET: the chat template of {config.target} is of no use ({exc}); a `chat_template` in its "
+            "tokenizer_config.json that spells a question and opens the answer would do"
+        ) from exc
+    least = config.row_tokens // QUESTION_SHARE + len(template.handover)
+    if least >= config.row_tokens:
+        raise ConfigError(
+            f"--row-tokens: {config.row_tokens} leave no room for an answer behind the {len(template.handover)} tokens "
+            f"that hand over to it; {2 * len(template.handover)} or more would do"
+        )
+    return template
+
+
+def _recipe(config: DistillConfig, target: Target) -> Recipe:
+    """What is known of it before there is text."""
+    return Recipe(
+        target=target.fingerprint,
+        dtype=config.dtype,
+        text_tokens=config.text_tokens,
+        text_rows=config.text_rows,
+        row_tokens=config.row_tokens,
+        rank=config.rank,
+        learning_rate=config.learning_rate,
+        batch_rows=config.batch_rows,
+        tokens=config.tokens,
+        seed=config.seed,
+        dropped_layers=tuple(sorted(set(config.drop_layers))) or None,
+    )
+
+
+def _text(config: DistillConfig, target: Target) -> tuple[Path, TextSettings]:
+    """Where the text stands, and what it is."""
+    settings = TextSettings(
+        base=target.fingerprint,
+        template=template_fingerprint(target.tokenizer.files),
+        dtype=config.dtype,
+        seed=config.seed,
+        num_rows=config.text_rows,
+        row_tokens=config.row_tokens,
+    )
+    return Path(config.data or f"{config.out}-text"), settings
+
+
+def _num_kept(config: DistillConfig, target: Target) -> int:
+    """Of the layers, where they are to be chosen."""
+    return config.num_layers or target.num_layers * 4 // 5
+
+
+def _work(config: DistillConfig, target: Target, questions: Sequence[Sequence[int]]) -> Work:
+    """What is to be done, as memory sees it."""
+    folder, settings = _text(config, target)
+    opening = len(target.template.opening)
+    held_out = Size(HELD_OUT_ROWS, opening + config.row_tokens)
+    if questions:
+        held_out = Size(len(questions), opening + max(map(len, questions)) + settings.max_answer_tokens)
+    is_written = all(file.is_file() for file in settings.shards(folder, config.text_tokens))
+    row = opening + config.row_tokens
+    return Work(
+        kept=kept_beside(config.drop_layers, target.num_layers) if config.drop_layers else None,
+        num_kept=_num_kept(config, target),
+        rank=config.rank,
+        opening_tokens=opening,
+        written=(held_out,) if is_written else (held_out, Size(config.text_rows, row)),
+        trained=Size(config.batch_rows, row),
+        judged=held_out,
+        text_tokens=config.text_tokens,
+    )
 
 
 def _require_layers(config: DistillConfig, num_layers: int) -> None:
@@ -87,30 +182,24 @@ def _require_layers(config: DistillConfig, num_layers: int) -> None:
         raise ConfigError(f"--num-layers: {config.num_layers} of {num_layers}; a draft leaves out at least one")
 
 
-def _teach(config: DistillConfig, target: Target) -> Lessons:
+def _teach(config: DistillConfig, target: Target, questions: Sequence[Sequence[int]]) -> Lessons:
     """Everything for which the whole target is needed; its memory is free again afterwards."""
     teacher = Network(target.checkpoint, (), config.dtype, target.device)
-    folder = Path(config.data or f"{config.out}-text")
-    settings = TextSettings(
-        target.fingerprint, config.seed, config.text_rows, config.row_tokens, config.row_tokens // 2
-    )
+    folder, settings = _text(config, target)
     corpus = Corpus(folder, settings, teacher, target.template)
-    held_out = corpus.held_out(_questions(config.held_out, target))
+    held_out = corpus.held_out(questions)
     rows = corpus.rows(config.text_tokens)
     dropped = config.drop_layers
     if not dropped:
         some = rows.take(torch.arange(min(CHOOSING_ROWS, len(rows.tokens))))
-        count = config.num_layers or target.num_layers * 4 // 5
-        dropped = choose_layers(teacher, count, some, target.opening, folder, tqdm.write)
+        dropped = choose_layers(teacher, _num_kept(config, target), some, target.opening, folder, tqdm.write)
     return Lessons(rows, held_out, tuple(sorted(set(dropped))))
 
 
-def _train(config: DistillConfig, target: Target, lessons: Lessons) -> Adapter:
+def _train(config: DistillConfig, target: Target, recipe: Recipe, lessons: Lessons) -> Adapter:
     student = Network(target.checkpoint, lessons.dropped_layers, config.dtype, target.device)
     untrained = agreement(student, lessons.held_out, target.opening)
-    recipe = Recipe(
-        config.rank, config.learning_rate, config.batch_rows, config.tokens, config.seed, lessons.dropped_layers
-    )
+    recipe = replace(recipe, dropped_layers=lessons.dropped_layers, text=lessons.rows.fingerprint())
     trainer = Trainer(student, target.opening, lessons.rows, recipe)
     out = Path(config.out)
     result = trainer.run(lessons.held_out, config.check_steps, out, tqdm.write)

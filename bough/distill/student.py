@@ -5,7 +5,7 @@ The target's own weights stay as they are; the corrections and the layers' norms
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -49,16 +49,11 @@ class TrainedNorm(nn.Module):
 
 
 def correct(network: Network, rank: int, seed: int) -> dict[str, nn.Parameter]:
-    """Makes a network a student; what is to be trained, by the names that the adapter has for it.
-
-    Layers before the one in front of the first gap stay as they are: they give what they give in the target, and no
-    gradient needs to be brought down to them.
-    """
-    first_gap = next((i for i, layer in enumerate(network.kept) if i != layer), len(network.kept))
+    """Makes a network a student; what is to be trained, by the names that the adapter has for it."""
     generator = torch.Generator().manual_seed(seed)
     parameters: dict[str, nn.Parameter] = {}
-    for index, layer in list(zip(network.kept, network.layers, strict=True))[max(0, first_gap - 1) :]:
-        for name, module in list(_trainable(layer)):
+    for index, layer in list(zip(network.kept, network.layers, strict=True))[num_untouched(network.kept) :]:
+        for name, module in list(trainable(layer)):
             replacement = Corrected(module, rank, generator) if isinstance(module, nn.Linear) else TrainedNorm(module)
             parent, _, attribute = name.rpartition(".")
             setattr(layer.get_submodule(parent), attribute, replacement)
@@ -67,7 +62,25 @@ def correct(network: Network, rank: int, seed: int) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def _trainable(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def num_untouched(kept: Sequence[int]) -> int:
+    """Of the layers that are kept, those that stay as they are: all before the one in front of the first gap.
+
+    They give what they give in the target, and no gradient needs to be brought down to them.
+    """
+    first_gap = next((place for place, layer in enumerate(kept) if place != layer), len(kept))
+    return max(0, first_gap - 1)
+
+
+def num_trained(layer: nn.Module, rank: int) -> int:
+    """Numbers that `correct` trains in a layer."""
+    count = 0
+    for _, module in trainable(layer):
+        shape = module.get_parameter("weight").shape
+        count += min(rank, *shape) * sum(shape) if isinstance(module, nn.Linear) else shape.numel()
+    return count
+
+
+def trainable(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Linear layers, and norms: modules with a vector for a weight."""
     for name, module in layer.named_modules():
         weight = module._parameters.get("weight")

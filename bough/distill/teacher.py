@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from bough.distill.rows import NAME, Placed, Store
-from bough.errors import ConfigError
+from bough.errors import ConfigError, InvalidRequest
 from bough.model.checkpoint import Checkpoint
 from bough.model.experts import Experts
 from bough.model.layers import working_layers
 from bough.model.loading import DTYPES, Skeleton, bind_all, build_skeleton
-from bough.tokenizer import Tokenizer
+from bough.tokenizer import Tokenizer, TokenizerFiles
 
 MARKS = ("bough", "tree")  # two user messages: what their conversations share is the template's
 NUM_SCALED = 8  # tokens, of which one may be padding, that a scale of logits is found with
@@ -25,24 +28,70 @@ class Template(NamedTuple):
 
     opening: tuple[int, ...]  # up to where the user speaks
     handover: tuple[int, ...]  # from where the user ends to where the assistant speaks
-    ends: frozenset[int]  # tokens that end a turn
+    ends: frozenset[int]  # tokens that end an answer, as they do where it is served, and a question too
+    num_telling: int  # tokens of the handover by which a question is over: one that is special, otherwise all
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Template:
         """Found by rendering it.
 
         Raises:
-            InvalidRequest: the model has no chat template.
+            InvalidRequest: the model has no chat template, or one that does not tell questions from answers.
         """
         one, other = (tokenizer.encode_chat([("user", mark)]) for mark in MARKS)
         opening, handover = _shared(one, other), _shared(one[::-1], other[::-1])[::-1]
-        return cls(tuple(opening), tuple(handover), frozenset((*tokenizer.files.eos_token_ids, handover[0])))
+        if not handover:
+            raise InvalidRequest("chat: this model's chat template puts nothing between a question and its answer")
+        num_telling = 1 if handover[0] in _special_ids(tokenizer) else len(handover)
+        return cls(tuple(opening), tuple(handover), frozenset(tokenizer.files.eos_token_ids), num_telling)
+
+    @property
+    def never_first(self) -> frozenset[int]:
+        """Tokens that end a question which has just begun."""
+        return self.ends | frozenset(self.handover[:1] if self.num_telling == 1 else ())
+
+    def num_said(self, question: Sequence[int]) -> int:
+        """Tokens of the handover, from its first on, that a question ends with."""
+        longest = min(len(self.handover), len(question))
+        return next((n for n in range(longest, 0, -1) if tuple(question[-n:]) == self.handover[:n]), 0)
+
+
+def template_fingerprint(files: TokenizerFiles) -> str:
+    """Hash over what spells conversations: the template itself and not what it gives, in which may be today's date."""
+    told = (files.chat_template, files.eos_token_ids, files.fingerprint)
+    return hashlib.blake2b(repr(told).encode(), digest_size=12).hexdigest()
+
+
+def _special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Tokens that no text is made of."""
+    added = json.loads(tokenizer.files.tokenizer_json).get("added_tokens") or ()
+    return {int(token["id"]) for token in added if token["special"]}
 
 
 def _shared(one: list[int], other: list[int]) -> list[int]:
     """What two sequences begin with."""
     count = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:count]
+
+
+def kept_beside(dropped: Collection[int], num_layers: int) -> tuple[int, ...]:
+    """The layers that are left, counted without identity copies."""
+    return tuple(index for index in range(num_layers) if index not in set(dropped))
+
+
+def build_dense(checkpoint: Checkpoint, dropped: tuple[int, ...], dtype: str) -> Skeleton:
+    """A model without some of its layers, which are counted without identity copies, on the meta device.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: it has experts.
+    """
+    working = working_layers(checkpoint)
+    kept = tuple(working[index] for index in kept_beside(dropped, len(working)))
+    skeleton = build_skeleton(checkpoint, DTYPES[dtype], kept)
+    if any(isinstance(slot.source, Experts) for slots in skeleton.layer_slots for slot in slots):
+        raise ConfigError(f"TARGET: {checkpoint.folder.name} has experts; only dense models can be distilled so far")
+    return skeleton
 
 
 class Network:
@@ -55,16 +104,11 @@ class Network:
             CheckpointError: the checkpoint is damaged.
             ConfigError: its architecture cannot be distilled.
         """
-        working = working_layers(checkpoint)
-        self.kept = tuple(index for index in range(len(working)) if index not in set(dropped))
-        skeleton = build_skeleton(checkpoint, DTYPES[dtype], tuple(working[index] for index in self.kept))
-        if any(isinstance(slot.source, Experts) for slots in skeleton.layer_slots for slot in slots):
-            raise ConfigError(
-                f"TARGET: {checkpoint.folder.name} has experts; only dense models can be distilled so far"
-            )
+        skeleton = build_dense(checkpoint, dropped, dtype)
         bind_all(skeleton, device)
         skeleton.model.config._attn_implementation = NAME
         self.skeleton: Skeleton = skeleton
+        self.kept = kept_beside(dropped, len(working_layers(checkpoint)))
         self.device = device
         self.head = skeleton.model.get_output_embeddings()
         self._scale = 1.0

@@ -20,6 +20,7 @@ FIRST_TEMPERATURE = 1.2  # for variety
 QUESTION_TEMPERATURE = 0.8
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.5, 0.8)  # equally often; the draft is for greedy answers above all
 MAX_QUESTION_TOKENS = 96
+QUESTION_SHARE = 4  # a question takes at most this part of a row: every row has an answer
 LOOP_TOKENS = 24  # said twice in one answer, it goes round in circles: the answer is over
 
 
@@ -29,6 +30,7 @@ class Script:
 
     template: Template
     max_answer_tokens: int
+    max_question_tokens: int = MAX_QUESTION_TOKENS
     answer_temperatures: tuple[float, ...] = ANSWER_TEMPERATURES
 
 
@@ -41,7 +43,7 @@ class _Document:
         self._settled = deque(settled)
         self._is_answering = is_answering
         self._answer_temperature = temperature
-        self._question_length = len(settled)
+        self._question = list(settled)
         self._answer: list[int] = []
         self._said: set[tuple[int, ...]] = set()
 
@@ -65,18 +67,20 @@ class _Document:
 
     def take(self, token: int) -> bool:
         """Settles the token that was chosen; False where the document is over instead."""
-        ends = token in self._script.template.ends
+        template, ends = self._script.template, token in self._script.template.ends
         if self._is_answering:
             self._answer.append(token)
             if ends or len(self._answer) > self._script.max_answer_tokens or self._is_looping():
                 return False
             self._settled.append(token)
             return True
-        self._question_length += 1
         if not ends:
             self._settled.append(token)
-        if ends or self._question_length == MAX_QUESTION_TOKENS:
-            self._settled.extend(self._script.template.handover)
+            self._question.append(token)
+        num_said = template.num_said(self._question)  # the teacher may have begun to hand over by itself
+        is_full = len(self._question) >= self._script.max_question_tokens
+        if ends or is_full or num_said >= template.num_telling:
+            self._settled.extend(template.handover[num_said:])
             self._is_answering = True
         return True
 
@@ -133,9 +137,9 @@ class Writer:
 
     def _begin(self, values: torch.Tensor, ids: torch.Tensor) -> _Document:
         """A question's first token, from what the teacher thinks after the opening, (1, NUM_FIRST) each."""
-        temperatures = self._script.answer_temperatures
+        temperatures, never_first = self._script.answer_temperatures, self._script.template.never_first
         pick = int(torch.randint(len(temperatures), (), generator=self._generator))
-        while (token := self._choose(values, ids, [FIRST_TEMPERATURE])[0]) in self._script.template.ends:
+        while (token := self._choose(values, ids, [FIRST_TEMPERATURE])[0]) in never_first:
             pass
         return _Document(self._script, (token,), False, temperatures[pick])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from bough.distill.evaluate import Agreement, agreement
 from bough.distill.loss import top_loss
+from bough.distill.recipe import Recipe
 from bough.distill.rows import Rows
 from bough.distill.student import correct
 from bough.distill.teacher import Network
@@ -27,18 +28,6 @@ BETAS = (0.9, 0.95)
 WARM_UP = 0.03  # of all steps
 LAST_RATE = 0.05  # of the highest learning rate
 MAX_NORM = 1.0  # of the gradient
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a student is trained; a checkpoint of another recipe is not gone on from."""
-
-    rank: int
-    learning_rate: float
-    batch_rows: int
-    tokens: int  # to train on, some of them more than once
-    seed: int
-    dropped_layers: tuple[int, ...]
 
 
 class Trainer:
@@ -132,20 +121,15 @@ class Trainer:
     def _resume(self, file: Path) -> None:
         if not file.is_file():
             return
+        self._recipe.require_same(file)
         try:
             with safe_open(file, "pt", device=str(self._student.device)) as held:
-                metadata = held.metadata()
-                if json.loads(metadata["recipe"]) != json.loads(json.dumps(asdict(self._recipe))):
-                    raise ConfigError(
-                        f"--out: {file} is a training run with other settings, {metadata['recipe']}; "
-                        "the same settings, or another folder, would do"
-                    )
                 for name, parameter in self.parameters.items():
                     parameter.copy_(held.get_tensor(name))
                     self._optimizer.state[parameter] = {
                         key: held.get_tensor(f"{name}:{key}") for key in ("exp_avg", "exp_avg_sq", "step")
                     }
-                self.step = int(metadata["step"])
+                self.step = int(held.metadata()["step"])
         except (SafetensorError, KeyError, ValueError) as exc:
             raise ConfigError(f"--out: {file} is damaged: {exc}; without it the run begins anew") from exc
 
