@@ -97,7 +97,8 @@ def _why_not_kept(config: PretrainedConfig, layers: nn.ModuleList) -> str:
     wanted = shape.num_kv_heads * shape.head_dim
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
-            if name.endswith(("k_proj", "v_proj")) and isinstance(module, nn.Linear) and module.out_features != wanted:
+            is_either = name.rpartition(".")[2] in ("k_proj", "v_proj") and isinstance(module, nn.Linear)
+            if is_either and module.out_features != wanted:
                 return (
                     f"layer {index} makes {module.out_features} numbers in {name} where {shape.num_kv_heads} heads of "
                     f"{shape.head_dim} are {wanted}; slots have the same room in every layer"
