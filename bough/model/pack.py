@@ -18,14 +18,14 @@ from torch import nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import MergeModulelist, WeightConverter
 
-from bough.errors import ConfigError
+from bough.errors import CheckpointError, ConfigError
 from bough.model.checkpoint import Checkpoint, TensorPlace
 from bough.model.experts import Experts
 from bough.model.loading import ParameterSlot, build_skeleton, read_place
 from bough.model.naming import PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.pack_folder import SHARD_BYTES, PackFolder, shards_of
 from bough.model.quantize import GROUP_SIZES, SCALE_BYTES, quantize
-from bough.model.source import Joined, Source, Stored, typed
+from bough.model.source import STORED_DTYPES, Joined, Source, Stored, typed
 from bough.placement import gigabytes
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ def pack(model: str, bits: int, folder: Path, shard_bytes: int = SHARD_BYTES) ->
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
     if skeleton.quantization is not None:
         raise ConfigError(f"model: {model} is packed already ({skeleton.quantization.method})")
+    _require_copyable(checkpoint)
     tensors = LayerTensors.of((slot for slots in skeleton.layer_slots for slot in slots), GROUP_SIZES[bits])
     tensors.require_worth(model)
     packed = set(tensors.packed)
@@ -57,6 +58,16 @@ def pack(model: str, bits: int, folder: Path, shard_bytes: int = SHARD_BYTES) ->
         convert=lambda place: dict(_tensors(place, bits, place in packed)),
     )
     written.finish(checkpoint, {"bits": bits, "group_size": GROUP_SIZES[bits]})
+
+
+def _require_copyable(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError for a tensor of a data type that is not known."""
+    for place in checkpoint.tensors.values():
+        if place.dtype not in STORED_DTYPES:
+            raise CheckpointError(
+                f"{place.file}: tensor {place.name} is stored as {place.dtype}; "
+                f"{', '.join(STORED_DTYPES)} can be copied"
+            )
 
 
 @dataclass(frozen=True, slots=True)

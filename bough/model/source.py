@@ -19,9 +19,13 @@ STORED_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
+    "F64": torch.float64,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "I16": torch.int16,
     "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
 }
 VALUE_DTYPES = ("BF16", "F16", "F32")  # in which a value can be stored as it is
 VALUE_ALIGNMENT = 64  # bytes: a cache line, which is also the widest vector
