@@ -8,18 +8,17 @@ The next call grows from nothing as ever, only that the model need not be asked 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.growth import BestFirst
 from bough.messages import GrowCall
 from bough.model.batch import Segment
 from bough.tree import Tree
 from draft_worker.explored import UNKNOWN, Wanted
-from draft_worker.grow import BestFirstGrower
+from draft_worker.grow import Grower
 from draft_worker.session import DraftSession
 from draft_worker.walk import Walk
 
@@ -32,11 +31,12 @@ Place = tuple[int, int]  # expansion of the parent, token
 class Ahead:
     """Explores below and beside a tree that has been sent, the likeliest first."""
 
-    def __init__(self, session: DraftSession, call: GrowCall, tree: Tree, branch: int, max_steps: int) -> None:
-        """For a call with best-first growth whose tree this was."""
-        assert isinstance(call.plan.growth, BestFirst)
+    def __init__(
+        self, session: DraftSession, call: GrowCall, tree: Tree, next_grower: Callable[[int], Grower], max_steps: int
+    ) -> None:
+        """For a call whose tree this was; `next_grower` is what the next call will grow with below a root token."""
         self.session = session
-        self._limits, self._branch, self._tree = call.plan.growth, branch, tree
+        self._next_grower, self._tree = next_grower, tree
         self._closed = np.fromiter(call.sampling.stop_token_ids, np.int32)
         self._scores = tree.scores()
         self._num_steps_left = max_steps
@@ -84,8 +84,7 @@ class Ahead:
         num_growing = 0
         for score, place in self._outcomes(expansions):
             if place not in self._walks:
-                grower = BestFirstGrower(place[1], self._limits, self._branch, self._closed)
-                self._walks[place] = Walk(grower, self.session.explored, place[0])
+                self._walks[place] = Walk(self._next_grower(place[1]), self.session.explored, place[0])
             if self._walks[place].advance():
                 parents, tokens = self._walks[place].missing()
                 missing = list(zip(parents.tolist(), tokens.tolist(), strict=True))
@@ -117,10 +116,19 @@ class Ahead:
         """Bonus tokens below nodes that have been expanded, likeliest first, with the log-probability of the path."""
         nodes = np.flatnonzero(expansions >= 0)
         following = self.session.explored.following(expansions[nodes])
-        scores = self._scores[nodes][:, None] + following.log_probs
+        scores = self._scores[nodes][:, None] + _normalised(following.log_probs)
         order = np.argsort(-scores, axis=None, kind="stable")[: len(self._tree) + len(self._walks) + NUM_OUTCOMES]
         in_tree = {*zip(self._tree.parents.tolist(), self._tree.tokens.tolist(), strict=True)}
         for row, rank in zip(*np.unravel_index(order, scores.shape), strict=True):
             token = int(following.tokens[row, rank])
             if np.isfinite(scores[row, rank]) and (int(nodes[row]), token) not in in_tree and token not in self._closed:
                 yield float(scores[row, rank]), (int(expansions[nodes[row]]), token)
+
+
+def _normalised(log_weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """As log-probabilities, row by row: what is sampled from has weights instead. A row of -inf stays as it is."""
+    most = np.maximum(log_weights.max(1, keepdims=True, initial=-np.inf), np.finfo(np.float32).min)
+    with np.errstate(divide="ignore"):
+        total = np.log(np.exp(log_weights - most).sum(1, keepdims=True))
+    normalised: NDArray[np.float32] = np.where(np.isfinite(log_weights), log_weights - most - total, -np.inf)
+    return normalised

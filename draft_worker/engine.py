@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.futures import settle
-from bough.growth import BestFirst, Scheme
 from bough.messages import GrowCall, GrowResult, Timings
 from bough.model.batch import Batch, Segment
+from bough.tree import Tree
 from draft_worker.ahead import Ahead
+from draft_worker.grow import Grower
 from draft_worker.job import Job, Stepping, num_levels
 from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS
+from draft_worker.shaped import grower_for
 from draft_worker.top import largest
 
 logger = logging.getLogger(__name__)
@@ -207,13 +209,25 @@ class Engine:
         self.num_warm_trees += running.job.num_warm > 0
         settle(running.request.future, result)
         if self._wants_ahead(running):
-            ahead = Ahead(running.job.session, running.request.call, result.tree, self._branch, self._ahead_steps)
-            self._ahead[running.session_id] = ahead
+            self._ahead[running.session_id] = self._ahead_of(running, result.tree)
 
     def _wants_ahead(self, running: _Running) -> bool:
-        plan, session = running.request.call.plan, running.job.session
-        is_for_it = self._ahead_steps > 0 and isinstance(plan.growth, BestFirst) and plan.scheme is Scheme.TARGET
-        return is_for_it and len(session.explored) > 0 and session.has_room(2 * num_levels(plan.growth) + 1)
+        growth, session = running.request.call.plan.growth, running.job.session
+        return (
+            self._ahead_steps > 0
+            and growth.budget > 1
+            and len(session.explored) > 0
+            and session.has_room(2 * num_levels(growth) + 1)
+        )
+
+    def _ahead_of(self, running: _Running, tree: Tree) -> Ahead:
+        call = running.request.call
+
+        def next_grower(root_token: int) -> Grower:
+            likely = replace(call, root_token=root_token, round=call.round + 1)
+            return grower_for(likely, self._branch, self._vocab_size)
+
+        return Ahead(running.job.session, call, tree, next_grower, self._ahead_steps)
 
     def _go_ahead(self) -> None:
         """One draft step for the session whose turn it is."""

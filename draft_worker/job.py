@@ -53,7 +53,7 @@ class Job:
         seconds = growth.seconds if isinstance(growth, BestFirst) else 0.0
         self._deadline_ns = arrived_ns + 1e9 * seconds if seconds else math.inf
         self.num_passes = 0
-        grower = grower_for(call, branch, call.vocab_size or vocab_size)
+        grower = grower_for(call, branch, vocab_size)
         session.stand_on(call, Guessing.of(call), num_levels(call.plan.growth))
         self._walk = Walk(grower, session.explored)
         self._num_context = 0  # pending tokens in this step

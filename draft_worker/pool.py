@@ -18,9 +18,13 @@ SPARE_ROWS = 512  # that a slot gets beyond what its call needs: text grows, and
 class SessionPool:
     """Gives each session as many rows as its calls need. Owned by whoever steps the engine."""
 
-    def __init__(self, arena: KVArena, window: Window) -> None:
-        """The arena must keep all rows of a slot that moves, and have room for `window.max_rows`."""
-        self._arena, self._window = arena, window
+    def __init__(self, arena: KVArena, window: Window, ahead_rows: int = 0) -> None:
+        """The arena must keep all rows of a slot that moves, and have room for `window.max_rows`.
+
+        A slot gets up to `ahead_rows` more for what may be explored ahead, but no more than a quarter of what is free:
+        sessions that come later must not have to make room for it.
+        """
+        self._arena, self._window, self._ahead_rows = arena, window, ahead_rows
         self._sessions: OrderedDict[str, DraftSession] = OrderedDict()  # used longest ago first
         self._index: PrefixIndex[DraftSession] = PrefixIndex()
         self.num_evictions = 0
@@ -53,7 +57,8 @@ class SessionPool:
         needed = self._window.num_rows(call.context.base_length, call.plan.growth.max_expansions)
         if session is None or session.slot.num_rows < needed:
             own = session.slot.num_rows if session else 0
-            wanted = min(needed + SPARE_ROWS, self._window.max_rows)
+            spare = SPARE_ROWS + min(self._ahead_rows, self._arena.num_free // 4)
+            wanted = min(needed + spare, self._window.max_rows)
             if not self._make_room(wanted - own, session, busy):
                 wanted = needed  # sooner than waiting for others
                 if not self._make_room(wanted - own, session, busy):

@@ -26,6 +26,8 @@ NUM_SHAPES = 64  # kept
 def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
     """Grows what a call asks for; in a best-first tree a node has at most `branch` children.
 
+    `vocab_size` is the draft's, for a call that does not say the target's.
+
     Raises:
         InvalidRequest: a growth that the scheme cannot verify.
     """
@@ -38,7 +40,7 @@ def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
                 "shape or chains would do"
             )
         return BestFirstGrower(call.root_token, growth, branch, closed)
-    distinct = WithoutReplacement(call.sampling.seed, call.round, vocab_size)
+    distinct = WithoutReplacement(call.sampling.seed, call.round, call.vocab_size or vocab_size)
     fills: dict[Scheme, Fill] = {
         Scheme.TARGET: Best(),
         Scheme.WITHOUT_REPLACEMENT: distinct,

@@ -23,6 +23,7 @@ from bough.model.kv_arena import KVArena
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad
+from draft_worker.ahead import MAX_ROWS
 from draft_worker.engine import Engine, Request
 from draft_worker.pool import SessionPool
 from draft_worker.session import Window
@@ -145,7 +146,8 @@ class DraftWorker:
             )
         memory = shape.empty(num_rows, self._model.device)
         self._model.warm_up(memory)
-        return SessionPool(KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows), window)
+        arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)
+        return SessionPool(arena, window, self._config.ahead_steps * MAX_ROWS)
 
     def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
         """Has the thread do something; what goes wrong is told to whoever waits on the future."""

@@ -1,6 +1,7 @@
 """What draft-ahead is worth: how often the outcome had been grown, and the time that a round's growth then takes.
 
-    python -m loadtest.draft_ahead --ahead-steps 0 8 16 --sweep-seconds 1
+    python -m loadtest.draft_ahead --ahead-steps 0 16 64 --sweep-seconds 1
+    python -m loadtest.draft_ahead --growth SHAPE.json --scheme without-replacement --temperature 0.6
 
 The demonstration model as the target and its substitute as the draft, both in this process. The target's sweep is
 simulated: the verdict is the real one, and then the target's thread sleeps, as if weights crossed a link of another
@@ -16,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from bough.commands.speculation import add_speculation, speculation_from
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, TargetConfig, parse
 from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
@@ -92,7 +94,9 @@ def main() -> None:
     tokenizer = Tokenizer(worker.tokenizer)
     prompts = [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[: arguments.num]]
     params = SamplingParams(temperature=arguments.temperature, seed=1)
-    plan = TreePlan(BestFirst(arguments.budget, arguments.width, arguments.depth))
+    asked = speculation_from(arguments)
+    best_first = BestFirst(asked.budget or 64, asked.width or 16, asked.depth or 7)
+    plan = TreePlan(asked.growth or best_first, asked.scheme, asked.guess)
     rows = []
     for ahead_steps in arguments.ahead_steps:
         flags = ["--model", folder, "--drop-layers", arguments.drop_layers, "--ahead-steps", str(ahead_steps)]
@@ -114,16 +118,15 @@ def main() -> None:
         )
         print(rows[-1], flush=True)
     worker.close()
-    print(json.dumps(vars(arguments) | {"cpus": os.cpu_count(), "rows": rows}))
+    setting = {"nodes": plan.growth.budget, "growth": repr(plan.growth), "scheme": plan.scheme.value}
+    print(json.dumps(vars(arguments) | setting | {"cpus": os.cpu_count(), "rows": rows}))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ahead-steps", nargs="+", type=int, default=[0, 8, 16], help="settings to compare")
+    parser.add_argument("--ahead-steps", nargs="+", type=int, default=[0, 16, 64], help="settings to compare")
     parser.add_argument("--sweep-seconds", type=float, default=1.0, help="of the simulated sweep")
-    parser.add_argument("--budget", type=int, default=64, help="nodes of a tree")
-    parser.add_argument("--width", type=int, default=16, help="nodes that a draft step expands")
-    parser.add_argument("--depth", type=int, default=7, help="levels of a tree")
+    add_speculation(parser)
     parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="substitute: layers left out")
     parser.add_argument("--num", type=int, default=6, help="prompts")
     parser.add_argument("--max-tokens", type=int, default=32)

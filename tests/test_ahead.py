@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_draft import VOCAB, FakeModel, fake_log_probs, grow_call, grow_now, grown_alone, new_engine, started
+from fake_draft import PLAN, VOCAB, FakeModel, fake_log_probs, grow_call, grow_now, grown_alone, new_engine, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.growth import BestFirst, Chains, Guess, Scheme, TreePlan
+from bough.growth import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
 from bough.model.batch import Batch
 from bough.sampling import SamplingParams
 from bough.tree import Tree
@@ -16,6 +16,15 @@ from draft_worker.engine import Engine
 from draft_worker.session import Window
 
 LONG = 40
+SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4, 6))
+PLANS = {
+    "best-first": PLAN,
+    "shape": TreePlan(SHAPE),
+    "chains": TreePlan(Chains(2, 3)),
+    "sampled shape": TreePlan(SHAPE, Scheme.WITHOUT_REPLACEMENT),
+    "whole paths": TreePlan(SHAPE, Scheme.TRAVERSAL),
+    "sampled chains": TreePlan(Chains(3, 3), Scheme.MULTI_ROUND),
+}
 
 
 def go_ahead(engine: Engine) -> None:
@@ -35,17 +44,21 @@ def likely_outcome(tokens: list[int], tree: Tree) -> list[int]:
         node = children[node][token]
 
 
-def test_a_likely_outcome_is_grown_before_it_is_asked_for() -> None:
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("params", [SamplingParams(0.0), SamplingParams(0.8, seed=3)], ids=["greedy", "drawn"])
+def test_a_likely_outcome_is_grown_before_it_is_asked_for(plan: TreePlan, params: SamplingParams) -> None:
+    """What is sampled is sampled beforehand with the random numbers of the round that will ask for it."""
     model = FakeModel()
     engine = new_engine(model, ahead_steps=LONG)
     tokens = [3, 1, 4]
-    for _ in range(5):
-        result = grow_now(engine, grow_call(tokens))
+    for round_ in range(0, 10, 2):
+        result = grow_now(engine, grow_call(tokens, sampling=params, plan=plan, round_=round_))
         go_ahead(engine)
         tokens = likely_outcome(tokens, result.tree)
         model.rows_run.clear()
-        result = grow_now(engine, grow_call(tokens))
-        assert result.tree == grown_alone(grow_call(tokens)).tree
+        call = grow_call(tokens, sampling=params, plan=plan, round_=round_ + 1)
+        result = grow_now(engine, call)
+        assert result.tree == grown_alone(call).tree
         assert (result.timings.num_passes, model.rows_run) == (0, [])
         assert result.num_warm_nodes > 0
     assert engine.num_warm_trees >= 5
@@ -56,27 +69,31 @@ def test_a_likely_outcome_is_grown_before_it_is_asked_for() -> None:
     st.integers(0, 12),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, VOCAB - 1)), min_size=1, max_size=4),
     st.sampled_from([SamplingParams(0.0), SamplingParams(0.8, seed=3), SamplingParams(0.0, frequency_penalty=1.0)]),
-    st.sampled_from(Guess),
-    st.integers(1, 5),
+    st.one_of(
+        st.builds(
+            lambda width, guess: TreePlan(BestFirst(10, width, 3), guess=guess),
+            st.integers(1, 5),
+            st.sampled_from(Guess),
+        ),
+        st.sampled_from([*PLANS.values()]),
+    ),
 )
 def test_whatever_the_outcome_the_tree_is_that_of_cold_growth(
-    ahead_steps: int, outcomes: list[tuple[int, int]], params: SamplingParams, guess: Guess, width: int
+    ahead_steps: int, outcomes: list[tuple[int, int]], params: SamplingParams, plan: TreePlan
 ) -> None:
     """Any depth of the accepted path, any bonus token, found out in part or not at all."""
     engine = new_engine(FakeModel(), ahead_steps=ahead_steps)
-    plan = TreePlan(BestFirst(10, width, 3), guess=guess)
     tokens, held = [3, 1, 4], 0
-    for num_accepted, bonus in outcomes:
-        result = grow_now(engine, grow_call(tokens, held, params, plan))
-        assert result.tree == grown_alone(grow_call(tokens, 0, params, plan)).tree
+    for round_, (num_accepted, bonus) in enumerate(outcomes):
+        result = grow_now(engine, grow_call(tokens, held, params, plan, round_=round_))
+        assert result.tree == grown_alone(grow_call(tokens, 0, params, plan, round_=round_)).tree
         go_ahead(engine)
         held = result.held_length
         path = result.tree.path(int(np.argmax(result.tree.depths())))[1 : 1 + num_accepted]
         tokens = [*tokens, *(int(result.tree.tokens[node]) for node in path), bonus]
-    assert (
-        grow_now(engine, grow_call(tokens, held, params, plan)).tree
-        == grown_alone(grow_call(tokens, 0, params, plan)).tree
-    )
+    last = len(outcomes)
+    grown = grow_now(engine, grow_call(tokens, held, params, plan, round_=last)).tree
+    assert grown == grown_alone(grow_call(tokens, 0, params, plan, round_=last)).tree
 
 
 def test_it_ends_after_its_steps_and_gives_way_to_calls() -> None:
@@ -106,10 +123,8 @@ def test_a_call_with_other_parameters_takes_over_no_guesses() -> None:
     assert result.tree == grown_alone(grow_call(tokens, sampling=warmer)).tree
 
 
-@pytest.mark.parametrize(
-    "plan", [TreePlan(Chains(2, 3)), TreePlan(Chains(2, 3), Scheme.MULTI_ROUND), TreePlan(BestFirst(1, 1, 1))]
-)
-def test_nothing_is_grown_ahead_where_there_is_no_best_first_tree(plan: TreePlan) -> None:
+@pytest.mark.parametrize("plan", [TreePlan(StaticShape(())), TreePlan(BestFirst(1, 1, 1))])
+def test_nothing_is_grown_ahead_where_nothing_is_grown(plan: TreePlan) -> None:
     engine = new_engine(FakeModel(), ahead_steps=LONG)
     grow_now(engine, grow_call([3, 1, 4], plan=plan))
     assert not engine.can_go_ahead
