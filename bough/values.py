@@ -22,11 +22,12 @@ def parse_bytes(text: str) -> int:
 def parse_layers(text: str) -> tuple[int, ...]:
     """Layer numbers from "12-15,20"; the empty text is none."""
     layers: list[int] = []
-    for part in filter(None, text.split(",")):
+    for part in text.split(",") if text else ():
         match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
-        if match is None:
+        begin, end = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if begin > end:
             raise ValueError("layers such as 12-15,20 would do")
-        layers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+        layers.extend(range(begin, end + 1))
     return tuple(layers)
 
 

@@ -52,8 +52,10 @@ def test_bytes_and_layers() -> None:
     assert parse_bytes("1.5GB") == 1_500_000_000
     assert parse_bytes("512 MiB") == 512 * 2**20
     assert parse_layers("") == ()
-    with pytest.raises(ValueError, match="12-15"):
-        parse_layers("a-b")
+    assert parse_layers("12-14,3") == (12, 13, 14, 3)
+    for wrong in ("a-b", "3-2", ",", "3,"):
+        with pytest.raises(ValueError, match="12-15"):
+            parse_layers(wrong)
 
 
 def test_the_orchestrator_has_a_known_port() -> None:

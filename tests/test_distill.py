@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, save_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from bough.cli import argument_parser
 from bough.commands.distill import settings_from
 from bough.config import DraftConfig, parse
 from bough.demonstration import EMBEDDED_DRAFT
-from bough.distill import train
+from bough.distill import run, train
 from bough.distill.adapter import MANIFEST_NAME, WEIGHTS_NAME, Adapter
 from bough.distill.loss import top_loss
 from bough.distill.rows import Placed, Rows
@@ -310,7 +310,44 @@ def test_text_of_another_kind_is_not_gone_on_with(tiny: Path, made: Path, tmp_pa
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
     with pytest.raises(ConfigError, match="is not empty"):
-        distilled(tiny, tmp_path, "--data", str(tmp_path / "full"))
+        distilled(tiny, tmp_path / "out", "--data", str(tmp_path / "full"))
+
+
+def test_a_folder_with_anything_else_in_it_is_left_alone(tiny: Path, tmp_path: Path) -> None:
+    """The target's own folder among others: its card and its weights would have had company."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "target"))
+    before = sorted(folder.iterdir())
+    with pytest.raises(ConfigError, match=rf"--out: {folder} holds chat_template.jinja; a folder that is empty"):
+        distilled(folder, folder, "--drop-layers", "2")
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_finished_draft_is_made_once_and_not_written_over(
+    tiny: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(run, "Network", load)
+    assert distilled(tiny, made, "--drop-layers", "2").manifest == Adapter.open(made).manifest
+    other = save_model(tmp_path / "other", TINY, seed=1)
+    for target, flags in ((tiny, ("2", "--seed", "1")), (tiny, ("1",)), (other, ("2",))):
+        with pytest.raises(
+            ConfigError, match=rf"--out: {made} holds a draft, made by 'bough distill .* another folder"
+        ):
+            distilled(target, made, "--drop-layers", *flags)
+
+
+def test_a_run_that_diverges_ends_with_a_word(tiny: Path, made: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--learning-rate: 1000000000.0; after step \d+ the loss is no number"):
+        distilled(tiny, tmp_path / "out", "--drop-layers", "2", "--data", f"{made}-text", "--learning-rate", "1e9")
+    assert not (tmp_path / "out" / MANIFEST_NAME).exists()
+
+
+def test_a_target_of_one_layer_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "one", LlamaConfig(**{**TINY.to_dict(), "num_hidden_layers": 1}))
+    with pytest.raises(ConfigError, match=f"TARGET: {folder} has one layer"):
+        distilled(folder, tmp_path / "out")
 
 
 def _answers(model: ResidentModel, prompts: Sequence[list[int]], length: int) -> list[Answer]:

@@ -138,6 +138,13 @@ def test_a_question_is_never_empty(marked: Tokenizer) -> None:
     assert template.never_first == {template.handover[0], *marked.files.eos_token_ids}
 
 
+def test_a_teacher_that_is_sure_of_an_end_writes_questions_all_the_same(marked: Tokenizer) -> None:
+    """It was asked for another first token again and again."""
+    template = Template.of(marked)
+    rows = written(template, [*template.ends, 5], 8)
+    assert int(rows.tokens[0, 0]) not in template.never_first
+
+
 def test_a_model_without_a_chat_template_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny, tmp_path / "base"))
     (folder / "chat_template.jinja").unlink()

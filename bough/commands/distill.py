@@ -23,6 +23,11 @@ async def distill(arguments: argparse.Namespace) -> int:
         f"(untrained {made.untrained_top1:.3f}), top-4 {made.top4:.3f} ({made.untrained_top4:.3f})",
         file=sys.stderr,
     )
+    if made.top1 <= made.untrained_top1:
+        print(
+            "it guesses no better than the same layers untrained: more --tokens would do, or a smaller --learning-rate",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from bough.config import DistillConfig
-from bough.distill.adapter import Adapter, Manifest, base_fingerprint
+from bough.distill.adapter import MANIFEST_NAME, Adapter, Manifest, base_fingerprint
 from bough.distill.choose import CHOOSING_ROWS, choose_layers
 from bough.distill.corpus import HELD_OUT_ROWS, Corpus, TextSettings
 from bough.distill.evaluate import agreement
@@ -78,6 +78,8 @@ def make_adapter(config: DistillConfig) -> Adapter:
     device = choose_device(config.device)
     config = replace(config, dtype=choose_dtype(config.dtype, device))
     target = Target(checkpoint, base_fingerprint(checkpoint), num_layers, tokenizer, template, device)
+    if made := _made_before(config, target):
+        return made
     recipe = _recipe(config, target)
     recipe.require_same(Path(config.out) / CHECKPOINT_NAME)
     folder, settings = _text(config, target)
@@ -143,12 +145,12 @@ def _text(config: DistillConfig, target: Target) -> tuple[Path, TextSettings]:
         num_rows=config.text_rows,
         row_tokens=config.row_tokens,
     )
-    return Path(config.data or f"{config.out}-text"), settings
+    return Path(config.data or f"{Path(config.out)}-text"), settings
 
 
 def _num_kept(config: DistillConfig, target: Target) -> int:
     """Of the layers, where they are to be chosen."""
-    return config.num_layers or target.num_layers * 4 // 5
+    return config.num_layers or max(1, target.num_layers * 4 // 5)
 
 
 def _work(config: DistillConfig, target: Target, questions: Sequence[Sequence[int]]) -> Work:
@@ -172,7 +174,30 @@ def _work(config: DistillConfig, target: Target, questions: Sequence[Sequence[in
     )
 
 
+def _made_before(config: DistillConfig, target: Target) -> Adapter | None:
+    """The draft that this very command has finished; None where the folder is free for it, or it is under way.
+
+    Raises:
+        ConfigError: the folder holds something else, which would be written over.
+    """
+    out = Path(config.out)
+    held = sorted(file.name for file in out.iterdir()) if out.is_dir() else []
+    if MANIFEST_NAME in held:
+        made = Adapter.open(out)
+        dropped = tuple(sorted(set(config.drop_layers))) or made.manifest.dropped_layers
+        is_size = config.drop_layers or len(made.kept_layers()) == _num_kept(config, target)
+        if is_size and (made.manifest.base, made.manifest.command) == (target.fingerprint, command_of(config, dropped)):
+            tqdm.write(f"{out} holds this draft already")
+            return made
+        raise ConfigError(f"--out: {out} holds a draft, made by {made.manifest.command!r}; another folder would do")
+    if held and not any(name.startswith(CHECKPOINT_NAME) for name in held):
+        raise ConfigError(f"--out: {out} holds {held[0]}; a folder that is empty, or not there yet, would do")
+    return None
+
+
 def _require_layers(config: DistillConfig, num_layers: int) -> None:
+    if num_layers == 1:
+        raise ConfigError(f"TARGET: {config.target} has one layer; a draft leaves out at least one and keeps one")
     wrong = [layer for layer in config.drop_layers if layer >= num_layers]
     if wrong:
         raise ConfigError(f"--drop-layers: {wrong[0]}; {config.target} has layers 0 to {num_layers - 1}")

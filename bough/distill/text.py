@@ -17,6 +17,7 @@ from bough.distill.teacher import Network, Template
 NUM_TOP = 32  # next tokens that are kept of what the teacher thinks, and sampled from
 NUM_FIRST = 512  # first tokens of a question: it decides what follows, so more of them
 FIRST_TEMPERATURE = 1.2  # for variety
+NUM_TRIES = 16  # to draw a token that may come first, before others are ruled out
 QUESTION_TEMPERATURE = 0.8
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.5, 0.8)  # equally often; the draft is for greedy answers above all
 MAX_QUESTION_TOKENS = 96
@@ -139,8 +140,12 @@ class Writer:
         """A question's first token, from what the teacher thinks after the opening, (1, NUM_FIRST) each."""
         temperatures, never_first = self._script.answer_temperatures, self._script.template.never_first
         pick = int(torch.randint(len(temperatures), (), generator=self._generator))
-        while (token := self._choose(values, ids, [FIRST_TEMPERATURE])[0]) in never_first:
-            pass
+        for _ in range(NUM_TRIES):
+            if (token := self._choose(values, ids, [FIRST_TEMPERATURE])[0]) not in never_first:
+                break
+        else:  # it is nearly sure of one that is none
+            values = values.masked_fill(torch.isin(ids, torch.tensor(sorted(never_first))), -torch.inf)
+            token = self._choose(values, ids, [FIRST_TEMPERATURE])[0]
         return _Document(self._script, (token,), False, temperatures[pick])
 
     def _open(self, store: Store, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,7 +61,7 @@ class Trainer:
         Every `check_steps` there is a checkpoint, and the agreement with the held-out answers is measured.
 
         Raises:
-            ConfigError: the checkpoint is of another run, or the disk is full.
+            ConfigError: the checkpoint is of another run, the disk is full, or the learning rate is too high.
         """
         self._resume(folder / CHECKPOINT_NAME)
         latest = agreement(self._student, held_out, self._opening)
@@ -70,6 +70,11 @@ class Trainer:
         with tqdm(total=self.num_steps * row_tokens, initial=self.trained_tokens, unit="token", desc="training") as bar:
             while self.step < self.num_steps:
                 loss = self._train_step()
+                if not math.isfinite(loss):
+                    raise ConfigError(
+                        f"--learning-rate: {self._recipe.learning_rate}; after step {self.step} the loss is no number "
+                        "any more; a smaller one and another --out would do"
+                    )
                 bar.set_postfix_str(
                     f"loss {loss:.3f}, held-out top-1 {latest.top1:.3f}, top-4 {latest.top4:.3f}", False
                 )
