@@ -124,11 +124,13 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="a substitute that `bough distill` made: its folder; embedded is SmolLM2-135M's, which bough brings along",
     )
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="data type of the target (default bfloat16)")
+    parser.add_argument("--max-context", help="most tokens of a session, prompt and output (default 2048)")
     parser.add_argument("--device-memory", help="memory for the target, KV and all (default: most of what is free)")
     parser.add_argument("--kv-memory", help="of that, for the keys and values of all sessions (default 2GB)")
     parser.add_argument("--host-memory", help="beside a GPU: pinned memory for layers (default: most of what is free)")
     parser.add_argument("--ahead-steps", help="draft steps while the target verifies, at most (default 0)")
     parser.add_argument("--draft-bits", choices=DRAFT_BITS, help="bits of the draft's products (default auto)")
+    parser.add_argument("--draft-device", help="where the draft computes: cpu, cuda or cuda:1 (default: a GPU, if any)")
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
     parser.add_argument("--index-url", default="", help="a running Redis or Valkey; one is started by default")

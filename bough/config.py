@@ -76,7 +76,7 @@ class DraftConfig(WorkerConfig):
         (), parse_layers, "make a substitute draft: the model without these layers, such as 12-15"
     )
     adapter: str = setting(
-        "", str, "folder that `bough distill` wrote: layers to leave out, and corrections to the rest"
+        "", str, "folder that `bough distill` wrote: layers to leave out, and corrections to the rest; or embedded"
     )
     bits: str = setting(
         "auto",

@@ -81,17 +81,22 @@ class Cluster:
         return child
 
     def start_all(self) -> None:
-        """The index first: everything else announces itself there."""
+        """The index first: everything else announces itself there.
+
+        A target that takes most of what memory is free waits for the draft, which needs its part of it first.
+        """
         if not self.index_url:
             self.start_index()
         settings = self.settings
-        for name, config in (
-            ("target_worker", settings.target),
-            ("draft_worker", settings.draft),
-            ("orchestrator", settings.orchestrator),
-        ):
-            if config is not None:
-                self.start(name, self._service_command(name, config))
+        takes_the_rest = settings.target.device_memory == 0 and settings.target.resident_layers != 0
+        if settings.draft is None or not takes_the_rest:
+            self._start_target()
+        if settings.draft is not None:
+            self.start("draft_worker", self._service_command("draft_worker", settings.draft))
+        self.start("orchestrator", self._service_command("orchestrator", settings.orchestrator))
+
+    def _start_target(self) -> None:
+        self.start("target_worker", self._service_command("target_worker", self.settings.target))
 
     def start_index(self) -> None:
         """A Valkey server of our own; `index_url` is where."""
@@ -128,6 +133,8 @@ class Cluster:
             records = {record.kind: record for record in await registry.workers()}
         except Unavailable:
             return ["index"]
+        if "draft" in records and "target_worker" not in self.children:
+            self._start_target()
         wanted = {"target": "target worker", "orchestrator": "orchestrator"}
         if self.settings.draft is not None:
             wanted["draft"] = "draft worker"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bough.config import DraftConfig
+from bough.demonstration import EMBEDDED, EMBEDDED_DRAFT
 from bough.distill.adapter import Adapter
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
@@ -24,7 +25,7 @@ def open_adapter(config: DraftConfig) -> Adapter | None:
     """
     if not config.adapter:
         return None
-    adapter = Adapter.open(config.adapter)
+    adapter = Adapter.open(EMBEDDED_DRAFT if config.adapter == EMBEDDED else config.adapter)
     dropped = adapter.manifest.dropped_layers
     if config.drop_layers and set(config.drop_layers) != set(dropped):
         raise ConfigError(

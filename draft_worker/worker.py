@@ -26,7 +26,7 @@ from bough.records import WorkerLoad
 from draft_worker.ahead import MAX_ROWS
 from draft_worker.engine import Engine, Request
 from draft_worker.pool import SessionPool
-from draft_worker.session import Window
+from draft_worker.session import MAX_EXPANSIONS, Window
 from draft_worker.sources import load_draft, open_adapter
 
 
@@ -46,8 +46,14 @@ class DraftWorker:
 
         def load() -> SessionPool:
             compute_with(config.threads)
-            self._model = load_draft(checkpoint, config.drop_layers, config.dtype, device, adapter, config.bits)
-            return self._make_pool()
+            try:
+                self._model = load_draft(checkpoint, config.drop_layers, config.dtype, device, adapter, config.bits)
+                return self._make_pool()
+            except torch.OutOfMemoryError as exc:
+                raise ConfigError(
+                    f"--device: {device} has no room for the draft and --kv-memory {config.kv_memory}: {exc}; another "
+                    "device, a smaller draft, or a smaller --kv-memory would do"
+                ) from exc
 
         pool = on_a_passing_thread(load)
         self.vocab_size = self._model.skeleton.vocab_size
@@ -103,6 +109,11 @@ class DraftWorker:
             *([f"substitute draft: layers {', '.join(map(str, dropped))} left out"] if dropped else []),
             *([f"weights corrected by {self._config.adapter}"] if self._config.adapter else []),
             *(
+                [f"sees at most the last {self._max_context} tokens of a session: --kv-memory holds no more"]
+                if self._max_context < min(self._config.max_context, self._model.skeleton.max_positions)
+                else []
+            ),
+            *(
                 [f"draft-ahead: {self._engine.num_warm_trees} of {self._engine.num_trees} trees were known in part"]
                 if self._config.ahead_steps
                 else []
@@ -136,14 +147,14 @@ class DraftWorker:
     def _make_pool(self) -> SessionPool:
         """Memory for sessions, over which the model is warmed up."""
         skeleton = self._model.skeleton
-        self._max_context = min(self._config.max_context, skeleton.max_positions)
-        shape, window = skeleton.kv_shape(), Window(self._max_context, skeleton.max_positions)
+        shape, kv_memory = skeleton.kv_shape(), self._config.kv_memory
+        num_rows = kv_memory // shape.row_bytes
+        self._max_context = min(self._config.max_context, skeleton.max_positions, num_rows - MAX_EXPANSIONS)
+        if self._max_context < 1:
+            least = (MAX_EXPANSIONS + 1) * shape.row_bytes
+            raise ConfigError(f"--kv-memory: {kv_memory} bytes hold no session; {least} or more would do")
+        window = Window(self._max_context, skeleton.max_positions)
         self._session_bytes = window.max_rows * shape.row_bytes
-        num_rows = self._config.kv_memory // shape.row_bytes
-        if num_rows < window.max_rows:
-            raise ConfigError(
-                f"--kv-memory: {self._config.kv_memory} bytes hold no session; the longest takes {self._session_bytes}"
-            )
         memory = shape.empty(num_rows, self._model.device)
         self._model.warm_up(memory)
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)

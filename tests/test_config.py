@@ -12,6 +12,7 @@ from bough.demonstration import EMBEDDED_DRAFT, demonstration_folder
 from bough.distill.adapter import Adapter
 from bough.errors import ConfigError
 from bough.values import parse_bytes, parse_layers
+from draft_worker.sources import open_adapter
 
 
 def test_flags_win_over_the_environment_and_both_over_defaults() -> None:
@@ -145,8 +146,22 @@ def test_the_demonstration_starts_what_up_starts() -> None:
 def test_the_draft_that_is_shipped_fits_the_demonstration_model() -> None:
     settings = settings_from(argument_parser().parse_args(["up", "--draft-adapter", "embedded"]))
     assert settings.draft is not None
-    assert settings.draft.adapter == str(EMBEDDED_DRAFT)
-    assert Adapter.open(settings.draft.adapter).manifest.top1 >= 0.70
+    assert (adapter := open_adapter(settings.draft)) is not None
+    assert adapter.manifest == Adapter.open(EMBEDDED_DRAFT).manifest
+    assert adapter.manifest.top1 >= 0.70
+
+
+def test_a_draft_sees_as_much_as_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had a context of its own that no flag of `up` reached, and saw half of longer sessions."""
+    flags = ["up", "--max-context", "9000", "--draft-device", "cuda:1"]
+    settings = settings_from(argument_parser().parse_args(flags))
+    assert settings.draft is not None
+    assert (settings.target.max_context, settings.draft.max_context) == (9000, 9000)
+    assert (settings.target.device, settings.draft.device) == ("auto", "cuda:1")
+    monkeypatch.setenv("BOUGH_DRAFT_MAX_CONTEXT", "500")
+    settings = settings_from(argument_parser().parse_args(flags))
+    assert settings.draft is not None
+    assert settings.draft.max_context == 500
 
 
 @pytest.mark.parametrize(("flags", "bits"), [([], "auto"), (["--draft-bits", "16"], "16")])

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fake_draft import FakeModel, grow_call, grow_now, grown_alone, new_engine, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.config import DraftConfig, parse
-from bough.errors import Exhausted, PrefixMissing, Unavailable
+from bough.errors import ConfigError, Exhausted, PrefixMissing, Unavailable
 from draft_worker.pool import SPARE_ROWS
 from draft_worker.session import MAX_EXPANSIONS, Window
 from draft_worker.worker import DraftWorker
@@ -105,6 +106,29 @@ def test_a_draining_draft_takes_no_new_sessions(tiny: Path) -> None:
         info = draft.info()
         assert (info.num_waiting, info.kv_used_bytes) == (0, 0)
         assert info.kv_bytes > 0
+
+
+def test_a_context_longer_than_its_memory_holds_is_seen_in_part(tiny: Path) -> None:
+    """As one longer than the model was made for: the target's context may be any."""
+    with worker(tiny) as roomy:
+        row_bytes = roomy.info().kv_bytes // roomy._engine.pool._arena.num_rows
+    with worker(tiny, "--kv-memory", str((MAX_EXPANSIONS + 40) * row_bytes)) as draft:
+        info = draft.info()
+        assert (info.max_context, info.max_sessions) == (40, 1)
+        assert "sees at most the last 40 tokens of a session: --kv-memory holds no more" in info.notes
+        assert len(draft.grow(grow_call([3, 1, 4] * 30)).result(20).tree) > 1
+
+
+def test_a_device_without_room_for_the_draft_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    monkeypatch.setattr("draft_worker.worker.load_draft", load)
+    with (
+        pytest.raises(ConfigError, match=r"--device: cpu has no room .* tried to allocate 9 GiB; another device"),
+        worker(tiny),
+    ):
+        pass
 
 
 def test_more_calls_than_may_wait_are_refused(tiny: Path) -> None:

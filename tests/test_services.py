@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from conftest import TINY, save_model, save_tokenizer
+from conftest import TINY, pipeline, save_model, save_tokenizer, settings
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bough.client import Client
@@ -410,6 +410,19 @@ async def test_heartbeats_tell_how_busy_a_worker_is_and_rounds_which_prefixes_it
     assert 0 < shortest <= median <= longest
 
 
+async def test_a_target_that_takes_what_is_free_waits_for_the_draft(tiny: Path) -> None:
+    """Both took their measure at once, and a GPU had no room for the draft any more."""
+    starts_first = settings(tiny, tiny, "--resident-layers", "0", drops="2")
+    waits = settings(tiny, tiny, "--resident-layers", "-1", drops="2")
+    for config, names in (
+        (starts_first, ["target_worker", "draft_worker"]),
+        (waits, ["draft_worker", "target_worker"]),
+    ):
+        async with pipeline(config) as cluster:
+            started = sorted(cluster.children.values(), key=lambda child: child.process.pid)
+            assert [child.name for child in started if "worker" in child.name] == names
+
+
 async def test_workers_that_cannot_start_say_why(tiny_cluster: Cluster, tiny: Path, tmp_path: Path) -> None:
     index = ("--index-url", tiny_cluster.index_url)
     port = (await worker_address(tiny_cluster, "target")).split(":")[1]
@@ -427,6 +440,7 @@ async def test_workers_that_cannot_start_say_why(tiny_cluster: Cluster, tiny: Pa
         ("target_worker", [*streaming, "--ring-memory", "1KB"], "--ring-memory: 0.00 MB"),
         ("target_worker", [*streaming, "--device-memory", "10MB"], "but 2 layers of 0.13 MB must fit"),
         ("draft_worker", ["--model", str(tiny), "--drop-layers", "7"], "--drop-layers: 7"),
+        ("draft_worker", ["--model", str(tiny), "--kv-memory", "1KB"], "--kv-memory: 1000 bytes hold no session"),
         ("draft_worker", ["--model", str(other)], "token 5 is"),
         ("target_worker", ["--model", str(other)], "token 5 is"),
     )

@@ -14,7 +14,6 @@ from pathlib import Path
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import (
     DEMONSTRATION_COPIES,
-    EMBEDDED_DRAFT,
     SUBSTITUTE_DROPS,
     demonstration_folder,
     is_written,
@@ -28,7 +27,6 @@ from bough.tether import tethered
 WATCH_SECONDS = 0.5
 RESTART_SECONDS = 1.0
 NO_DRAFT = "none"
-EMBEDDED = "embedded"  # in place of an adapter's folder
 
 
 async def up(arguments: argparse.Namespace) -> int:
@@ -59,14 +57,15 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
             drops = SUBSTITUTE_DROPS
     target = target or str(demonstration_folder())
     target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
-    for name in ("device_memory", "kv_memory", "host_memory"):
+    for name in ("max_context", "device_memory", "kv_memory", "host_memory"):
         target_flags += _given(f"--{name.replace('_', '-')}", getattr(arguments, name))
     if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
         target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
     orchestrator_flags = ["--draft", NO_DRAFT if draft == NO_DRAFT else "workers"]
+    target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)
     return Settings(
-        target=parse(TargetConfig, "target_worker", target_flags, os.environ),
-        draft=_draft_config(arguments, target, draft, drops, adapter),
+        target=target_config,
+        draft=_draft_config(arguments, target_config, draft, drops, adapter),
         orchestrator=replace(
             parse(OrchestratorConfig, "orchestrator", orchestrator_flags, os.environ), port=arguments.port
         ),
@@ -75,7 +74,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 
 def _draft_config(
-    arguments: argparse.Namespace, target: str, draft: str | None, drops: str | None, adapter: str | None
+    arguments: argparse.Namespace, target: TargetConfig, draft: str | None, drops: str | None, adapter: str | None
 ) -> DraftConfig | None:
     """Settings of the draft worker; None where there is to be none."""
     if draft == NO_DRAFT:
@@ -89,10 +88,11 @@ def _draft_config(
             "--draft-adapter with what `bough distill` made of the target, or --drop-layers for a substitute as it is; "
             "or none, to guess from a session's own text only"
         )
-    adapter = str(EMBEDDED_DRAFT) if adapter == EMBEDDED else adapter
-    flags = ["--model", draft or target, *_given("--dtype", arguments.draft_dtype)]
+    flags = ["--model", draft or target.model, *_given("--drop-layers", drops), *_given("--adapter", adapter)]
+    flags += [*_given("--device", arguments.draft_device), *_given("--dtype", arguments.draft_dtype)]
     flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
-    flags += [*_given("--drop-layers", drops), *_given("--adapter", adapter)]
+    if "BOUGH_DRAFT_MAX_CONTEXT" not in os.environ:
+        flags += ["--max-context", str(target.max_context)]  # of longer ones it would see a part
     return parse(DraftConfig, "draft_worker", flags, os.environ)
 
 
