@@ -220,10 +220,15 @@ def _holds(report: dict[str, Any], on_gpu: bool) -> bool:
         and all(case["equal"] == case["compared"] for case in report["equality"])
         and report["experts"]["equal"] == report["experts"]["compared"]
         and all(memory["is_within"] for memory in report["memory"])
+        and all(row["is_close"] for row in report["draft"])
     )
     smallest = min(row["tokens"] for row in report["sweeps"])
     speeds = [row["link_efficiency"] for row in report["sweeps"] if row["tokens"] == smallest]
-    is_fast = min(speeds) >= LEAST_EFFICIENCY and all(memory["is_pinned"] for memory in report["memory"])
+    is_fast = (
+        min(speeds) >= LEAST_EFFICIENCY
+        and all(memory["is_pinned"] for memory in report["memory"])
+        and all(row["graph_ms"] is not None for row in report["draft"])
+    )
     return bool(is_right and (is_fast or not on_gpu))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,9 @@ from target_worker.sweep import StreamedModel
 
 REPEATS = 20
 TREE, BASE, NUM_ROWS = 40, 70, 160
-DRAFT_WIDTHS, DRAFT_CONTEXT = (1, 16), 512
+DRAFT_FRONTIERS, DRAFT_CONTEXT = ((1,), (5,), (16,), (40,), (3, 9)), 512  # rows of each session in a step
 CLOSE = 0.02  # of attention's results in bfloat16, whose steps are 0.004 to 0.016 there
+CLOSE_LOGITS = 0.05  # of the largest: products of other row counts round otherwise, layer after layer
 
 
 def describe(device: torch.device) -> str:
@@ -168,32 +169,41 @@ def _plain_logits(model: StreamedModel, arena: KVArena, node: int) -> torch.Tens
 
 
 def draft_steps(device: torch.device, config: LlamaConfig, folder: Path) -> list[dict[str, Any]]:
-    """Time of a draft step by its width: kernel by kernel, and as the worker runs it where graphs can be captured."""
+    """Time of a draft step by its rows: kernel by kernel, and as the worker runs it where graphs can be captured."""
     one_layer = LlamaConfig.from_dict({**config.to_dict(), "num_hidden_layers": 1})
     checkpoint = repeated(
         write_random(folder / "written", one_layer, device), config.num_hidden_layers, folder / "read"
     )
     model = ResidentModel(build_skeleton(checkpoint, torch.bfloat16), device)
-    shape, num_rows = model.skeleton.kv_shape(), DRAFT_CONTEXT + max(DRAFT_WIDTHS)
-    arena = KVArena(shape, shape.empty(1 + num_rows, device))
+    shape, num_rows = model.skeleton.kv_shape(), DRAFT_CONTEXT + max(map(max, DRAFT_FRONTIERS))
+    num_slots = max(map(len, DRAFT_FRONTIERS))
+    arena = KVArena(shape, shape.empty(1 + num_slots * num_rows, device))
     arena.take(1)  # the row that is written to in warming up
-    slot = arena.take(num_rows)
-    slot.keys.normal_()
-    slot.values.normal_()
-    trees = [Tree.of(list(range(width)), [-1] + [0] * (width - 1), [0.0] * width) for width in DRAFT_WIDTHS]
-    batches = [Batch([Segment.tree(slot, DRAFT_CONTEXT, tree)], None, device) for tree in trees]
+    slots = [arena.take(num_rows) for _ in range(num_slots)]
+    for slot in slots:
+        slot.keys.normal_()
+        slot.values.normal_()
+    batches = [_frontier(slots, widths, device) for widths in DRAFT_FRONTIERS]
     eager = [(milliseconds(partial(model.logits, batch), device), model.logits(batch).clone()) for batch in batches]
-    model.warm_up(slot.memory)
+    model.warm_up(slots[0].memory)
     rows = []
-    for batch, (eager_ms, logits) in zip(batches, eager, strict=True):
+    for widths, batch, (eager_ms, logits) in zip(DRAFT_FRONTIERS, batches, eager, strict=True):
         graph_ms = milliseconds(partial(model.logits, batch), device) if model.is_graphed else None
-        difference = float((model.logits(batch) - logits).abs().max())
+        difference, largest = (float(values.abs().max()) for values in (model.logits(batch) - logits, logits))
         rows.append(
             {
-                "width": batch.num_tokens,
+                "rows": widths,
                 "eager_ms": eager_ms,
                 "graph_ms": graph_ms,
-                "largest_difference": round(difference, 6),  # of logits: matrix products of other row counts
+                "largest_difference": round(difference, 6),
+                "is_close": difference <= CLOSE_LOGITS * largest,  # not so where there are NaN
             }
         )
     return rows
+
+
+def _frontier(slots: Sequence[KVSlot], widths: Sequence[int], device: torch.device) -> Batch:
+    """A draft step of several sessions: each has a root with so many rows below and with it."""
+    trees = [Tree.of(list(range(width)), [-1] + [0] * (width - 1), [0.0] * width) for width in widths]
+    pairs = zip(slots, trees, strict=False)
+    return Batch([Segment.tree(slot, DRAFT_CONTEXT, tree) for slot, tree in pairs], None, device)

@@ -59,7 +59,7 @@ class Traversal:
         tokens, refused = self._refuse_all(node, target_probs)
         bonus = _without(target_probs, tokens)
         if (mass := bonus.sum()) > 0.0:
-            bonus *= refused.others / mass
+            bonus = bonus / mass * refused.others  # a mass may be so small that nothing can be divided by it alone
         bonus[tokens] = refused.probs
         law, rest = np.zeros_like(bonus), 1.0
         for child in self._children[node]:

@@ -40,7 +40,11 @@ def test_a_dry_run_goes_through_everything(
     experts = report["experts"]
     assert experts["equal"] == experts["compared"]
     assert experts["chosen"]["gigabytes"][0] < 0.5 * experts["whole"]["gigabytes"][0], "a token chooses two of eight"
-    assert all(row["largest_difference"] == 0 for row in report["draft"]), "nothing differs where there are no graphs"
+    assert [row["graph_ms"] for row in report["draft"]] == [None] * 5, "there are no graphs on the CPU"
+    for part, wrong in (("draft", {"is_close": False}), ("memory", {"is_within": False})):
+        broken = {**report, part: [*report[part][1:], {**report[part][0], **wrong}]}
+        assert not gpu_check._holds(broken, on_gpu=False)
+    assert not gpu_check._holds(report, on_gpu=True), "a GPU's steps are graphs"
     assert {(row["bits"], row["tokens"]) for row in report["sweeps"]} == {(16, 1), (16, 8), (4, 1), (4, 8)}
     assert all(row["layers"] == {"resident": 2, "host": 3, "disk": 0} for row in report["sweeps"])
     assert not list(tmp_path.iterdir()), "it clears up"

@@ -55,7 +55,9 @@ def test_at_temperature_0_children_are_the_best_in_their_order(vocab_size: int) 
         assert drawn.tolist() == best[:num].tolist()
 
 
-@pytest.mark.parametrize("filters", [{"top_p": 0.95}, {"top_k": 7}, {"min_p": 0.01}, {"temperature": 0.0}, {}])
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.5}, {"top_p": 0.95}, {"top_k": 7}, {"min_p": 0.01}, {"temperature": 0.0}, {}]
+)
 def test_many_nodes_are_weighted_as_each_alone(filters: dict[str, float]) -> None:
     """Filters see all tokens that are considered, more than are kept of them."""
     rng = np.random.default_rng(1)

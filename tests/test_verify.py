@@ -62,12 +62,13 @@ def law_at_root(target_probs: np.ndarray, tree: Tree, scheme: Scheme) -> np.ndar
 def pairs(draw: st.DrawFn, max_vocab: int = 5) -> tuple[np.ndarray, Support]:
     """A target's probabilities and a draft's support: of any size, often one-hot, often equal, with extreme weights."""
     vocab_size = draw(st.integers(2, max_vocab))
-    numbers = st.sampled_from([0.0, 1e-30, 1e-12, 0.1, 0.5, 1.0, 1.0, 3.0, 1e12])
+    numbers = st.sampled_from([0.0, 5e-324, 1e-310, 1e-30, 1e-12, 0.1, 0.5, 1.0, 1.0, 3.0, 1e12])
     weights = np.array(draw(st.lists(numbers, min_size=vocab_size, max_size=vocab_size).filter(any)))
     tokens = np.array(draw(st.permutations(range(vocab_size)))[: draw(st.integers(1, vocab_size))], np.int32)
     if draw(st.booleans()):
-        kept = tokens[weights[tokens] > 0] if weights[tokens].any() else tokens
-        own = weights[kept].astype(np.float32) if weights[tokens].any() else np.ones(len(kept), np.float32)
+        own = weights.astype(np.float32)
+        kept = tokens[own[tokens] > 0] if own[tokens].any() else tokens
+        own = own[kept] if own[tokens].any() else np.ones(len(kept), np.float32)
     else:
         positive = st.floats(np.float32(1e-38), np.float32(1e38), width=32)
         kept, own = tokens, np.array([draw(positive) for _ in tokens], np.float32)
