@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from bough.errors import InvalidTree
@@ -12,16 +14,20 @@ def merged(tree: Tree, other: Tree, budget: int) -> Tree:
     """The `budget` best-scoring nodes of both trees, best first; what both guess below the same path is one node.
 
     Such a node has the larger of the two log-probabilities: either estimate may be blind to what the other one knows.
-    Only for trees that were not sampled: a sample with additions is none.
+    Where the first tree was sampled it stays as it is, and all of the other comes behind it: `draws` tells apart what
+    was drawn, by which the target judges, and what was added, where it may go on if it draws that itself.
 
     Raises:
         InvalidTree: the roots differ, or there is room for none.
     """
-    assert tree.draft_probs is None, "a sample cannot be merged"
-    assert other.draft_probs is None, "a sample cannot be merged"
+    assert other.draft_probs is None, "only the first may be a sample"
     if tree.tokens[0] != other.tokens[0]:
         raise InvalidTree(f"tree.tokens[0]: {tree.tokens[0]} and {other.tokens[0]}; trees of the same root would do")
-    return _best_first(_union(tree, other)).trimmed(budget)
+    union = _union(tree, other)
+    if tree.draft_probs is None:
+        return _best_first(union).trimmed(budget)
+    draws = np.arange(1, len(tree), dtype=np.int32) if tree.draws is None else tree.draws
+    return replace(union, draft_probs=tree.draft_probs, draws=draws)
 
 
 def _union(tree: Tree, other: Tree) -> Tree:

@@ -28,7 +28,8 @@ class Tree:
     parents: IntArray  # (num_nodes,) index of the parent; -1 at the root
     log_probs: FloatArray  # (num_nodes,) draft's conditional log-probability; 0 at the root
     draft_probs: DraftProbs | None = None  # what children were sampled from, where verification asks for it
-    draws: IntArray | None = None  # (num_draws,) nodes in the order in which they were sampled, one as often as it was
+    # (num_draws,) nodes in the order in which they were sampled, one as often as it was; None is all in their own
+    draws: IntArray | None = None
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> Tree:
@@ -134,9 +135,12 @@ class Tree:
         return Tree(self.tokens[kept], parents, self.log_probs[kept])
 
     def drawn_below(self, node: int, scheme: Scheme) -> IntArray:
-        """Children of a node in the order in which they were drawn; one that equal draws share as often as that."""
+        """Children of a node in the order in which they were drawn; one that equal draws share as often as that.
+
+        Those that were not drawn, but added to a sample, are none of them.
+        """
         drawn = np.arange(len(self), dtype=np.int32)
-        if scheme is Scheme.MULTI_ROUND and self.draws is not None:
+        if scheme is not Scheme.TARGET and self.draws is not None:
             drawn = self.draws
         below: IntArray = drawn[self.parents[drawn] == node]
         return below
@@ -160,8 +164,8 @@ class Tree:
         self._validate_siblings()
         if self.draft_probs is not None:
             self.draft_probs.validate(size, vocab_size)
-        if self.draws is not None and set(self.draws.tolist()) != set(range(1, size)):
-            raise InvalidTree(f"tree.draws: every node from 1 to {size - 1}, and no other, was drawn at least once")
+        if self.draws is not None and not {*self.draws.tolist()} <= {*range(1, size)}:
+            raise InvalidTree(f"tree.draws: nodes from 1 to {size - 1} would do")
         if scheme is not Scheme.TARGET:
             self._validate_sample(scheme)
 
@@ -188,15 +192,18 @@ class Tree:
             first_with[key] = node
 
     def _validate_sample(self, scheme: Scheme) -> None:
-        """Whether all children can have been sampled as the scheme says."""
-        for node, children in enumerate(self.children()):
-            if not children:
+        """Whether all that was drawn can have been sampled as the scheme says."""
+        if scheme is Scheme.MULTI_ROUND and self.draws is None and len(self) > 1:
+            raise InvalidTree(
+                f"tree.draws: missing, but node 0 has children; {scheme.value} verification would do with all "
+                "nodes in the order in which they were drawn"
+            )
+        if scheme.is_without_replacement and self.draws is not None and len({*self.draws.tolist()}) < len(self.draws):
+            raise InvalidTree(f"tree.draws: a node twice; for {scheme.value} verification each once would do")
+        for node in range(len(self)):
+            drawn = self.drawn_below(node, scheme)
+            if len(drawn) == 0:
                 continue
-            if scheme is Scheme.MULTI_ROUND and self.draws is None:
-                raise InvalidTree(
-                    f"tree.draws: missing, but node {node} has children; {scheme.value} verification would do with all "
-                    "nodes in the order in which they were drawn"
-                )
             if self.draft_probs is None or node not in self.draft_probs.nodes:
                 raise InvalidTree(
                     f"tree.draft_probs: missing for node {node}; {scheme.value} verification would do with what its "
@@ -204,10 +211,10 @@ class Tree:
                 )
             possible = self.draft_probs.of(node)[0]
             # Without replacement, what comes after all that was possible is drawn from the other tokens.
-            num_possible = len(possible) if scheme.is_without_replacement else len(children)
-            for token, child in list(children.items())[:num_possible]:
-                if token not in possible:
+            num_possible = len(possible) if scheme.is_without_replacement else len(drawn)
+            for child in drawn[:num_possible].tolist():
+                if self.tokens[child] not in possible:
                     raise InvalidTree(
-                        f"tree.tokens[{child}]: {token} cannot have been sampled from tree.draft_probs of node {node}; "
-                        "one of its tokens would do"
+                        f"tree.tokens[{child}]: {self.tokens[child]} cannot have been sampled from tree.draft_probs of "
+                        f"node {node}; one of its tokens would do"
                     )

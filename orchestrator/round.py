@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, InvalidTree
@@ -62,7 +62,9 @@ class Rounds:
             began_ns = time.perf_counter_ns()
             plan = self._plan(session, seat.target)
             drafted, drafting = await self._grow(session, seat.target, plan)
-            guesses = lookup.grow(session.tokens, drafted, self._lookup_limits(session, plan))
+            if len(drafted) == 1:  # nothing was drawn: whatever is added is judged by what the target draws
+                plan = replace(plan, scheme=Scheme.TARGET)
+            guesses = lookup.grow(session.tokens, drafted, self._lookup_limits(session, seat.target, plan))
             tree = merged(drafted, guesses.tree, plan.growth.budget) if guesses.kinds else drafted
             result, verifying = await self.failover.verify(session, seat, tree, plan.scheme)
             timings = _timings(began_ns, drafting, result, verifying)
@@ -84,10 +86,18 @@ class Rounds:
         known = (session_record(session, target.record.worker_id), request_record(session))
         self.recorder.record(*known, target.info.model_fingerprint)
 
-    def _lookup_limits(self, session: Session, plan: TreePlan) -> Limits:
-        """A sample must stay one; and the tree is no deeper than was asked for, and than tokens are left to guess."""
-        wanted = session.speculation.lookup if session.speculation.lookup is not None else self.config.lookup
-        room = plan.growth.budget - 1 if plan.scheme is Scheme.TARGET else 0
+    def _lookup_limits(self, session: Session, target: Known[TargetClient], plan: TreePlan) -> Limits:
+        """Additions to a sample come beside it, other guesses in place of worse ones of the draft's.
+
+        To a sample only where they are asked for: it is drawn anew where a round ends, so that the same seed gives the
+        same text only while rounds end alike, and what is looked up depends on what other sessions have taught.
+        The tree is no deeper than was asked for, and than tokens are left to guess.
+        """
+        is_sample = plan.scheme is not Scheme.TARGET
+        wanted = session.speculation.lookup
+        if wanted is None:
+            wanted = 0 if is_sample else self.config.lookup
+        room = target.info.max_nodes - plan.growth.budget if is_sample else plan.growth.budget - 1
         depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
         return Limits(min(wanted, room), depth, session.sampling.stop_token_ids)
 

@@ -40,7 +40,8 @@ class Traversal:
     def __init__(self, tree: Tree, target_probs: Callable[[int], Row]) -> None:
         """`target_probs` gives the target's own (vocab_size,) after a node; it is asked where there are children."""
         self._tree = tree
-        self._children = [list(of_node.values()) for of_node in tree.children()]
+        nodes = range(len(tree))
+        self._children = [tree.drawn_below(node, Scheme.TRAVERSAL).tolist() for node in nodes]  # those that were drawn
         self._presence = np.ones(len(tree))  # of a node, when those of its siblings that come before were refused
         self._accepted = np.ones(len(tree))  # of it or of something below it, then
         for node, children in enumerate(self._children):  # parents come before their children
@@ -50,9 +51,9 @@ class Traversal:
             elif children:
                 self._presence[children] = 0.0
             self._accepted[node] = left  # itself, and as yet nothing below it
-        for node in reversed(range(1, len(tree))):
-            parent = tree.parents[node]
-            self._accepted[parent] = 1.0 - (1.0 - self._accepted[parent]) * (1.0 - self._accepted[node])
+        for node in reversed(nodes):
+            for child in reversed(self._children[node]):
+                self._accepted[node] = 1.0 - (1.0 - self._accepted[node]) * (1.0 - self._accepted[child])
 
     def law(self, node: int, target_probs: Row) -> Row:
         """(vocab_size,) probabilities of the token after a node, where that or something below it is accepted."""

@@ -67,7 +67,7 @@ def test_a_rank_is_a_draw_where_equal_draws_share_a_node() -> None:
 
 
 def test_draws_below_a_node_that_several_chains_share_are_ranked_in_their_order() -> None:
-    """Chains draw A, B, A; below them 3 and 5 below A, 4 below B. Other schemes take no notice of draws."""
+    """Chains draw A, B, A; below them 3 and 5 below A, 4 below B."""
     shared = replace(tree(0, 0, 1, 2, 1), draws=np.array([1, 2, 1, 3, 4, 5], np.int32))
     counter = AcceptanceCounter(FOREVER)
     counter.observe(Scheme.MULTI_ROUND, shared, (1, 5))
@@ -75,8 +75,15 @@ def test_draws_below_a_node_that_several_chains_share_are_ranked_in_their_order(
     counter.observe(Scheme.MULTI_ROUND, shared, ())
     by_depth = counted(counter, Scheme.MULTI_ROUND).by_depth
     assert by_depth == (DepthCounts((1, 1, 0), (0, 0, 1)), DepthCounts((0, 1, 0), (1, 0, 0)))
-    counter.observe(Scheme.WITHOUT_REPLACEMENT, shared, ())
-    assert counted(counter, Scheme.WITHOUT_REPLACEMENT).by_depth == (DepthCounts((0, 0), (0, 1)),)
+
+
+def test_what_was_added_to_a_sample_is_no_rank_of_it() -> None:
+    """One of two children was drawn; the target took the other."""
+    counter = AcceptanceCounter(FOREVER)
+    added = replace(tree(0, 0), draws=np.array([1], np.int32))
+    counter.observe(Scheme.WITHOUT_REPLACEMENT, added, (2,))
+    counter.observe(Scheme.WITHOUT_REPLACEMENT, added, (1,))
+    assert counted(counter, Scheme.WITHOUT_REPLACEMENT).by_depth == (DepthCounts((1,), (1,)),)
 
 
 def test_schemes_are_counted_apart() -> None:

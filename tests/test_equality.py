@@ -53,6 +53,13 @@ REQUESTS = {
 }
 
 
+TWO_WORDS = {65: 50.0, 66: 50.0}  # whoever says no others has said most before
+REPEATING = {
+    "greedy": replace(GREEDY, max_tokens=60, logit_bias=TWO_WORDS, logprobs=2),
+    "sampled": replace(SAMPLED, max_tokens=60, logit_bias=TWO_WORDS, seed=9, logprobs=1, **PENALTIES),  # type: ignore[arg-type]
+}
+
+
 class Output(NamedTuple):
     """What a client sees of a request, but for where its rounds ended."""
 
@@ -87,22 +94,33 @@ async def generate(client: Client, options: GenerateOptions, speculation: Specul
     return output, last
 
 
-async def require_equal(client: Client, options: GenerateOptions) -> tuple[Output, int]:
-    """Plain decoding's output, which all ways gave too, in sweeps that they shared; and how many guesses were right."""
+async def require_equal(client: Client, options: GenerateOptions) -> tuple[Output, dict[str, Finished]]:
+    """Plain decoding's output, which all ways gave too, in sweeps that they shared; and how each ended."""
     plain, finished = await generate(client, options, PLAIN)
     assert finished.speculation.num_accepted_tokens == 0
     runs = await asyncio.gather(*(generate(client, options, way) for way in WAYS.values()))
     for name, (output, _) in zip(WAYS, runs, strict=True):
         assert output == plain, name
-    return plain, sum(finished.speculation.num_accepted_tokens for _, finished in runs)
+    return plain, {name: finished for name, (_, finished) in zip(WAYS, runs, strict=True)}
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_every_way_to_speculate_gives_what_plain_decoding_gives(client: Client, name: str) -> None:
     options = REQUESTS[name]
-    plain, num_accepted = await require_equal(client, options)
+    plain, ends = await require_equal(client, options)
     assert len(plain.logprobs) == (0 if options.logprobs is None else len(plain.token_ids))
+    num_accepted = sum(finished.speculation.num_accepted_tokens for finished in ends.values())
     assert num_accepted > 0, "nothing was guessed right, so that nothing was tested"
+
+
+@pytest.mark.parametrize("name", REPEATING)
+async def test_what_was_looked_up_and_kept_is_what_plain_decoding_says(client: Client, name: str) -> None:
+    _, ends = await require_equal(client, REPEATING[name])
+    for way, finished in ends.items():
+        assert finished.speculation.num_accepted_tokens > 0, way
+        assert WAYS[way].lookup != 0 or finished.speculation.num_lookup_tokens == 0, way
+    # Where the draft had guessed the same token it is the draft's: most of them are, by most ways.
+    assert ends["best-first, looked up"].speculation.num_lookup_tokens > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

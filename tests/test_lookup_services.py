@@ -97,9 +97,26 @@ async def test_no_draft_on_purpose_is_no_problem(draftless: Client) -> None:
     assert find_problems(server) == []
 
 
-async def test_samples_are_never_mixed_with_what_was_looked_up(draftless: Client) -> None:
-    """Schemes that verify samples would keep a guess that nobody sampled too often."""
-    sampling = Speculation(growth=Chains(2, 3), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=31)
-    rounds, finished = await generate(draftless, replace(SAMPLED, speculation=sampling))
+@pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL])
+async def test_what_is_looked_up_comes_beside_samples_where_it_is_asked_for(drafting: Client, scheme: Scheme) -> None:
+    """That the law stays the target's is shown in tests/test_traversal.py."""
+    sampling = Speculation(growth=Chains(2, 3), scheme=scheme)
+    options = replace(SAMPLED, logit_bias=TWO_WORDS, logprobs=0)
+    alone, finished = await generate(drafting, replace(options, speculation=sampling))
     assert finished.speculation.num_lookup_tokens == 0
-    assert {event.num_nodes for event in rounds} == {1}
+    assert max(event.num_nodes for event in alone) <= 7
+    both, finished = await generate(drafting, replace(options, speculation=replace(sampling, lookup=20)))
+    assert finished.speculation.num_lookup_tokens > 0
+    assert 7 < max(event.num_nodes for event in both) <= 27
+    assert len(both) < len(alone), "it takes fewer rounds"
+
+
+async def test_where_nothing_was_sampled_what_is_looked_up_is_judged_by_the_targets_own_draws(
+    draftless: Client,
+) -> None:
+    options = replace(SAMPLED, logit_bias=TWO_WORDS)
+    plain, _ = await generate(draftless, replace(options, speculation=PLAIN))
+    way = Speculation(growth=Chains(2, 3), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=20)
+    rounds, finished = await generate(draftless, replace(options, speculation=way))
+    assert finished.speculation.num_lookup_tokens > 0
+    assert output(rounds) == output(plain)

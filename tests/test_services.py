@@ -177,7 +177,8 @@ def sampled_tree(drawn_from: list[int], draws: list[int]) -> common_pb2.Tree:
         (common_pb2.WITHOUT_REPLACEMENT, sampled_tree([4, 9], []), r"tree\.tokens\[2\]: 5 cannot have been sampled"),
         (common_pb2.MULTI_ROUND, sampled_tree([], [1, 2]), r"tree\.draft_probs: missing for node 0"),
         (common_pb2.MULTI_ROUND, sampled_tree([4, 5], []), r"tree\.draws: missing, but node 0 has children"),
-        (common_pb2.MULTI_ROUND, sampled_tree([4, 5], [1, 1]), r"tree\.draws: every node from 1 to 2"),
+        (common_pb2.MULTI_ROUND, sampled_tree([4, 5], [1, 3]), r"tree\.draws: nodes from 1 to 2 would do"),
+        (common_pb2.WITHOUT_REPLACEMENT, sampled_tree([4, 5], [1, 1]), r"tree\.draws: a node twice"),
         (7, sampled_tree([4, 5], []), r"scheme: 7; one of 0 \(target\)"),
     ],
 )
@@ -198,7 +199,7 @@ async def test_sampled_trees_are_verified_by_their_schemes(
     plain = await target.Verify(verify_request(scheme=scheme))
     best = plain.bonus_token
     for round_, drawn in enumerate(([best, best + 1], [best + 1, best + 2]), start=1):
-        tree = sampled_tree(drawn, [1, 2, 1])
+        tree = sampled_tree(drawn, [1, 2, 1] if scheme == common_pb2.MULTI_ROUND else [])
         tree.tokens[1:] = drawn
         context = common_pb2.Context(session_id="bad-input", context_start=2, prefix_hash=prefix_hash([1, 2]))
         request = verify_request(context=context, tree=tree, scheme=scheme, sampling=sampling, round=round_)

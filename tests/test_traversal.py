@@ -14,11 +14,13 @@ from test_verify import Support, all_draws, pairs
 
 from bough.draft_probs import DraftProbs
 from bough.growth import Scheme
+from bough.merge import merged
 from bough.tree import Tree
 from target_worker.judge import laws_of
 
 LENGTH, VOCAB = 3, 4
 SHAPES = {"chain": (-1, 0, 1), "tree": (-1, 0, 0, 1), "two and two": (-1, 0, 0, 1, 2)}
+FROM_THE_TEXT = Tree.of([0, 3, 1, 2, 0], [-1, 0, 1, 0, 3], [0.0] * 5)  # the draft never takes 3; the rest it may
 Text = tuple[int, ...]
 
 
@@ -87,10 +89,14 @@ class World:
 @pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
-def test_over_all_trees_texts_have_the_targets_law(seed: int, shape: str, scheme: Scheme) -> None:
+@pytest.mark.parametrize("has_additions", [False, True])
+def test_over_all_trees_texts_have_the_targets_law(seed: int, shape: str, scheme: Scheme, has_additions: bool) -> None:
     """Without a random number: what a round says, and after it plain decoding."""
     world, law = World(seed), defaultdict[Text, float](float)
-    for tree, probability in world.trees(SHAPES[shape]):
+    for sample, probability in world.trees(SHAPES[shape]):
+        tree = merged(sample, FROM_THE_TEXT, len(sample)) if has_additions else sample
+        tree.validate(VOCAB, 20, scheme)
+        assert (len(tree) > len(sample)) == has_additions
         for text, chance in world.walks(tree, scheme):
             for rest in itertools.product(range(VOCAB), repeat=LENGTH - len(text)):
                 law[*text, *rest] += probability * chance * world.chance((*text, *rest), len(text))

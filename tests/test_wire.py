@@ -88,7 +88,8 @@ SAMPLED = replace(
 
 @given(contexts, sampling_params, st.sampled_from([TREE, SAMPLED]), plans)
 def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree: Tree, plan: TreePlan) -> None:
-    tree = tree if plan.scheme is Scheme.TARGET else SAMPLED  # the others are only for trees that were sampled
+    if plan.scheme is not Scheme.TARGET:  # the others are only for trees that were sampled, perhaps with additions
+        tree = replace(SAMPLED, draws=np.array([1], np.int32)) if plan.scheme.is_without_replacement else SAMPLED
     verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme, 400, "me", 3, "you")
     assert wire.verify_call_from_wire(wire.verify_call_to_wire(verify), VOCAB, 8) == verify
     grow = m.GrowCall(context, 5, params, 3, plan, VOCAB + 7)
