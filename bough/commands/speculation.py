@@ -36,7 +36,12 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         "--guess", choices=[guess.value for guess in Guess],
         help="what a draft takes for likely: the token that the target will draw, or its distribution (default sample)",
     )  # fmt: skip
-    add("--lookup", type=int, metavar="N", help="most nodes from the session's own text; 0 is off (default 16; beside samples 0)")
+    add(
+        "--lookup",
+        type=int,
+        metavar="N",
+        help="most nodes from the session's own text; 0 is off (default 16; beside samples 0)",
+    )
 
 
 def speculation_from(arguments: argparse.Namespace) -> Speculation:
