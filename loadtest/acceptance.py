@@ -148,6 +148,7 @@ def measure(bench: Bench, temperature: float, arguments: argparse.Namespace, row
                 "of_all_rounds": round(outcome.mean_of_rounds, 3),
                 "predicted": _predicted(plan.growth, same_texts, outcome),
                 "predicted_before": _predicted(plan.growth, before, outcome),
+                "settings": _settings(arguments),
             }
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
@@ -183,6 +184,7 @@ def _calibrated(outcome: Outcome) -> float:
 def main() -> None:
     """Prints tables and one JSON line."""
     arguments = arguments_from()
+    rows = rows_before(arguments)
     ensure_demonstration(0)
     folder = demonstration_folder(0)
     flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--bits", arguments.bits]
@@ -192,9 +194,6 @@ def main() -> None:
     texts = load_prompts(arguments.prompts)[: arguments.num]
     prompts = [tokenizer.encode_chat([("user", text)]) for text in texts]
     bench = Bench(draft, LazyTarget(folder, 1024), prompts, arguments.max_tokens)
-    rows: list[Row] = []
-    if arguments.rows and arguments.rows.exists():
-        rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
     for temperature in arguments.temperatures:
         measure(bench, temperature, arguments, rows)
     draft.close()
@@ -202,9 +201,6 @@ def main() -> None:
         print(table(rows, temperature, arguments.nodes) + "\n")
     if arguments.plot:
         plot(rows, arguments.plot)
-    settings = {
-        name: getattr(arguments, name) for name in ("num", "max_tokens", "repeats", "seed", "drop_layers", "bits")
-    }
     compute_with(arguments.threads)
     model = load_draft(
         Checkpoint.open(folder), parse_layers(arguments.drop_layers), "bfloat16", CPU, bits=arguments.bits
@@ -216,7 +212,28 @@ def main() -> None:
         errors = prediction_errors(rows, f"predicted{which}")
         figures[f"prediction_error{which}"] = {name: error["mean"] for name, error in errors.items()}
         figures[f"prediction_errors{which}"] = errors
-    print(json.dumps({**settings, **figures, "rows": rows}))
+    print(json.dumps({**_settings(arguments), **figures, "rows": rows}))
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, object]:
+    """All that rows depend on, beside what they tell."""
+    names = ("num", "max_tokens", "repeats", "seed", "drop_layers", "bits")
+    prompts = arguments.prompts.name if arguments.prompts else "bough's own"
+    return {name: getattr(arguments, name) for name in names} | {"prompts": prompts}
+
+
+def rows_before(arguments: argparse.Namespace) -> list[Row]:
+    """What an earlier run has measured; ends the process where it was run with other settings."""
+    if arguments.rows is None or not arguments.rows.exists():
+        return []
+    rows: list[Row] = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
+    settings = _settings(arguments)
+    for row in rows:
+        if row.get("settings") != settings:
+            sys.exit(
+                f"--rows: {arguments.rows} has rows of {row.get('settings')}, not of {settings}; another file would do"
+            )
+    return rows
 
 
 def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:

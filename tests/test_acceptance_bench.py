@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 from two_tokens import PAIR, Case, cases, num_cases
@@ -13,7 +15,7 @@ from bough.growth import Chains, Guess, Scheme
 from bough.messages import GrowCall, GrowResult, Timings, Verdict, VerifyCall
 from bough.sampling import SamplingParams
 from bough.shapes import best_chains
-from loadtest.acceptance import arguments_from, contestants_at
+from loadtest.acceptance import _settings, arguments_from, contestants_at, rows_before
 from loadtest.acceptance_bench import RANKS, Bench
 from loadtest.acceptance_report import tokens_per_round
 from loadtest.scheme_rates import in_rounds
@@ -70,6 +72,19 @@ def test_contestants_run_alone_by_a_part_of_their_names() -> None:
     assert alone == [["greedy k chains"], ["Sequoia: without replacement, optimal shape"]]
     (crossed,) = names("--crossed", "--contestants", "multi-round", "--temperatures", "1")
     assert crossed == ["multi-round, optimal shape", "multi-round, one chain"]
+
+
+def test_rows_of_other_settings_are_no_rows_of_this_run(tmp_path: Path) -> None:
+    """They would be printed as what the new settings gave."""
+    file = tmp_path / "rows.jsonl"
+    arguments = arguments_from(["--rows", str(file), "--num", "2"])
+    assert rows_before(arguments) == []
+    row = {"temperature": 0.0, "contestant": "x", "nodes": 8, "settings": _settings(arguments)}
+    file.write_text(json.dumps(row) + "\n")
+    assert rows_before(arguments) == [row]
+    for flags in (["--num", "3"], ["--num", "2", "--seed", "7"], ["--num", "2", "--prompts", "others.jsonl"]):
+        with pytest.raises(SystemExit, match=f"--rows: {file} has rows of .* another file would do"):
+            rows_before(arguments_from(["--rows", str(file), *flags]))
 
 
 def test_contestants_that_nobody_is_are_refused_and_the_others_listed(capsys: pytest.CaptureFixture[str]) -> None:

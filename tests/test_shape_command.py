@@ -96,6 +96,7 @@ def test_parents_stand_above_the_middle_of_their_children() -> None:
     ("text", "message"),
     [
         ("0.5, 0.2", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
         ("\xff", "is no JSON"),
         ("[]", "a list of probabilities by rank would do"),
         ("[0.5, -0.1]", "[1]: -0.1; a probability"),

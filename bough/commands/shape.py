@@ -39,12 +39,12 @@ async def shape(arguments: argparse.Namespace) -> int:
     report = described(best, acceptance)
     if rate is not None:
         report["tokens_per_second"] = rate
-    print(json.dumps({**report, "acceptance": acceptance.tolist(), "search_seconds": seconds}))
     if arguments.plot:
         title = (
             f"{best.budget} nodes, {len(report['layer_sizes'])} levels: {report['expected_tokens']:.2f} tokens a round"
         )
         save_shape(best, node_values(best, acceptance), title, "--plot", arguments.plot)
+    print(json.dumps({**report, "acceptance": acceptance.tolist(), "search_seconds": seconds}))
     return 0
 
 
@@ -75,7 +75,7 @@ def read_acceptance(file: str) -> Acceptance:
         value = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"--vector: {file} cannot be read: {exc.strerror}") from exc
-    except ValueError as exc:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or lists in lists without end
         raise ConfigError(f"--vector: {file} is no JSON: {exc}") from exc
     return acceptance_from(f"--vector: {file}", value)
 

@@ -113,7 +113,7 @@ def _shape(file: str) -> StaticShape:
             f"--growth: {file} cannot be read: {exc.strerror}; {BEST_FIRST}, chain:LENGTH, chains:NUMxLENGTH or a file "
             "that `bough shape` wrote would do"
         ) from exc
-    except ValueError as exc:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or lists in lists without end
         raise ConfigError(f"--growth: {file} is no JSON: {exc}") from exc
     parents = content.get("parents") if isinstance(content, dict) else None
     if not isinstance(parents, list) or not all(type(parent) is int for parent in parents):
