@@ -140,6 +140,7 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder or cached hub id, in 16 or 32 bits")
     parser.add_argument("--draft", action="store_true", help="write a draft: it shares embeddings and head with MODEL")
     parser.add_argument("--drop-layers", help="of a draft: layers to leave out, such as 3,14")
+    parser.add_argument("--adapter", help="of a draft: what `bough distill` made of MODEL, a folder, or embedded")
     parser.add_argument(
         "--bits", type=float,
         help="for a weight: 4 (default) or 8; of a draft the average, scales included (default 6.5)",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from bough.config import DraftConfig
-from bough.demonstration import EMBEDDED, EMBEDDED_DRAFT
 from bough.distill.adapter import Adapter
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
@@ -15,24 +13,6 @@ from bough.model.loading import DTYPES, Skeleton, build_skeleton, uncorrected
 from bough.model.operands import LINE
 from bough.model.runner import ResidentModel
 from bough.model.vectors import multiplies_bytes
-
-
-def open_adapter(config: DraftConfig) -> Adapter | None:
-    """The adapter that the settings name.
-
-    Raises:
-        ConfigError: it is none, or the settings leave out other layers than it does.
-    """
-    if not config.adapter:
-        return None
-    adapter = Adapter.open(EMBEDDED_DRAFT if config.adapter == EMBEDDED else config.adapter)
-    dropped = adapter.manifest.dropped_layers
-    if config.drop_layers and set(config.drop_layers) != set(dropped):
-        raise ConfigError(
-            f"--drop-layers: {', '.join(map(str, config.drop_layers))}; the adapter {config.adapter} leaves out "
-            f"{', '.join(map(str, dropped))}"
-        )
-    return adapter
 
 
 def load_draft(

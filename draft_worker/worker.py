@@ -14,6 +14,7 @@ import torch
 
 from bough import __version__
 from bough.config import DraftConfig
+from bough.distill.adapter import open_adapter
 from bough.errors import ConfigError, Exhausted, Unavailable
 from bough.futures import Unanswered, settle
 from bough.messages import GrowCall, GrowResult, WorkerInfo
@@ -27,7 +28,7 @@ from draft_worker.ahead import MAX_ROWS
 from draft_worker.engine import Engine, Request
 from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS, Window
-from draft_worker.sources import load_draft, open_adapter
+from draft_worker.sources import load_draft
 
 
 class DraftWorker:
@@ -40,7 +41,7 @@ class DraftWorker:
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
         self._fingerprint = checkpoint.fingerprint()
         self._name = config.model_name or checkpoint.folder.name
-        adapter = open_adapter(config)
+        adapter = open_adapter(config.adapter, config.drop_layers) if config.adapter else None
         self._dropped = adapter.manifest.dropped_layers if adapter else config.drop_layers
         device = choose_device(config.device)
 

@@ -9,10 +9,9 @@ from bough.commands.demo import UP_DEFAULTS
 from bough.commands.up import settings_from
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
 from bough.demonstration import EMBEDDED_DRAFT, demonstration_folder
-from bough.distill.adapter import Adapter
+from bough.distill.adapter import Adapter, open_adapter
 from bough.errors import ConfigError
 from bough.values import parse_bytes, parse_layers
-from draft_worker.sources import open_adapter
 
 
 def test_flags_win_over_the_environment_and_both_over_defaults() -> None:
@@ -146,7 +145,7 @@ def test_the_demonstration_starts_what_up_starts() -> None:
 def test_the_draft_that_is_shipped_fits_the_demonstration_model() -> None:
     settings = settings_from(argument_parser().parse_args(["up", "--draft-adapter", "embedded"]))
     assert settings.draft is not None
-    assert (adapter := open_adapter(settings.draft)) is not None
+    adapter = open_adapter(settings.draft.adapter, settings.draft.drop_layers)
     assert adapter.manifest == Adapter.open(EMBEDDED_DRAFT).manifest
     assert adapter.manifest.top1 >= 0.70
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,12 @@ import torch
 from conftest import TINY, save_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from bough.cli import argument_parser
+from bough.cli import argument_parser, main
 from bough.commands.distill import settings_from
 from bough.config import DraftConfig, parse
 from bough.demonstration import EMBEDDED_DRAFT
 from bough.distill import run, train
-from bough.distill.adapter import MANIFEST_NAME, WEIGHTS_NAME, Adapter
+from bough.distill.adapter import MANIFEST_NAME, WEIGHTS_NAME, Adapter, open_adapter
 from bough.distill.loss import top_loss
 from bough.distill.rows import Placed, Rows
 from bough.distill.run import make_adapter
@@ -32,7 +33,7 @@ from bough.model.runner import ResidentModel
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.tokenizer import Tokenizer
 from bough.tree import Tree
-from draft_worker.sources import load_draft, open_adapter
+from draft_worker.sources import load_draft
 from draft_worker.worker import DraftWorker
 from loadtest.draft_agreement import Answer, hits
 from loadtest.prompts import load_prompts
@@ -204,7 +205,7 @@ def test_the_draft_worker_says_what_it_runs(tiny: Path, made: Path) -> None:
 def test_an_adapter_decides_what_is_left_out(made: Path) -> None:
     config = parse(DraftConfig, "d", ["--model", "M", "--adapter", str(made), "--drop-layers", "1"], {})
     with pytest.raises(ConfigError, match=r"--drop-layers: 1; the adapter .* leaves out 2"):
-        open_adapter(config)
+        open_adapter(config.adapter, config.drop_layers)
 
 
 @pytest.mark.parametrize("name", [MANIFEST_NAME, WEIGHTS_NAME])
@@ -311,6 +312,43 @@ def test_text_of_another_kind_is_not_gone_on_with(tiny: Path, made: Path, tmp_pa
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
     with pytest.raises(ConfigError, match="is not empty"):
         distilled(tiny, tmp_path / "out", "--data", str(tmp_path / "full"))
+
+
+def test_a_distilled_draft_can_be_packed_to_run_without_its_target(
+    tiny: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its corrections in the weights; a run that goes on must be of the same ones."""
+    target, adapter = shutil.copytree(tiny, tmp_path / "target"), Adapter.open(made)
+    much = {name: 100 * tensor if name.endswith(".up") else tensor for name, tensor in adapter.tensors.items()}
+    adapter = replace(adapter, tensors=much)  # so short a training changes less than 8 bits can tell
+    adapter.save(tmp_path / "adapter")
+
+    def pack(out: str, *flags: str) -> str:
+        with pytest.raises(SystemExit):
+            main(["pack", str(target), "--draft", "--whole", "--bits", "8.25", "--out", str(tmp_path / out), *flags])
+        return capsys.readouterr().err
+
+    healing = ("--adapter", str(tmp_path / "adapter"))
+    assert "error: --drop-layers: 1; the adapter" in pack("packed", *healing, "--drop-layers", "1")
+    assert "bits a weight" in pack("packed", *healing)
+    assert "bits a weight" in pack("plain", "--drop-layers", "2")
+    assert "error: " in pack("packed", "--drop-layers", "2"), "what is there is of other weights"
+    shutil.rmtree(target)
+
+    def weights(folder: Path, own: Adapter | None) -> dict[str, torch.Tensor]:
+        model = load_draft(Checkpoint.open(str(folder)), (), "float32", CPU, own)
+        return {name: value.float() for name, value in model.skeleton.model.state_dict().items()}
+
+    wanted, packed = weights(tiny, adapter), weights(tmp_path / "packed", None)
+    plain = weights(tmp_path / "plain", None)
+    assert packed.keys() == wanted.keys()
+    errors = {name: float((packed[name] - value).norm() / value.norm()) for name, value in wanted.items()}
+    assert max(errors.values()) < 0.1, "the roughest are in 4 bits"
+    assert all(errors[name] < 1e-3 for name in errors if "norm" in name)
+    healed_layers = ("model.layers.1.", "model.layers.2.")  # from the one in front of the first gap on
+    matrices = [name for name in wanted if name.startswith(healed_layers) and "proj" in name]
+    assert len(matrices) == 14
+    assert all((plain[name] - wanted[name]).norm() > 0.1 * wanted[name].norm() for name in matrices)
 
 
 def test_a_folder_with_anything_else_in_it_is_left_alone(tiny: Path, tmp_path: Path) -> None:

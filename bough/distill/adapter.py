@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from bough.demonstration import EMBEDDED, EMBEDDED_DRAFT
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
 from bough.model.files import make_folder, replace
@@ -107,6 +108,14 @@ class Adapter:
                 f"{checkpoint.folder.name} has {found}"
             )
 
+    def fingerprint(self) -> str:
+        """Of its tensors."""
+        digest = hashlib.blake2b(digest_size=12)
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {list(tensor.shape)}\n".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
     def kept_layers(self) -> tuple[int, ...]:
         """Layers of the target that the draft has, without identity copies."""
         return tuple(i for i in range(self.manifest.num_layers) if i not in set(self.manifest.dropped_layers))
@@ -121,21 +130,48 @@ class Adapter:
             ConfigError: a correction has no place in the layer.
         """
         prefix = f"layers.{self.kept_layers()[place]}."
-        for name, tensor in self.tensors.items():
-            if not name.startswith(prefix):
-                continue
-            path, _, kind = name.removeprefix(prefix).rpartition(".")
+        paths = {name.removeprefix(prefix).rpartition(".")[0] for name in self.tensors if name.startswith(prefix)}
+        for path in sorted(paths):
             try:
                 weight = layer.get_submodule(path).get_parameter("weight")
-                if kind == "weight":
-                    weight.copy_(tensor)
-                elif kind == "up":
-                    down = self.tensors[f"{prefix}{path}.down"].to(weight.device).float()
-                    weight.copy_(weight.float() + tensor.to(weight.device).float() @ down)
-            except (KeyError, AttributeError, RuntimeError) as exc:
-                raise ConfigError(
-                    f"adapter: {name} of shape {list(tensor.shape)} does not fit the model: {exc}"
-                ) from exc
+            except AttributeError as exc:
+                raise ConfigError(f"adapter: {prefix}{path} does not fit the model: {exc}") from exc
+            weight.copy_(self.corrected(place, path, weight))
+
+    @torch.no_grad()
+    def corrected(self, place: int, path: str, weight: torch.Tensor) -> torch.Tensor:
+        """What the weight of one module of such a layer becomes, itself where there is no correction for it.
+
+        Raises:
+            ConfigError: the correction does not fit.
+        """
+        name = f"layers.{self.kept_layers()[place]}.{path}"
+        device = weight.device
+        try:
+            if (norm := self.tensors.get(f"{name}.weight")) is not None:
+                return norm.to(weight).expand_as(weight)
+            if (up := self.tensors.get(f"{name}.up")) is not None:
+                down = self.tensors[f"{name}.down"]
+                return (weight.float() + up.to(device).float() @ down.to(device).float()).to(weight.dtype)
+        except (KeyError, RuntimeError) as exc:
+            raise ConfigError(f"adapter: {name} does not fit the model: {exc}") from exc
+        return weight
+
+
+def open_adapter(named: str, drop_layers: tuple[int, ...]) -> Adapter:
+    """The adapter that settings name, a folder or `bough.demonstration.EMBEDDED`.
+
+    Raises:
+        ConfigError: it is none, or the settings leave out other layers than it does.
+    """
+    adapter = Adapter.open(EMBEDDED_DRAFT if named == EMBEDDED else named)
+    dropped = adapter.manifest.dropped_layers
+    if drop_layers and set(drop_layers) != set(dropped):
+        raise ConfigError(
+            f"--drop-layers: {', '.join(map(str, drop_layers))}; the adapter {named} leaves out "
+            f"{', '.join(map(str, dropped))}"
+        )
+    return adapter
 
 
 def base_fingerprint(checkpoint: Checkpoint) -> str:
