@@ -128,7 +128,9 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-memory", help="memory for the target, KV and all (default: most of what is free)")
     parser.add_argument("--kv-memory", help="of that, for the keys and values of all sessions (default 2GB)")
     parser.add_argument("--host-memory", help="beside a GPU: pinned memory for layers (default: most of what is free)")
-    parser.add_argument("--ahead-steps", help="draft steps while the target verifies, at most (default 0)")
+    parser.add_argument(
+        "--ahead-steps", help="draft steps while the target verifies, at most (default 64 on a GPU of the draft's own)"
+    )
     parser.add_argument("--draft-bits", choices=DRAFT_BITS, help="bits of the draft's products (default auto)")
     parser.add_argument("--draft-device", help="where the draft computes: cpu, cuda or cuda:1 (default: a GPU, if any)")
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")

@@ -86,7 +86,10 @@ class DraftConfig(WorkerConfig):
     )
     branch: int = setting(16, parse_count, "most children of a node")
     ahead_steps: int = setting(
-        0, number(int, 0), "most draft steps between two calls of a session, towards its likely next trees; 0 is none"
+        -1,
+        number(int, -1),
+        "most draft steps between two calls of a session, towards its likely next trees; 0 is none, -1 is 64 on a GPU "
+        "of the draft's own and none elsewhere",
     )
 
 

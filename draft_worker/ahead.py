@@ -22,10 +22,18 @@ from draft_worker.grow import Grower
 from draft_worker.session import DraftSession
 from draft_worker.walk import Walk
 
+NUM_STEPS = 64  # by default, where nobody else wants the device
 NUM_OUTCOMES = 32  # that are looked at
 MAX_ROWS = 32  # of one draft step: a call that comes waits for it
 
 Place = tuple[int, int]  # expansion of the parent, token
+
+
+def num_steps(setting: int, device: torch.device) -> int:
+    """Most steps between two calls of a session: as set, and where it is not set (-1) none beside others on a CPU."""
+    if setting >= 0:
+        return setting
+    return 0 if device.type == "cpu" else NUM_STEPS
 
 
 class Ahead:

@@ -24,7 +24,7 @@ from bough.model.kv_arena import KVArena
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad
-from draft_worker.ahead import MAX_ROWS
+from draft_worker.ahead import MAX_ROWS, num_steps
 from draft_worker.engine import Engine, Request
 from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS, Window
@@ -44,6 +44,7 @@ class DraftWorker:
         adapter = open_adapter(config.adapter, config.drop_layers) if config.adapter else None
         self._dropped = adapter.manifest.dropped_layers if adapter else config.drop_layers
         device = choose_device(config.device)
+        self._ahead_steps = num_steps(config.ahead_steps, device)
 
         def load() -> SessionPool:
             compute_with(config.threads)
@@ -58,7 +59,7 @@ class DraftWorker:
 
         pool = on_a_passing_thread(load)
         self.vocab_size = self._model.skeleton.vocab_size
-        self._engine = Engine(self._model, self.vocab_size, config.branch, pool, config.ahead_steps)
+        self._engine = Engine(self._model, self.vocab_size, config.branch, pool, self._ahead_steps)
         self._unanswered = Unanswered(config.max_waiting)
         self._is_draining = False
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -116,7 +117,7 @@ class DraftWorker:
             ),
             *(
                 [f"draft-ahead: {self._engine.num_warm_trees} of {self._engine.num_trees} trees were known in part"]
-                if self._config.ahead_steps
+                if self._ahead_steps
                 else []
             ),
             *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
@@ -159,7 +160,7 @@ class DraftWorker:
         memory = shape.empty(num_rows, self._model.device)
         self._model.warm_up(memory)
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)
-        return SessionPool(arena, window, self._config.ahead_steps * MAX_ROWS)
+        return SessionPool(arena, window, self._ahead_steps * MAX_ROWS)
 
     def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
         """Has the thread do something; what goes wrong is told to whoever waits on the future."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from fake_draft import PLAN, VOCAB, FakeModel, fake_log_probs, grow_call, grow_now, grown_alone, new_engine, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from bough.growth import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
 from bough.model.batch import Batch
 from bough.sampling import SamplingParams
 from bough.tree import Tree
+from draft_worker.ahead import NUM_STEPS, num_steps
 from draft_worker.engine import Engine
 from draft_worker.session import Window
 
@@ -200,3 +202,8 @@ def test_a_tree_stays_within_the_positions_that_a_draft_was_made_for() -> None:
         grow_now(engine, grow_call(([3, 1, 4] * 20)[:length]))
         go_ahead(engine)
     assert max(highest) < 30
+
+
+def test_it_goes_ahead_by_itself_on_a_gpu_only() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert [num_steps(-1, cpu), num_steps(-1, gpu), num_steps(0, gpu), num_steps(5, cpu)] == [0, NUM_STEPS, 0, 5]

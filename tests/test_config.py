@@ -134,6 +134,24 @@ def test_memory_and_draft_ahead_are_flags_of_up() -> None:
         settings_from(argument_parser().parse_args(["up", "--device-memory", "plenty"]))
 
 
+@pytest.mark.parametrize(
+    ("flags", "ahead_steps"),
+    [
+        ([], 0),
+        (["--draft-device", "cuda:0"], 0),
+        (["--draft-device", "cuda:1"], -1),
+        (["--draft-device", "cpu"], -1),
+        (["--ahead-steps", "5"], 5),
+        (["--ahead-steps", "0", "--draft-device", "cuda:1"], 0),
+    ],
+)
+def test_a_draft_goes_ahead_where_that_takes_nothing_from_the_target(flags: list[str], ahead_steps: int) -> None:
+    """-1 leaves it to the worker, which knows whether it has a GPU."""
+    settings = settings_from(argument_parser().parse_args(["up", *flags]))
+    assert settings.draft is not None
+    assert settings.draft.ahead_steps == ahead_steps
+
+
 def test_the_demonstration_starts_what_up_starts() -> None:
     """An option that `up` had gained once broke `make demo`, which no test runs whole."""
     settings = settings_from(UP_DEFAULTS)

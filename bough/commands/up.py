@@ -93,7 +93,15 @@ def _draft_config(
     flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
     if "BOUGH_DRAFT_MAX_CONTEXT" not in os.environ:
         flags += ["--max-context", str(target.max_context)]  # of longer ones it would see a part
-    return parse(DraftConfig, "draft_worker", flags, os.environ)
+    config = parse(DraftConfig, "draft_worker", flags, os.environ)
+    if config.ahead_steps < 0 and _gpu(config.device) == _gpu(target.device):
+        return replace(config, ahead_steps=0)  # they would be taken from the target's sweeps
+    return config
+
+
+def _gpu(device: str) -> str:
+    """A setting's device as torch numbers it, but for `auto` where there is no GPU."""
+    return "cuda:0" if device in ("auto", "cuda") else device
 
 
 def _given(flag: str, value: str | None) -> list[str]:
