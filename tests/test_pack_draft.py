@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,7 @@ def test_it_is_refused_where_it_makes_no_sense(target: Path, draft: Path, tmp_pa
         ((4,), 6.0, "new", "--drop-layers: 4; target has layers 0 to 3"),
         ((0, 1, 2, 3), 6.0, "new", "--drop-layers: all 4 layers of target; one has to be left"),
         ((), 4.3, "few", r"--bits: 4\.3; 4\.\d+ to [78]\.\d+ for a weight, scales included, would do"),
+        ((2,), math.nan, "none", r"--bits: nan; 4\.\d+ to"),
         ((2,), 6.0, "../draft", "holds another packed model"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -205,7 +205,7 @@ It was made, and can be made again, by
 
     {manifest.command}
 
-where {manifest.base_name} is the folder of the target.
+where {manifest.base_name} is the folder of the target, and other names of files are those of that run.
 
 - text: {manifest.written_tokens} tokens written by the target, seed {manifest.seed}
 - training: {manifest.trained_tokens} tokens, some of them more than once

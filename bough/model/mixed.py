@@ -7,6 +7,7 @@ So small matrices, in which a lower error costs few bytes, get more bits than la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -37,7 +38,7 @@ def choose(options: Mapping[str, Sequence[Option]], bits: float, num_weights: in
     hulls = {name: _hull(several) for name, several in options.items()}
     chosen = {name: hull[0] for name, hull in hulls.items()}
     room = bits * num_weights - sum(option.num_bits for option in chosen.values())
-    if room < 0:
+    if math.isnan(room) or room < 0:
         least, most = (
             sum(end(o.num_bits for o in several) for several in options.values()) / num_weights for end in (min, max)
         )
