@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from bough.errors import InvalidTree
 
+MOST_ENTRIES = 256  # of one node: several times what a draft of ours samples from
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbs:
@@ -73,6 +75,11 @@ class DraftProbs:
             raise InvalidTree(
                 f"tree.draft_probs: {len(self.nodes)} nodes, {len(self.tokens)} tokens, {len(self.weights)} weights; "
                 "every node has at least one token, and every token a weight"
+            )
+        if len(self.nodes) and sizes.max() > MOST_ENTRIES:
+            raise InvalidTree(
+                f"tree.draft_probs: {sizes.max()} tokens of node {self.nodes[sizes.argmax()]}; at most {MOST_ENTRIES}, "
+                "the likeliest, would do"
             )
         if len(self.nodes) and (np.diff(self.nodes) < 1).any() | (self.nodes[0] < 0) | (self.nodes[-1] >= num_nodes):
             raise InvalidTree(f"tree.draft_probs.nodes: ascending numbers from 0 to {num_nodes - 1} would do")

@@ -48,12 +48,16 @@ class BestFirst(NamedTuple):
     @property
     def max_expansions(self) -> int:
         """Most nodes that the draft model is run on."""
-        return self.width * self.depth if self.budget > 1 else 0
+        return min(self.width, self.budget) * self.depth if self.budget > 1 else 0
 
     def within(self, max_nodes: int) -> BestFirst:
         """The same, no larger than this."""
         budget, width, depth = (min(size, max_nodes) for size in (self.budget, self.width, self.depth))
         return self._replace(budget=budget, width=width, depth=depth)
+
+    def no_deeper(self, depth: int) -> BestFirst:
+        """The same, with so many levels at most."""
+        return self._replace(depth=min(self.depth, depth))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,18 @@ class StaticShape:
         """Most nodes that the draft model is run on."""
         return len(set(self.parents))
 
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return max(self.depths())
+
     def within(self, max_nodes: int) -> StaticShape:
         """The same, without its last nodes where they are too many."""
         return StaticShape(self.parents[: max_nodes - 1])
+
+    def no_deeper(self, depth: int) -> StaticShape:
+        """The same, with so many levels at most."""
+        return self.within(sum(level <= depth for level in self.depths()))
 
     def depths(self) -> list[int]:
         """Levels below the root of every node, the root included."""
@@ -100,10 +113,19 @@ class Chains(NamedTuple):
         """Most nodes that the draft model is run on."""
         return self.num * (self.length - 1) + 1
 
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return self.length
+
     def within(self, max_nodes: int) -> Chains:
         """The same, with fewer chains where they are too many, and at last shorter ones."""
         length = min(self.length, max_nodes - 1)
         return Chains(min(self.num, (max_nodes - 1) // length) if length else 0, length)
+
+    def no_deeper(self, depth: int) -> Chains:
+        """The same, with so many levels at most."""
+        return self._replace(length=min(self.length, depth))
 
 
 Growth = BestFirst | StaticShape | Chains

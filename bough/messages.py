@@ -58,7 +58,7 @@ class GrowCall:
     context: Context
     root_token: int
     sampling: SamplingParams
-    round: int  # of the session: its number sets this tree's random numbers apart from all others'
+    round: int  # the root's position: sampled trees of different rounds share no random numbers
     plan: TreePlan
     vocab_size: int = 0  # ids below it can be the target's tokens; 0 for as many as the draft's model has
 

@@ -164,8 +164,8 @@ class Tree:
         self._validate_siblings()
         if self.draft_probs is not None:
             self.draft_probs.validate(size, vocab_size)
-        if self.draws is not None and not {*self.draws.tolist()} <= {*range(1, size)}:
-            raise InvalidTree(f"tree.draws: nodes from 1 to {size - 1} would do")
+        if self.draws is not None:
+            self._validate_draws(self.draws, max_nodes)
         if scheme is not Scheme.TARGET:
             self._validate_sample(scheme)
 
@@ -190,6 +190,16 @@ class Tree:
                     "siblings have distinct tokens"
                 )
             first_with[key] = node
+
+    def _validate_draws(self, draws: IntArray, max_nodes: int) -> None:
+        drawn = {*draws.tolist()}
+        if not drawn <= {*range(1, len(self))}:
+            raise InvalidTree(f"tree.draws: nodes from 1 to {len(self) - 1} would do")
+        if len(draws) >= max_nodes:
+            raise InvalidTree(f"tree.draws: {len(draws)}; a tree of at most {max_nodes} nodes has {max_nodes - 1}")
+        for node in sorted(drawn):
+            if self.parents[node] != 0 and int(self.parents[node]) not in drawn:
+                raise InvalidTree(f"tree.draws: node {node}, but not its parent {self.parents[node]}; both would do")
 
     def _validate_sample(self, scheme: Scheme) -> None:
         """Whether all that was drawn can have been sampled as the scheme says."""

@@ -40,9 +40,17 @@ class Ahead:
     """Explores below and beside a tree that has been sent, the likeliest first."""
 
     def __init__(
-        self, session: DraftSession, call: GrowCall, tree: Tree, next_grower: Callable[[int], Grower], max_steps: int
+        self,
+        session: DraftSession,
+        call: GrowCall,
+        tree: Tree,
+        next_grower: Callable[[int, int], Grower],
+        max_steps: int,
     ) -> None:
-        """For a call whose tree this was; `next_grower` is what the next call will grow with below a root token."""
+        """For a call whose tree this was.
+
+        `next_grower` is what the next call will grow with, given its root token and how many nodes were accepted above.
+        """
         self.session = session
         self._next_grower, self._tree = next_grower, tree
         self._closed = np.fromiter(call.sampling.stop_token_ids, np.int32)
@@ -92,7 +100,8 @@ class Ahead:
         num_growing = 0
         for score, place in self._outcomes(expansions):
             if place not in self._walks:
-                self._walks[place] = Walk(self._next_grower(place[1]), self.session.explored, place[0])
+                num_accepted = int(self.session.explored.depths[place[0]])
+                self._walks[place] = Walk(self._next_grower(place[1], num_accepted), self.session.explored, place[0])
             if self._walks[place].advance():
                 parents, tokens = self._walks[place].missing()
                 missing = list(zip(parents.tolist(), tokens.tolist(), strict=True))

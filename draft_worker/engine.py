@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.futures import settle
+from bough.growth import BestFirst
 from bough.messages import GrowCall, GrowResult, Timings
 from bough.model.batch import Batch, Segment
 from bough.tree import Tree
 from draft_worker.ahead import Ahead
 from draft_worker.grow import Grower
-from draft_worker.job import Job, Stepping, num_levels
+from draft_worker.job import Job, Stepping
 from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS
 from draft_worker.shaped import grower_for
@@ -118,7 +119,7 @@ class Engine:
         self._ahead.pop(session_id, None)
         began_ns = time.perf_counter_ns()
         try:
-            _require_size(request.call)
+            request = request._replace(call=_fitted(request.call))
             session = self.pool.take(request.call, busy=self._running)
             if session is None:
                 self._waiting.append(request)
@@ -217,14 +218,14 @@ class Engine:
             self._ahead_steps > 0
             and growth.budget > 1
             and len(session.explored) > 0
-            and session.has_room(2 * num_levels(growth) + 1)
+            and session.has_room(2 * growth.depth + 1)
         )
 
     def _ahead_of(self, running: _Running, tree: Tree) -> Ahead:
         call = running.request.call
 
-        def next_grower(root_token: int) -> Grower:
-            likely = replace(call, root_token=root_token, round=call.round + 1)
+        def next_grower(root_token: int, num_accepted: int) -> Grower:
+            likely = replace(call, root_token=root_token, round=call.round + num_accepted + 1)
             return grower_for(likely, self._branch, self._vocab_size)
 
         return Ahead(running.job.session, call, tree, next_grower, self._ahead_steps)
@@ -253,7 +254,16 @@ class Engine:
         return bool(waiting)
 
 
-def _require_size(call: GrowCall) -> None:
+def _fitted(call: GrowCall) -> GrowCall:
+    """The call, of a best-first tree so many levels that a session has rows for all nodes that it may expand.
+
+    Raises:
+        InvalidRequest: a shape or chains for which there are not enough: they are as large as somebody chose them.
+    """
     growth = call.plan.growth
-    if growth.max_expansions > MAX_EXPANSIONS:
-        raise InvalidRequest(f"growth: {growth} may expand {growth.max_expansions} nodes; {MAX_EXPANSIONS} would do")
+    if growth.max_expansions <= MAX_EXPANSIONS:
+        return call
+    if isinstance(growth, BestFirst) and growth.width <= MAX_EXPANSIONS:
+        growth = growth.no_deeper(MAX_EXPANSIONS // min(growth.width, growth.budget))
+        return replace(call, plan=replace(call.plan, growth=growth))
+    raise InvalidRequest(f"growth: {growth} may expand {growth.max_expansions} nodes; {MAX_EXPANSIONS} would do")

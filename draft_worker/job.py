@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.growth import BestFirst, Chains, Growth
+from bough.growth import BestFirst
 from bough.messages import GrowCall
 from bough.model.batch import Segment
 from bough.tree import Tree
@@ -54,7 +54,7 @@ class Job:
         self._deadline_ns = arrived_ns + 1e9 * seconds if seconds else math.inf
         self.num_passes = 0
         grower = grower_for(call, branch, vocab_size)
-        session.stand_on(call, Guessing.of(call), num_levels(call.plan.growth))
+        session.stand_on(call, Guessing.of(call))
         self._walk = Walk(grower, session.explored)
         self._num_context = 0  # pending tokens in this step
         self._wanted: Wanted | None = None
@@ -93,14 +93,3 @@ class Job:
     def tree(self) -> Tree:
         """The tree, when `advance` wants no more."""
         return self._walk.grower.finished()
-
-
-def num_levels(growth: Growth) -> int:
-    """Levels below the root that a tree may come to have."""
-    match growth:
-        case BestFirst(depth=depth):
-            return depth
-        case Chains(length=length):
-            return length
-        case _:
-            return max(growth.depths())

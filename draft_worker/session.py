@@ -27,9 +27,9 @@ class Window(NamedTuple):
     max_context: int  # tokens, the root included
     max_positions: int  # that the model was made for, a tree's included
 
-    def holds(self, num_tokens: int, num_levels: int) -> bool:
+    def holds(self, num_tokens: int, depth: int) -> bool:
         """Whether a tree of so many levels can stand on so many tokens before its root."""
-        return num_tokens < self.max_context and num_tokens + num_levels < self.max_positions
+        return num_tokens < self.max_context and num_tokens + depth < self.max_positions
 
     @property
     def max_rows(self) -> int:
@@ -40,9 +40,9 @@ class Window(NamedTuple):
         """Of a slot for so many tokens before the root, and so many nodes to be expanded."""
         return min(num_tokens, self.max_context) + min(num_expansions, MAX_EXPANSIONS)
 
-    def kept(self, num_levels: int) -> int:
+    def kept(self, depth: int) -> int:
         """Tokens to keep of a session that has become too long: few enough that this is seldom needed."""
-        return max(0, min(self.max_context // 2, self.max_positions - num_levels - 1))
+        return max(0, min(self.max_context // 2, self.max_positions - depth - 1))
 
 
 class DraftSession:
@@ -60,7 +60,7 @@ class DraftSession:
         self._guessing: Guessing | None = None
         self._past = Past.of((), 0)
 
-    def stand_on(self, call: GrowCall, guessing: Guessing, num_levels: int) -> None:
+    def stand_on(self, call: GrowCall, guessing: Guessing) -> None:
         """Takes over the call's context, and what of earlier trees lies on it.
 
         Raises:
@@ -78,19 +78,20 @@ class DraftSession:
             self.slot.roll_back(min(self.slot.length, context.context_start - self.start) if is_in_window else 0)
             self.start = self.start if is_in_window else 0
         self.tokens = tokens
-        if not self.has_room(num_levels):
-            self.start = len(tokens) - min(len(tokens), self._window.kept(num_levels))
+        growth = call.plan.growth
+        if not self.has_room(growth.depth):
+            self.start = len(tokens) - min(len(tokens), self._window.kept(growth.depth))
             self.slot.roll_back(0)
             stands = False
         # Not num_pending: of a shorter text, or of a window that keeps nothing, no token need be run again.
-        if not stands or guessing != self._guessing or not self.has_rows(call.plan.growth.max_expansions):
+        if not stands or guessing != self._guessing or not self.has_rows(growth.max_expansions):
             self.explored = Explored(len(tokens) - self.start)
         self._guessing = guessing
         self._past = Past.of(tokens if guessing.params.has_penalties else (), guessing.prompt_length)
 
-    def has_room(self, num_levels: int) -> bool:
+    def has_room(self, depth: int) -> bool:
         """Whether a tree of so many levels can stand on what is committed without a new window."""
-        return self._window.holds(len(self.tokens) - self.start, num_levels)
+        return self._window.holds(len(self.tokens) - self.start, depth)
 
     def has_rows(self, num_expansions: int) -> bool:
         """Whether so many more nodes can be expanded."""

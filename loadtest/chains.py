@@ -26,6 +26,7 @@ from bough.demonstration import demonstration_folder
 from bough.growth import Chains, StaticShape
 from bough.sampling import SamplingParams
 from bough.shapes import best_chains, best_shape, expected_tokens, expected_tokens_of_chains
+from bough.values import parse_layers
 from loadtest.scheme_pairs import Models, from_models, pair_of
 from loadtest.scheme_rates import Pair, in_rounds, one_after_another
 
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     ensure_demonstration(0)
-    drops = tuple(int(layer) for layer in arguments.drop_layers.split(","))
+    drops = parse_layers(arguments.drop_layers)
     models = Models.load(demonstration_folder(0), drops, arguments.prompts)
     results: dict[str, object] = {"published": published(OWN[1].budget)}
     print(results)

@@ -70,9 +70,9 @@ def run_prompt(
     tokens, tally, draft_held, target_held, round_ = list(prompt), Tally(), 0, 0, 0
     while len(tokens) - len(prompt) < length:
         context = Context.of(session_id, tokens, draft_held, len(prompt))
-        grown = draft.grow(GrowCall(context, tokens[-1], params, round_, plan)).result()
+        grown = draft.grow(GrowCall(context, tokens[-1], params, context.base_length, plan)).result()
         context = Context.of(session_id, tokens, target_held, len(prompt))
-        verdict = target.verify(VerifyCall(context, 1, round_, grown.tree, params))
+        verdict = target.verify(VerifyCall(context, 1, round_, grown.tree, params, scheme=plan.scheme))
         accepted = verdict.verdict.accepted_nodes
         tokens += [*(int(grown.tree.tokens[node]) for node in accepted), verdict.verdict.bonus_token]
         draft_held, target_held = grown.held_length, verdict.held_length

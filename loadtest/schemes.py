@@ -20,6 +20,7 @@ import numpy as np
 from bough.commands.up import ensure_demonstration
 from bough.demonstration import demonstration_folder
 from bough.sampling import SamplingParams
+from bough.values import parse_layers
 from loadtest.scheme_pairs import SPREADS, Logits, Models, from_models, pair_of, synthetic
 from loadtest.scheme_rates import (
     Hits,
@@ -93,7 +94,7 @@ def main() -> None:
     kinds = {name: list(synthetic(spread, arguments.num, arguments.seed)) for name, spread in SPREADS.items()}
     if arguments.model:
         ensure_demonstration(0)
-        drops = tuple(int(layer) for layer in arguments.drop_layers.split(","))
+        drops = parse_layers(arguments.drop_layers)
         name = f"SmolLM2 without layers {arguments.drop_layers}"
         models = Models.load(demonstration_folder(0), drops, arguments.prompts)
         kinds[name] = from_models(models, models.texts(arguments.length, SamplingParams(seed=arguments.seed)))

@@ -47,6 +47,7 @@ class AcceptanceCounter:
         return tuple(
             SchemeAcceptance(scheme, self._num_rounds[scheme], _by_depth(counts))
             for scheme, counts in self._counts.items()
+            if counts.any()
         )
 
 

@@ -135,8 +135,16 @@ class Rounds:
 
 
 def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -> None:
-    """A draft worker is not trusted: what it sends is checked like any other input."""
+    """A draft worker is not trusted: what it sends is checked like any other input.
+
+    Raises:
+        InvalidTree: it is no tree, or not the one that was asked for.
+    """
     tree.validate(vocab_size, plan.growth.budget, plan.scheme)
+    if plan.scheme is Scheme.TARGET and not (tree.draft_probs is None and tree.draws is None):
+        raise InvalidTree("tree.draft_probs: no sample was asked for; a tree without draft_probs and draws would do")
+    if (depth := int(tree.depths().max())) > plan.growth.depth:
+        raise InvalidTree(f"tree: {depth} levels; at most {plan.growth.depth} were asked for")
     if int(tree.tokens[0]) != root_token:
         raise InvalidTree(f"tree.tokens[0]: {tree.tokens[0]} is not the root {root_token} that was asked for")
 

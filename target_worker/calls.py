@@ -118,6 +118,9 @@ class Calls:
             raise InvalidRequest(f"context: {length} tokens; at most {longest} fit a session")
         if len(call.tree) > self._limits.max_nodes:
             raise InvalidRequest(f"tree: {len(call.tree)} nodes; at most {self._limits.max_nodes} would do")
+        if (deepest := call.context.base_length + int(call.tree.depths().max())) >= longest:
+            # Beyond its context a model may place all tokens of a batch otherwise: other sessions' too.
+            raise InvalidRequest(f"tree: a node at position {deepest}; positions from 0 to {longest - 1} would do")
 
     def _require_new(self, call: VerifyCall) -> None:
         """That a session may begin with this call: before it takes a slot."""

@@ -73,10 +73,11 @@ def grow_call(
     sampling: SamplingParams | None = None,
     plan: TreePlan = PLAN,
     session_id: str = "s",
-    round_: int = 0,
+    round_: int | None = None,
 ) -> GrowCall:
-    """For a session of these tokens, the last of which is the root; greedy by default."""
+    """For a session of these tokens, the last of which is the root; greedy by default, and numbered as in service."""
     context = Context.of(session_id, tokens, held, prompt_length=3)
+    round_ = context.base_length if round_ is None else round_
     return GrowCall(context, tokens[-1], sampling or SamplingParams(temperature=0.0), round_, plan)
 
 

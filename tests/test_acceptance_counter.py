@@ -118,3 +118,10 @@ def test_what_is_deeper_or_wider_than_the_table_is_counted_at_its_edge() -> None
     (depth,) = counted(wide).by_depth
     assert np.flatnonzero(depth.rejected).tolist() == [NUM_RANKS - 1]  # of those that are counted none was accepted
     assert sum(depth.accepted) == 0
+
+
+def test_a_tree_of_which_nothing_was_drawn_is_no_count() -> None:
+    """All of it was looked up; the answer used to end with an error until somebody had drawn something."""
+    counter = AcceptanceCounter(FOREVER)
+    counter.observe(Scheme.TRAVERSAL, replace(tree(0, 1), draws=np.zeros(0, np.int32)), (1,))
+    assert counter.counts() == ()

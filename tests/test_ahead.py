@@ -53,12 +53,12 @@ def test_a_likely_outcome_is_grown_before_it_is_asked_for(plan: TreePlan, params
     model = FakeModel()
     engine = new_engine(model, ahead_steps=LONG)
     tokens = [3, 1, 4]
-    for round_ in range(0, 10, 2):
-        result = grow_now(engine, grow_call(tokens, sampling=params, plan=plan, round_=round_))
+    for _ in range(5):
+        result = grow_now(engine, grow_call(tokens, sampling=params, plan=plan))
         go_ahead(engine)
         tokens = likely_outcome(tokens, result.tree)
         model.rows_run.clear()
-        call = grow_call(tokens, sampling=params, plan=plan, round_=round_ + 1)
+        call = grow_call(tokens, sampling=params, plan=plan)
         result = grow_now(engine, call)
         assert result.tree == grown_alone(call).tree
         assert (result.timings.num_passes, model.rows_run) == (0, [])
@@ -86,16 +86,15 @@ def test_whatever_the_outcome_the_tree_is_that_of_cold_growth(
     """Any depth of the accepted path, any bonus token, found out in part or not at all."""
     engine = new_engine(FakeModel(), ahead_steps=ahead_steps)
     tokens, held = [3, 1, 4], 0
-    for round_, (num_accepted, bonus) in enumerate(outcomes):
-        result = grow_now(engine, grow_call(tokens, held, params, plan, round_=round_))
-        assert result.tree == grown_alone(grow_call(tokens, 0, params, plan, round_=round_)).tree
+    for num_accepted, bonus in outcomes:
+        result = grow_now(engine, grow_call(tokens, held, params, plan))
+        assert result.tree == grown_alone(grow_call(tokens, 0, params, plan)).tree
         go_ahead(engine)
         held = result.held_length
         path = result.tree.path(int(np.argmax(result.tree.depths())))[1 : 1 + num_accepted]
         tokens = [*tokens, *(int(result.tree.tokens[node]) for node in path), bonus]
-    last = len(outcomes)
-    grown = grow_now(engine, grow_call(tokens, held, params, plan, round_=last)).tree
-    assert grown == grown_alone(grow_call(tokens, 0, params, plan, round_=last)).tree
+    grown = grow_now(engine, grow_call(tokens, held, params, plan)).tree
+    assert grown == grown_alone(grow_call(tokens, 0, params, plan)).tree
 
 
 def test_it_ends_after_its_steps_and_gives_way_to_calls() -> None:

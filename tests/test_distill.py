@@ -249,6 +249,9 @@ def test_a_damaged_choice_of_layers(tiny: Path, made: Path, tmp_path: Path) -> N
     (text / "dropped-for-3.json").write_text("[1, ")
     with pytest.raises(ConfigError, match=r"--data: .*dropped-for-3\.json is damaged: .*chosen anew"):
         distilled(tiny, tmp_path / "out", "--data", str(text), "--num-layers", "3")
+    (text / "dropped-for-3.json").write_text("[99]")
+    with pytest.raises(ConfigError, match=r"dropped-for-3\.json is damaged: \(99,\) leave no 3 of 4 layers"):
+        distilled(tiny, tmp_path / "out", "--data", str(text), "--num-layers", "3")
 
 
 def test_the_draft_that_is_shipped_is_one_for_the_demonstration_model(smollm: Path) -> None:
@@ -312,6 +315,20 @@ def test_text_of_another_kind_is_not_gone_on_with(tiny: Path, made: Path, tmp_pa
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
     with pytest.raises(ConfigError, match="is not empty"):
         distilled(tiny, tmp_path / "out", "--data", str(tmp_path / "full"))
+
+
+def test_a_folder_of_text_that_is_damaged_or_hardly_begun(tiny: Path, made: Path, tmp_path: Path) -> None:
+    """Killed while it wrote its first file, a run left what kept the next one from beginning."""
+    text = Path(shutil.copytree(f"{made}-text", tmp_path / "text"))
+    for content in ('{"format": ', "[0]"):
+        (text / "bough_text.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"--data: .*bough_text\.json is damaged: "):
+            distilled(tiny, tmp_path / "out", "--data", str(text))
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "bough_text.json.partial").write_text("{")
+    distilled(tiny, tmp_path / "out", "--data", str(begun))
+    assert (begun / "text-00000.safetensors").is_file()
 
 
 def test_a_distilled_draft_can_be_packed_to_run_without_its_target(

@@ -23,6 +23,7 @@ from bough.growth import BestFirst, Chains, Growth, Guess, Scheme, StaticShape, 
 from bough.model.batch import Batch
 from bough.model.draw import draw
 from bough.sampling import SamplingParams
+from draft_worker.session import MAX_EXPANSIONS
 
 GROWTHS: tuple[Growth, ...] = (BestFirst(12, 3, 4), StaticShape((0, 0, 1, 1, 2)), Chains(2, 3))
 
@@ -73,6 +74,16 @@ def test_a_tree_that_takes_too_long_is_what_has_grown(monkeypatch: pytest.Monkey
     assert grown.tree.depths().max() == num_steps
     monkeypatch.undo()
     assert grow_now(engine, grow_call([3, 1, 4])).tree == whole
+
+
+def test_a_tree_that_might_expand_more_nodes_than_there_are_rows_for_has_fewer_levels() -> None:
+    """They were refused, and a request that asked for 200 levels had no guesses at all."""
+    deep, narrow = TreePlan(BestFirst(40, 30, 200)), TreePlan(BestFirst(8, 300, 20))
+    assert (
+        grown_alone(grow_call([3, 1, 4], plan=deep)).tree
+        == grown_alone(grow_call([3, 1, 4], plan=TreePlan(BestFirst(40, 30, MAX_EXPANSIONS // 30)))).tree
+    )
+    assert len(grown_alone(grow_call([3, 1, 4], plan=narrow)).tree) == 8
 
 
 def test_a_wrong_belief_about_what_is_held_is_refused_with_the_truth() -> None:
@@ -172,7 +183,8 @@ def test_an_error_of_one_call_is_not_that_of_the_others() -> None:
     good = started(engine, grow_call([3, 1, 4], session_id="good"))
     bad = started(engine, grow_call([3, 1, 4] * 5, session_id="bad"))
     refused = started(engine, grow_call([3, 1, 4], 2, session_id="refused"))
-    huge = started(engine, grow_call([3, 1, 4], plan=TreePlan(BestFirst(512, 512, 5)), session_id="huge"))
+    shape = StaticShape(tuple(range(MAX_EXPANSIONS + 1)))
+    huge = started(engine, grow_call([3, 1, 4], plan=TreePlan(shape), session_id="huge"))
     while engine.is_growing:
         engine.step()
     assert good.result(0).tree == grown_alone(grow_call([3, 1, 4])).tree
@@ -180,7 +192,7 @@ def test_an_error_of_one_call_is_not_that_of_the_others() -> None:
         bad.result(0)
     with pytest.raises(PrefixMissing):
         refused.result(0)
-    with pytest.raises(InvalidRequest, match=r"growth: .* may expand 2560 nodes; 2048 would do"):
+    with pytest.raises(InvalidRequest, match=f"growth: .* may expand {MAX_EXPANSIONS + 1} nodes; {MAX_EXPANSIONS}"):
         huge.result(0)
     assert grow_now(engine, grow_call([3, 1, 2], session_id="bad")).tree == grown_alone(grow_call([3, 1, 2])).tree
 

@@ -51,9 +51,9 @@ def test_an_answer_asked_for_again_begins_anew(plan: TreePlan, params: SamplingP
     prompt = [3, 1, 4, 1, 5]
     for held_of_prompt in (0, len(prompt) - 1, len(prompt) - 1):
         tokens, held = prompt, held_of_prompt
-        for round_, take in enumerate((2, 0, 3, 1)):
-            result = grow_now(engine, grow_call(tokens, held, params, plan, round_=round_))
-            assert result.tree == grown_alone(grow_call(tokens, 0, params, plan, round_=round_)).tree
+        for take in (2, 0, 3, 1):
+            result = grow_now(engine, grow_call(tokens, held, params, plan))
+            assert result.tree == grown_alone(grow_call(tokens, 0, params, plan)).tree
             assert result.held_length == len(tokens) - 1
             assert engine.can_go_ahead == (ahead_steps > 0)
             go_ahead(engine, 5)

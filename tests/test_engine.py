@@ -153,6 +153,10 @@ def test_wrong_beliefs_are_answered_with_the_truth(engine: Engine) -> None:
 def test_a_context_that_does_not_fit_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="context: 49 tokens; at most 48"):
         engine.verify(verify_call("a", list(range(49)))).result(5)
+    chain = Tree.of([7, 8, 9], [-1, 0, 1], [0.0, -1.0, -1.0])
+    with pytest.raises(InvalidRequest, match="tree: a node at position 48; positions from 0 to 47 would do"):
+        engine.verify(verify_call("a", [1] * 46 + [7], tree=chain)).result(5)
+    assert engine.verify(verify_call("a", [1] * 45 + [7], tree=chain)).result(5).verdict.accepted_nodes == (1, 2)
 
 
 def test_who_has_lost_a_session_cannot_release_it(engine: Engine) -> None:

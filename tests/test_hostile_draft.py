@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from fake_fleet import FakeDraft, Fleet
-from streams import expected, read
+from streams import OPTIONS, expected, read
 
+from bough import wire
 from bough.client import Client
+from bough.draft_probs import MOST_ENTRIES, DraftProbs
 from bough.errors import BoughError
+from bough.generation import Speculation
+from bough.growth import Chains, Scheme
+from bough.messages import GrowResult, Timings
 from bough.rpc import ERROR_KEY, HASH_KEY, LENGTH_KEY
+from bough.tree import Tree
 from orchestrator.workers import DraftClient
 
 
@@ -43,3 +52,55 @@ async def test_an_answer_that_is_no_message() -> None:
     with pytest.raises(BoughError, match=r"127\.0\.0\.1:1: its answer is no such message"):
         await client._errors(call())
     await client.close()
+
+
+def chain(root: int, depth: int) -> Tree:
+    """A path of guesses below a root."""
+    return Tree.of([root, *[5] * depth], [-1, *range(depth)], [0.0] + [-0.5] * depth)
+
+
+def sampled_from(num_entries: int, num_nodes: int = 1) -> DraftProbs:
+    """What the children of the first nodes were sampled from: so many tokens."""
+    tokens, weights = np.arange(num_entries, dtype=np.int32), np.ones(num_entries, np.float32)
+    return DraftProbs.joined(dict.fromkeys(range(num_nodes), (tokens, weights)))
+
+
+def drawn(tree: Tree, draws: list[int], draft_probs: DraftProbs) -> Tree:
+    """As a sample."""
+    return replace(tree, draft_probs=draft_probs, draws=np.array(draws, np.int32))
+
+
+UNASKED = {
+    "samples that nobody wants": lambda root: replace(chain(root, 2), draft_probs=sampled_from(8)),
+    "draws that nobody wants": lambda root: replace(chain(root, 2), draws=np.array([1, 2], np.int32)),
+    "too deep": lambda root: chain(root, 6),
+}
+SAMPLED = {
+    "more than a draft samples from": lambda root: drawn(chain(root, 1), [1], sampled_from(MOST_ENTRIES + 1)),
+    "drawn again and again": lambda root: drawn(chain(root, 1), [1] * 20_000, sampled_from(8)),
+    "drawn below what was not": lambda root: drawn(chain(root, 2), [2], sampled_from(8, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "scheme"),
+    [*((answer, Scheme.TARGET) for answer in UNASKED.values()), *((a, Scheme.MULTI_ROUND) for a in SAMPLED.values())],
+    ids=[*UNASKED, *SAMPLED],
+)
+async def test_a_tree_that_was_not_asked_for(fakes: Fleet, answer: Callable[[int], Tree], scheme: Scheme) -> None:
+    """It used to reach the target, which refused it and so ended the request, or to keep the sweep's thread busy."""
+    target, _ = await fakes.target("t1")
+    draft = FakeDraft("d1", fakes.tokenizer)
+
+    async def grow(request: Any, context: Any) -> Any:
+        return wire.grow_result_to_wire(GrowResult(answer(request.root_token), 0, Timings()))
+
+    draft.Grow = grow  # type: ignore[method-assign]
+    await fakes.worker(draft)
+    _, server = await fakes.orchestrator("--draft", "workers", "--lookup", "0")
+    async with Client(server.address) as client:
+        speculation = Speculation(growth=Chains(2, 4), scheme=scheme)
+        seen = await read(client, replace(OPTIONS, speculation=speculation))
+    assert seen.token_ids == expected(fakes)
+    assert seen.end.speculation.num_degraded_rounds
+    assert {len(call.tree) for call in target.calls} == {1}

@@ -321,6 +321,9 @@ def test_packing_refuses_what_would_overwrite(tiny: Path, tmp_path: Path) -> Non
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="is not empty"):
         pack(str(tiny), 4, tmp_path / "full")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "bough_pack.json.partial").touch()  # by a run that was killed in its first moment
+    pack(str(tiny), 4, tmp_path / "begun")
 
 
 def test_where_nothing_can_be_written(tiny: Path, tmp_path: Path) -> None:

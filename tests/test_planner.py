@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bough.generation import Speculation
-from bough.growth import NO_TREE, BestFirst, StaticShape
+from bough.growth import NO_TREE, BestFirst, Chains, Growth, StaticShape
 from orchestrator.planner import MIN_SHARE, FixedPlanner, Rest
 
 PLANNER = FixedPlanner(BestFirst(64, 16, 7), sweep_nodes=64)
@@ -36,3 +36,17 @@ def test_the_end_is_near_or_speculation_is_off() -> None:
     assert PLANNER.plan("s", 1, DEFAULT, Rest()) == NO_TREE
     assert PLANNER.plan("s", 9, Speculation(disabled=True), Rest()) == NO_TREE
     assert PLANNER.plan("s", 3, DEFAULT, Rest()).growth == BestFirst(64, 16, 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_left", "expected"),
+    [
+        (StaticShape((0, 0, 1, 3, 4)), 5, StaticShape((0, 0, 1, 3, 4))),
+        (StaticShape((0, 0, 1, 3, 4)), 3, StaticShape((0, 0, 1))),
+        (Chains(3, 9), 4, Chains(3, 3)),
+        (Chains(3, 9), 1, NO_TREE.growth),
+    ],
+)
+def test_no_growth_reaches_beyond_what_is_left(asked: Growth, num_left: int, expected: Growth) -> None:
+    """Below the end of the context a target may have no place for a token, and that for all in its sweep."""
+    assert PLANNER.plan("s", num_left, Speculation(growth=asked), Rest()).growth == expected

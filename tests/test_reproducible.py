@@ -30,6 +30,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+from bough.model.architecture import max_positions
 from bough.model.attention import attend_by_mask
 from bough.model.attention_cpu import attend_on_cpu
 from bough.model.batch import Batch, Piece, Segment
@@ -86,7 +87,6 @@ LONGROPE = {
     "rope_theta": 10000.0,
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + 0.3 * i for i in range(8)],
-    "original_max_position_embeddings": 256,
 }
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**COMMON),
@@ -97,7 +97,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "gemma3, local and global": Gemma3TextConfig(**COMMON, sliding_window=12, query_pre_attn_scalar=16),
     "phi3": Phi3Config(**{**COMMON, "hidden_size": 64}),
     "olmo2": Olmo2Config(**COMMON),
-    "phi3, two rotary tables": Phi3Config(**{**COMMON, "rope_parameters": LONGROPE, "max_position_embeddings": 512}),
+    "phi3, two rotary tables": Phi3Config(
+        **{**COMMON, "rope_parameters": LONGROPE, "max_position_embeddings": 512},
+        original_max_position_embeddings=256,
+    ),
     "mixtral": MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
     "qwen2 moe, shared expert": Qwen2MoeConfig(
         **COMMON,
@@ -158,6 +161,23 @@ def test_logits_are_bitwise_those_of_plain_decoding(family: str, dtype: torch.dt
             plain = plain_logits(model, prompt + [int(tree.tokens[node]) for node in path])[len(prompt) :]
             for node, wanted in zip(path, plain, strict=True):
                 assert torch.equal(logits[begins[chosen] + node], wanted)
+
+
+def test_a_second_rotary_table_is_beyond_a_models_context(tmp_path: Path) -> None:
+    """One token there, and all others of the sweep are placed by that table too: nothing is let that far."""
+    config = FAMILIES["phi3, two rotary tables"]
+    longest = max_positions(config)
+    assert longest == 256
+    with streamed(save_model(tmp_path / "model", config), torch.bfloat16) as model:
+
+        def beside(position: int) -> torch.Tensor:
+            slot, root = new_slot(model), Tree.root(7)
+            session = [Segment.context(slot, 0, [5, 6, 9]), Segment.tree(slot, 3, root)]
+            batch = Batch([*session, Segment.tree(new_slot(model), position, root)], model.rows, CPU)
+            return model.sweep(batch)[0][0].clone()
+
+        assert torch.equal(beside(0), beside(longest - 1))
+        assert not torch.equal(beside(0), beside(longest))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.draft_probs import normalised
-from bough.errors import Unavailable
+from bough.errors import InvalidRequest, Unavailable
 from bough.model.sample import Purpose, draft_weights, generator, independently, without_replacement
 from bough.sampling import SamplingParams
 from draft_worker.guess import Guessing
@@ -75,6 +75,11 @@ def test_many_nodes_are_weighted_as_each_alone(filters: dict[str, float]) -> Non
 def test_logits_that_are_no_numbers_are_an_error() -> None:
     with pytest.raises(Unavailable, match="draft's logits are not numbers"):
         draft_weights(np.array([0.0, np.nan]), SamplingParams(), 8)
+
+
+def test_a_request_that_bans_all_that_the_draft_knows_is_not_the_drafts_fault() -> None:
+    with pytest.raises(InvalidRequest, match="every token that the draft knows is banned"):
+        draft_weights(np.full(2, -np.inf), SamplingParams(), 8)
 
 
 def test_without_replacement_is_drawing_one_after_another() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -111,6 +113,22 @@ def test_broken_trees_are_refused_naming_the_node(
 ) -> None:
     with pytest.raises(InvalidTree, match=message):
         Tree.of(tokens, parents, log_probs).validate(VOCAB, max_nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("draws", "message"),
+    [
+        ([0], r"tree\.draws: nodes from 1 to 3 would do"),
+        ([4], r"tree\.draws: nodes from 1 to 3 would do"),
+        ([1] * 4, r"tree\.draws: 4; a tree of at most 4 nodes has 3"),
+        ([2], r"tree\.draws: node 2, but not its parent 1; both would do"),
+    ],
+)
+def test_draws_that_cannot_be_are_refused(draws: list[int], message: str) -> None:
+    tree = Tree.of([1, 2, 3, 4], [-1, 0, 1, 0], [0.0, -1.0, -1.0, -1.0])
+    replace(tree, draws=np.array([1, 2, 2], np.int32)).validate(VOCAB, max_nodes=4)
+    with pytest.raises(InvalidTree, match=message):
+        replace(tree, draws=np.array(draws, np.int32)).validate(VOCAB, max_nodes=4)
 
 
 def test_a_parent_too_large_for_int32_is_refused_not_wrapped() -> None:

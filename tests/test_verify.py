@@ -54,7 +54,8 @@ def all_draws(support: Support, num: int, scheme: Scheme, vocab_size: int) -> It
 
 
 def law_at_root(target_probs: np.ndarray, tree: Tree, scheme: Scheme) -> np.ndarray:
-    tree.validate(len(target_probs), len(tree), scheme)
+    num_places = len(tree) if tree.draws is None else 1 + len(tree.draws)
+    tree.validate(len(target_probs), num_places, scheme)
     return laws_of(tree, scheme, lambda _: target_probs)(0, target_probs)
 
 

@@ -12,13 +12,12 @@ import numpy as np
 
 from bough.acceptance import Acceptance, FloatArray, acceptance_from, by_depth_and_rank, by_rank
 from bough.client import Client
+from bough.commands.speculation import MOST_NODES
 from bough.errors import ConfigError
 from bough.growth import Scheme, StaticShape
 from bough.plotting import require_matplotlib
 from bough.shape_plot import save_shape
 from bough.shapes import best_chains, best_shape, best_size, expected_tokens, expected_tokens_of_chains, node_values
-
-MOST_NODES = 4096
 
 
 async def shape(arguments: argparse.Namespace) -> int:

@@ -83,11 +83,6 @@ def _require_samples(arguments: argparse.Namespace, growth: Growth | None) -> No
             f"--guess: {arguments.guess}, but by --scheme {arguments.scheme} a draft samples its guesses; "
             "--scheme target would do"
         )
-    if arguments.lookup:
-        raise ConfigError(
-            f"--lookup: {arguments.lookup}, but --scheme {arguments.scheme} verifies samples, and what is looked up is "
-            "none; --lookup 0, or --scheme target, would do"
-        )
 
 
 def _growth(text: str) -> Growth | None:

@@ -31,10 +31,7 @@ def choose_layers(
     """
     file = folder / f"dropped-for-{num_layers}.json"
     if file.is_file():
-        try:
-            return tuple(int(layer) for layer in json.loads(file.read_text()))
-        except (OSError, ValueError, TypeError) as exc:
-            raise ConfigError(f"--data: {file} is damaged: {exc}; without it the layers are chosen anew") from exc
+        return _chosen_before(file, len(teacher.layers), num_layers)
     layers, types = list(teacher.layers), getattr(teacher.skeleton.config, "layer_types", None)
     dropped: list[int] = []
     candidates = list(range(len(layers)))
@@ -50,6 +47,19 @@ def choose_layers(
         report(f"without layers {', '.join(map(str, sorted(dropped)))}: {trials[ranked[0]]}")
     replace(file, lambda partial: partial.write_text(json.dumps(sorted(dropped))))
     return tuple(sorted(dropped))
+
+
+def _chosen_before(file: Path, num_layers: int, num_left: int) -> tuple[int, ...]:
+    try:
+        dropped = tuple(int(layer) for layer in json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as exc:
+        raise ConfigError(f"--data: {file} is damaged: {exc}; without it the layers are chosen anew") from exc
+    if len({*dropped} & {*range(num_layers)}) != num_layers - num_left:
+        raise ConfigError(
+            f"--data: {file} is damaged: {dropped} leave no {num_left} of {num_layers} layers; without it the layers "
+            "are chosen anew"
+        )
+    return dropped
 
 
 def _use(network: Network, layers: list[nn.Module], types: list[str] | None, left_out: set[int]) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,7 +14,7 @@ from bough.distill.rows import Rows
 from bough.distill.teacher import Network, Template
 from bough.distill.text import ANSWER_TEMPERATURES, MAX_QUESTION_TOKENS, NUM_TOP, QUESTION_SHARE, Script, Writer
 from bough.errors import ConfigError
-from bough.model.files import make_folder, replace
+from bough.model.files import is_taken, make_folder, replace
 
 MANIFEST_NAME = "bough_text.json"
 FORMAT = 2  # of the first, answers may be cut off where a question would end
@@ -62,19 +63,26 @@ class TextSettings:
         """
         manifest, content = folder / MANIFEST_NAME, self.content()
         if manifest.is_file():
-            found = json.loads(manifest.read_text())
+            found = _read(manifest)
             wrong = next((name for name in content if found.get(name) != content[name]), None)
             if wrong is not None:
                 raise ConfigError(
                     f"--data: {folder} holds text of {wrong} {found.get(wrong)}, not {content[wrong]}; "
                     "another folder would do"
                 )
-        elif folder.is_dir() and any(folder.iterdir()):
+        elif is_taken(folder):
             raise ConfigError(f"--data: {folder} is not empty, and holds no text of bough's; another folder would do")
 
     def script(self, template: Template, answer_temperatures: tuple[float, ...] = ANSWER_TEMPERATURES) -> Script:
         """How the teacher writes it."""
         return Script(template, self.max_answer_tokens, self.max_question_tokens, answer_temperatures)
+
+
+def _read(manifest: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(manifest.read_text()))
+    except (OSError, ValueError, TypeError) as exc:
+        raise ConfigError(f"--data: {manifest} is damaged: {exc}; another folder would do") from exc
 
 
 class Corpus:

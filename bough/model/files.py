@@ -26,6 +26,7 @@ REMEDIES = {
     errno.EPERM: _UNWRITABLE,
 }
 OTHERWISE = "another folder would do"
+PARTIAL = ".partial"  # the end of the name of a file that is being written
 
 
 def make_folder(flag: str, folder: Path) -> None:
@@ -40,13 +41,18 @@ def make_folder(flag: str, folder: Path) -> None:
         raise ConfigError(f"{flag}: {folder} cannot be made: {exc.strerror}; another folder would do") from exc
 
 
+def is_taken(folder: Path) -> bool:
+    """Whether a folder holds anything but what `replace` left of a process that was killed while it wrote."""
+    return folder.is_dir() and any(not file.name.endswith(PARTIAL) for file in folder.iterdir())
+
+
 def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None:
     """Writes a file at once or not at all; `content` is what it holds, in the words of an error.
 
     Raises:
         ConfigError: the disk is full, or will not be written to; with the system's reason.
     """
-    partial = file.with_name(file.name + ".partial")
+    partial = file.with_name(file.name + PARTIAL)
     try:
         write(partial)
         with partial.open("rb") as stream:

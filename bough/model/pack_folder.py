@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from bough.errors import CheckpointError, ConfigError
 from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace, read_header
-from bough.model.files import make_folder, replace
+from bough.model.files import is_taken, make_folder, replace
 from bough.model.source import STORED_DTYPES, crc32
 
 MANIFEST_NAME = "bough_pack.json"
@@ -69,7 +69,7 @@ class PackFolder:
             if {name: manifest.get(name) for name in origin} != origin:
                 raise ConfigError(f"--out: {path} holds another packed model; another folder would do")
             return cls(path, manifest)
-        if path.is_dir() and any(path.iterdir()):
+        if is_taken(path):
             raise ConfigError(f"--out: {path} is not empty; another folder would do")
         make_folder("--out", path)
         folder = cls(path, {**origin, "shards": {}, "checksums": {}, "weight_map": {}})

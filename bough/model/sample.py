@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.errors import Unavailable
+from bough.errors import InvalidRequest, Unavailable
 from bough.model.draw import Row, filtered
 from bough.sampling import SamplingParams
 
@@ -58,7 +58,14 @@ def draft_weights(
 
 
 def require_numbers(largest: NDArray[np.floating[Any]] | np.floating[Any]) -> None:
-    """Raises Unavailable where the largest logit of a row is none to choose by."""
+    """Makes sure that the largest logit of a row is one to choose by.
+
+    Raises:
+        Unavailable: it is no number.
+        InvalidRequest: no token is left to choose.
+    """
+    if np.isneginf(largest).any():
+        raise InvalidRequest("sampling: every token that the draft knows is banned; one that is not would do")
     if not np.isfinite(largest).all():
         raise Unavailable("the draft's logits are not numbers; its weights may be damaged")
 
