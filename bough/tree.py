@@ -116,8 +116,8 @@ class Tree:
             scores[node] += scores[self.parents[node]]
         return scores
 
-    def trimmed(self, budget: int) -> Tree:
-        """The `budget` best-scoring nodes in their old order.
+    def trimmed(self, budget: int, scores: FloatArray | None = None) -> Tree:
+        """The `budget` best-scoring nodes in their old order; `scores` for who has them already.
 
         A node never scores above its parent (log-probabilities are not positive) and ties go to the earlier node, so
         the result stays connected. Only for trees that were not sampled: what is left of a sample is none.
@@ -127,7 +127,7 @@ class Tree:
             raise InvalidTree(f"budget: {budget} is no tree size; 1 or more would do")
         if len(self) <= budget:
             return self
-        best = np.argsort(-self.scores(), kind="stable")[:budget]
+        best = np.argsort(-(self.scores() if scores is None else scores), kind="stable")[:budget]
         kept = np.sort(best)
         new_index = np.full(len(self), -1, dtype=np.int32)
         new_index[kept] = np.arange(budget, dtype=np.int32)

@@ -6,7 +6,7 @@ Outlives the trees that it was found out for: what of them was accepted need not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +33,18 @@ class Explored:
     def __init__(self, base: int) -> None:
         """`base` is the slot row of the root."""
         self.base = base
-        self.tokens = np.zeros(0, np.int32)
-        self.parents = np.zeros(0, np.int32)
-        self.depths = np.zeros(0, np.int32)
-        self.paths = np.zeros((0, 1), np.int32)  # as in `Wanted`
-        self.candidates = Candidates(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+        self._num = 0
+        self._all = Wanted(*(np.zeros(shape, np.int32) for shape in ((0,), (0,), (0,), (0, 1))))  # with room to spare
+        self._candidates = Candidates(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))  # likewise
         self._index: dict[tuple[int, int], int] = {}  # parent and token -> expansion
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self._num
+
+    @property
+    def depths(self) -> NDArray[np.int32]:
+        """(num_expansions,) below the root."""
+        return self._all.depths[: self._num]
 
     def find(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """(num_nodes,) the expansions that these tokens are below these parents; -1 where there is none."""
@@ -57,43 +60,34 @@ class Explored:
         parents_or_0 = np.maximum(parents, 0)
         is_root = parents < 0
         depths = np.where(is_root, 0, self.depths[parents_or_0] + 1 if len(self) else 0).astype(np.int32)
-        paths = np.zeros((len(tokens), max(int(depths.max()) + 1, self.paths.shape[1])), np.int32)
+        paths, known = np.zeros((len(tokens), int(depths.max()) + 1), np.int32), self._all.paths
         if len(self):
-            paths[:, : self.paths.shape[1]] = np.where(is_root[:, None], 0, self.paths[parents_or_0])
+            width = min(paths.shape[1], known.shape[1])
+            paths[:, :width] = np.where(is_root[:, None], 0, known[parents_or_0, :width])
         paths[np.arange(len(tokens)), depths] = len(self) + np.arange(len(tokens))
         return Wanted(tokens, parents, depths, paths)
 
     def segment(self, slot: KVSlot, wanted: Wanted) -> Segment:
         """The rows of a model pass; parents stand in the slot already."""
         rows = self.base + len(self) + np.arange(len(wanted.tokens), dtype=np.int32)
-        width = int(wanted.depths.max()) + 1
-        tail = self.base + wanted.paths[:, :width]
-        return Segment(slot, wanted.tokens, self.base + wanted.depths, rows, self.base, tail, True)
+        return Segment(slot, wanted.tokens, self.base + wanted.depths, rows, self.base, self.base + wanted.paths, True)
 
     def path_tokens(self, wanted: Wanted) -> NDArray[np.int32]:
         """(num_new, width) the tokens from the root down, the new ones included; unused places hold any."""
-        tokens: NDArray[np.int32] = np.concatenate((self.tokens, wanted.tokens))[wanted.paths]
+        tokens: NDArray[np.int32] = np.concatenate((self._all.tokens[: len(self)], wanted.tokens))[wanted.paths]
         return tokens
 
     def learn(self, wanted: Wanted, candidates: Candidates) -> None:
         """The model has been run: the nodes are expansions now, and these tokens may follow them."""
-        first = len(self)
+        first, self._num = len(self), len(self) + len(wanted.tokens)
         keys = zip(wanted.parents.tolist(), wanted.tokens.tolist(), strict=True)
         self._index.update((key, first + i) for i, key in enumerate(keys))
-        old = np.pad(self.paths, ((0, 0), (0, wanted.paths.shape[1] - self.paths.shape[1])))
-        self.tokens = np.concatenate((self.tokens, wanted.tokens))
-        self.parents = np.concatenate((self.parents, wanted.parents))
-        self.depths = np.concatenate((self.depths, wanted.depths))
-        self.paths = np.concatenate((old, wanted.paths))
-        if first == 0:
-            self.candidates = candidates
-        else:
-            both = zip(self.candidates, candidates, strict=True)
-            self.candidates = Candidates(*(np.concatenate(pair) for pair in both))
+        self._all = Wanted(*(_put(*pair, first) for pair in zip(self._all, wanted, strict=True)))
+        self._candidates = Candidates(*(_put(*pair, first) for pair in zip(self._candidates, candidates, strict=True)))
 
     def following(self, expansions: NDArray[np.int32]) -> Candidates:
         """What may follow these."""
-        return Candidates(self.candidates.tokens[expansions], self.candidates.log_probs[expansions])
+        return Candidates(self._candidates.tokens[expansions], self._candidates.log_probs[expansions])
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """Expansions along these tokens from the root down, as far as there are any."""
@@ -107,16 +101,27 @@ class Explored:
 
     def below(self, expansion: int, base: int) -> tuple[Explored, NDArray[np.int32]]:
         """What remains when this expansion becomes the root, in slot row `base`, and which of ours that is."""
-        depth = int(self.depths[expansion])
-        kept = np.flatnonzero((self.depths >= depth) & (self.paths[:, depth] == expansion)).astype(np.int32)
+        depth, paths = int(self.depths[expansion]), self._all.paths[: len(self)]
+        kept = np.flatnonzero((self.depths >= depth) & (paths[:, depth] == expansion)).astype(np.int32)
         new_number = np.zeros(len(self), np.int32)
         new_number[kept] = np.arange(len(kept))
         wanted = Wanted(
-            self.tokens[kept],
-            np.where(kept == expansion, -1, new_number[np.maximum(self.parents[kept], 0)]).astype(np.int32),
+            self._all.tokens[kept],
+            np.where(kept == expansion, -1, new_number[np.maximum(self._all.parents[kept], 0)]).astype(np.int32),
             self.depths[kept] - np.int32(depth),
-            new_number[self.paths[kept, depth:]],
+            new_number[paths[kept, depth:]],
         )
         explored = Explored(base)
         explored.learn(wanted, self.following(kept))
         return explored, kept
+
+
+def _put(held: NDArray[Any], new: NDArray[Any], first: int) -> NDArray[Any]:
+    """Rows from number `first` on, and columns as far as there are any; in an array twice as long where it is full."""
+    end, width = first + len(new), new.shape[1:]  # () where a row is one number
+    room = held
+    if end > len(held) or held.shape[1:] < width:
+        room = np.zeros((max(end, len(held), 2 * first), *max(held.shape[1:], width)), new.dtype)
+        room[tuple(map(slice, held.shape))] = held
+    room[(slice(first, end), *map(slice, width))] = new
+    return room

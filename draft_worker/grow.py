@@ -117,7 +117,7 @@ class BestFirstGrower:
 
     def finished(self) -> Tree:
         """The best `budget` nodes."""
-        return self.tree.tree().trimmed(self._limits.budget)
+        return self.tree.tree().trimmed(self._limits.budget, self.tree.scores[: self.tree.num_nodes])
 
     def _threshold(self) -> float:
         """The `budget`-th best score: a node below it cannot be in the tree."""

@@ -15,7 +15,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic, models, overload, register_model
 
 from bough.model import vectors
-from bough.model.vectors import FLOATS, I16, LANES, WORDS, at
+from bough.model.vectors import FLOATS, I16, I64, LANES, WORDS, at
 
 
 class Lanes(types.Type):
@@ -67,28 +67,28 @@ def _same(_context, number):  # type: ignore[no-untyped-def]
     return _typed(vectors.splat, _kind_of(number), (number,))
 
 
-def _typed(code: Code, result: Lanes | None, arguments: tuple[Any, ...]) -> tuple[Any, Code]:
+def _typed(code: Code, result: types.Type | None, arguments: tuple[Any, ...]) -> tuple[Any, Code]:
     def codegen(_context, builder, _signature, values):  # type: ignore[no-untyped-def]
         return code(builder, *values)
 
     return (result or arguments[0])(*arguments), codegen
 
 
-def _of_one(code: Code, result: Lanes | None = None) -> Any:
+def _of_one(code: Code, result: types.Type | None = None) -> Any:
     def function(_context, first):  # type: ignore[no-untyped-def]
         return _typed(code, result, (first,))
 
     return intrinsic(function)
 
 
-def _of_two(code: Code, result: Lanes | None = None) -> Any:
+def _of_two(code: Code, result: types.Type | None = None) -> Any:
     def function(_context, first, second):  # type: ignore[no-untyped-def]
         return _typed(code, result, (first, second))
 
     return intrinsic(function)
 
 
-def _of_three(code: Code, result: Lanes | None = None) -> Any:
+def _of_three(code: Code, result: types.Type | None = None) -> Any:
     def function(_context, first, second, third):  # type: ignore[no-untyped-def]
         return _typed(code, result, (first, second, third))
 
@@ -112,11 +112,22 @@ def _pair(builder: ir.IRBuilder, low: Any, high: Any) -> Any:
     return builder.or_(low, builder.shl(high, ir.Constant(WORDS, [16] * LANES)))
 
 
+def _mask(builder: ir.IRBuilder, numbers: Any, least: Any) -> Any:
+    return builder.zext(builder.bitcast(builder.fcmp_ordered(">=", numbers, least), I16), I64)
+
+
+def _lowest(builder: ir.IRBuilder, number: Any) -> Any:
+    kind = ir.FunctionType(I64, [I64, ir.IntType(1)])
+    return vectors.call(builder, "llvm.cttz.i64", kind, [number, ir.Constant(ir.IntType(1), 1)])
+
+
 load: Any = intrinsic(_load_row)  # of an array, from an index on
 store: Any = intrinsic(_store_row)  # into an array of numbers of as many bytes, from an index on
 all_lanes: Any = intrinsic(_same)  # the same number, a float32 or an int32
 multiply_add: Any = _of_three(_called("fma"))  # first * second + third, rounded once
 larger: Any = _of_two(_called("maxnum"))
+at_least: Any = _of_two(_mask, types.int64)  # a bit for each lane of the first that is not below the second's
+lowest: Any = _of_one(_lowest, types.int64)  # the place of the lowest bit that is set, of an int64 other than 0
 magnitude: Any = _of_one(_called("fabs"))
 square_root: Any = _of_one(_called("sqrt"))
 nearest: Any = _of_one(_nearest, _WORDS)  # whole numbers
