@@ -3,7 +3,9 @@
     python -m loadtest.draft_batch --sessions 1 2 4 8 --width 16
 
 The demonstration draft in this process, no target. Every growth stands one token earlier in a prompt whose keys and
-values are held, so that trees are grown cold and nothing else is run. Numbers of sessions take turns; medians.
+values are held, so that trees are grown cold and nothing else is run. Numbers of sessions take turns; medians. A step
+is a growth's time over its draft steps: beside the model's, which `loadtest.draft_step` measures, all that is done to
+choose nodes.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import statistics
 import time
+from typing import NamedTuple
 
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, parse
@@ -27,10 +30,17 @@ from loadtest.prompts import load_prompts
 PROMPT = 200  # tokens of every session's context
 
 
+class Growth(NamedTuple):
+    """Of some trees together."""
+
+    seconds: float
+    num_steps: int
+
+
 def grow_together(
     draft: DraftWorker, prompts: list[list[int]], held: int, params: SamplingParams, plan: TreePlan
-) -> float:
-    """Seconds until all have a tree."""
+) -> Growth:
+    """Until all have a tree."""
     calls = [
         GrowCall(Context.of(str(number), tokens, held, len(tokens)), tokens[-1], params, 0, plan)
         for number, tokens in enumerate(prompts)
@@ -41,7 +51,7 @@ def grow_together(
     num_warm = sum(result.num_warm_nodes for result in results)
     if num_warm:
         raise RuntimeError(f"{num_warm} nodes were known beforehand: what was timed is no cold growth")
-    return seconds
+    return Growth(seconds, max(result.timings.num_passes for result in results))
 
 
 def main() -> None:
@@ -55,18 +65,25 @@ def main() -> None:
     prompts = [tokenizer.encode("\n".join(texts[i:] + texts[:i]))[:PROMPT] for i in range(max(arguments.sessions))]
     params = SamplingParams(temperature=arguments.temperature, seed=1)
     plan = TreePlan(BestFirst(arguments.budget, arguments.width, arguments.depth))
-    seconds: dict[int, list[float]] = {count: [] for count in arguments.sessions}
+    growths: dict[int, list[Growth]] = {count: [] for count in arguments.sessions}
     grow_together(draft, prompts, 0, params, plan)  # runs the prompts
-    for length in range(PROMPT - 1, PROMPT - 1 - arguments.rounds * len(seconds), -1):
-        count = arguments.sessions[length % len(seconds)]
+    for length in range(PROMPT - 1, PROMPT - 1 - arguments.rounds * len(growths), -1):
+        count = arguments.sessions[length % len(growths)]
         begun = [tokens[:length] for tokens in prompts[:count]]
-        seconds[count].append(grow_together(draft, begun, length, params, plan))
+        growths[count].append(grow_together(draft, begun, length, params, plan))
     draft.close()
-    medians = {count: statistics.median(times) for count, times in seconds.items()}
+    medians = {count: statistics.median(growth.seconds for growth in of) for count, of in growths.items()}
+    steps = {
+        count: statistics.median(growth.seconds / growth.num_steps for growth in of) for count, of in growths.items()
+    }
     for count, median in medians.items():
-        print(f"{count:3} sessions: {median * 1e3:7.1f} ms, {median / medians[min(medians)]:.2f} times one session's")
+        times = median / medians[min(medians)]
+        print(
+            f"{count:3} sessions: {median * 1e3:7.1f} ms, {times:.2f} times one's; a step {steps[count] * 1e3:.1f} ms"
+        )
     result = {
         "growth_ms": {count: round(median * 1e3, 1) for count, median in medians.items()},
+        "step_ms": {count: round(median * 1e3, 2) for count, median in steps.items()},
         "batch_ratio": round(medians[max(medians)] / medians[min(medians)], 2),
         "cpus": os.cpu_count(),
     }
