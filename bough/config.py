@@ -209,7 +209,9 @@ class DistillConfig:
     )
     seed: int = setting(0, number(int, 0), "equal seeds give equal text and, on one machine, equal drafts")
     dtype: str = setting(
-        "auto", one_of("auto", *DTYPE_NAMES), "data type to compute in; auto is bfloat16 where the device multiplies it"
+        "auto",
+        one_of("auto", *DTYPE_NAMES),
+        "data type to compute in; auto is bfloat16, or on a CPU what it multiplies faster",
     )
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
     threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads; one is faster where others compute too")

@@ -11,7 +11,7 @@ import bough.model.device
 from bough.config import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.architecture import load_config
-from bough.model.device import choose_device, choose_dtype
+from bough.model.device import choose_device, choose_dtype, product_seconds
 from bough.model.kv import KVShape
 from bough.model.memory import fixed_bytes
 from bough.placement import Fixed, Tier
@@ -108,13 +108,17 @@ def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_instructions", "device", "chosen"),
-    [(True, "cpu", "bfloat16"), (False, "cpu", "float32"), (False, "cuda", "bfloat16")],
+    ("seconds", "device", "chosen"),
+    [
+        ({"bfloat16": 1.0, "float32": 2.0}, "cpu", "bfloat16"),
+        ({"bfloat16": 2.0, "float32": 1.0}, "cpu", "float32"),
+        ({"bfloat16": 2.0, "float32": 1.0}, "cuda", "bfloat16"),
+    ],
 )
-def test_auto_trains_in_what_the_device_multiplies(
-    has_instructions: bool, device: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+def test_auto_trains_in_what_the_device_multiplies_faster(
+    seconds: dict[str, float], device: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bough.model.device, "multiplies_pairs", lambda: has_instructions)
-    monkeypatch.setattr(bough.model.device, "HAS_TILES", False)
+    assert all(product_seconds(dtype) > 0 for dtype in seconds)
+    monkeypatch.setattr(bough.model.device, "product_seconds", seconds.__getitem__)
     assert choose_dtype("auto", torch.device(device)) == chosen
     assert choose_dtype("bfloat16", torch.device("cpu")) == "bfloat16"
