@@ -141,7 +141,11 @@ class TreePlan:
 
     def within(self, max_nodes: int) -> TreePlan:
         """The same, for a tree of at most so many nodes."""
-        return self if self.growth.budget <= max_nodes else replace(self, growth=self.growth.within(max_nodes))
+        return replace(self, growth=self.growth.within(max_nodes))
+
+    def no_deeper(self, depth: int) -> TreePlan:
+        """The same, with so many levels at most."""
+        return replace(self, growth=self.growth.no_deeper(depth))
 
     def in_time(self, seconds: float) -> TreePlan:
         """The same, but of a best-first tree what has grown after so many seconds, if it is not to end before."""

@@ -48,6 +48,11 @@ class Tree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_places(self) -> int:
+        """Nodes, or as many as there would be if equal draws did not share one."""
+        return max(len(self), 1 + len(self.draws)) if self.draws is not None else len(self)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tree):
             return NotImplemented
@@ -116,23 +121,19 @@ class Tree:
             scores[node] += scores[self.parents[node]]
         return scores
 
-    def trimmed(self, budget: int, scores: FloatArray | None = None) -> Tree:
-        """The `budget` best-scoring nodes in their old order; `scores` for who has them already.
-
-        A node never scores above its parent (log-probabilities are not positive) and ties go to the earlier node, so
-        the result stays connected. Only for trees that were not sampled: what is left of a sample is none.
-        """
-        assert self.draft_probs is None, "a sample cannot be trimmed"
+    def trimmed(self, budget: int) -> Tree:
+        """The `budget` best-scoring nodes in their old order."""
         if budget < 1:
             raise InvalidTree(f"budget: {budget} is no tree size; 1 or more would do")
-        if len(self) <= budget:
-            return self
-        best = np.argsort(-(self.scores() if scores is None else scores), kind="stable")[:budget]
-        kept = np.sort(best)
+        return self if len(self) <= budget else self.only(best_nodes(self.scores(), budget))
+
+    def only(self, nodes: NDArray[np.intp]) -> Tree:
+        """These nodes, which ascend, each with its parent; of a tree that was sampled what is left is no sample."""
+        assert self.draft_probs is None, "a sample cannot be trimmed"
         new_index = np.full(len(self), -1, dtype=np.int32)
-        new_index[kept] = np.arange(budget, dtype=np.int32)
-        parents = np.where(self.parents[kept] < 0, -1, new_index[self.parents[kept]]).astype(np.int32)
-        return Tree(self.tokens[kept], parents, self.log_probs[kept])
+        new_index[nodes] = np.arange(len(nodes), dtype=np.int32)
+        parents = np.where(self.parents[nodes] < 0, -1, new_index[self.parents[nodes]]).astype(np.int32)
+        return Tree(self.tokens[nodes], parents, self.log_probs[nodes])
 
     def drawn_below(self, node: int, scheme: Scheme) -> IntArray:
         """Children of a node in the order in which they were drawn; one that equal draws share as often as that.
@@ -192,11 +193,11 @@ class Tree:
             first_with[key] = node
 
     def _validate_draws(self, draws: IntArray, max_nodes: int) -> None:
+        if len(draws) >= max_nodes:
+            raise InvalidTree(f"tree.draws: {len(draws)}; a tree of at most {max_nodes} nodes has {max_nodes - 1}")
         drawn = {*draws.tolist()}
         if not drawn <= {*range(1, len(self))}:
             raise InvalidTree(f"tree.draws: nodes from 1 to {len(self) - 1} would do")
-        if len(draws) >= max_nodes:
-            raise InvalidTree(f"tree.draws: {len(draws)}; a tree of at most {max_nodes} nodes has {max_nodes - 1}")
         for node in sorted(drawn):
             if self.parents[node] != 0 and int(self.parents[node]) not in drawn:
                 raise InvalidTree(f"tree.draws: node {node}, but not its parent {self.parents[node]}; both would do")
@@ -228,3 +229,12 @@ class Tree:
                         f"tree.tokens[{child}]: {self.tokens[child]} cannot have been sampled from tree.draft_probs of "
                         f"node {node}; one of its tokens would do"
                     )
+
+
+def best_nodes(scores: FloatArray, budget: int) -> NDArray[np.intp]:
+    """(budget,) the best-scoring nodes, ascending.
+
+    A node never scores above its parent (log-probabilities are not positive) and ties go to the earlier node, so that
+    parents of these are among them.
+    """
+    return np.sort(np.argsort(-scores, kind="stable")[:budget])

@@ -263,7 +263,6 @@ def _fitted(call: GrowCall) -> GrowCall:
     growth = call.plan.growth
     if growth.max_expansions <= MAX_EXPANSIONS:
         return call
-    if isinstance(growth, BestFirst) and growth.width <= MAX_EXPANSIONS:
-        growth = growth.no_deeper(MAX_EXPANSIONS // min(growth.width, growth.budget))
-        return replace(call, plan=replace(call.plan, growth=growth))
+    if isinstance(growth, BestFirst) and (width := min(growth.width, growth.budget)) <= MAX_EXPANSIONS:
+        return replace(call, plan=call.plan.no_deeper(MAX_EXPANSIONS // width))
     raise InvalidRequest(f"growth: {growth} may expand {growth.max_expansions} nodes; {MAX_EXPANSIONS} would do")

@@ -33,9 +33,10 @@ class Explored:
     def __init__(self, base: int) -> None:
         """`base` is the slot row of the root."""
         self.base = base
-        self._num = 0
-        self._all = Wanted(*(np.zeros(shape, np.int32) for shape in ((0,), (0,), (0,), (0, 1))))  # with room to spare
-        self._candidates = Candidates(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))  # likewise
+        self._num = 0  # of rows in the arrays, which have room to spare
+        self._tokens, self._parents, self._depths = (np.zeros(0, np.int32) for _ in range(3))
+        self._paths = np.zeros((0, 1), np.int32)  # as in `Wanted`
+        self._candidates = Candidates(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
         self._index: dict[tuple[int, int], int] = {}  # parent and token -> expansion
 
     def __len__(self) -> int:
@@ -44,7 +45,7 @@ class Explored:
     @property
     def depths(self) -> NDArray[np.int32]:
         """(num_expansions,) below the root."""
-        return self._all.depths[: self._num]
+        return self._depths[: self._num]
 
     def find(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """(num_nodes,) the expansions that these tokens are below these parents; -1 where there is none."""
@@ -60,7 +61,7 @@ class Explored:
         parents_or_0 = np.maximum(parents, 0)
         is_root = parents < 0
         depths = np.where(is_root, 0, self.depths[parents_or_0] + 1 if len(self) else 0).astype(np.int32)
-        paths, known = np.zeros((len(tokens), int(depths.max()) + 1), np.int32), self._all.paths
+        paths, known = np.zeros((len(tokens), int(depths.max()) + 1), np.int32), self._paths
         if len(self):
             width = min(paths.shape[1], known.shape[1])
             paths[:, :width] = np.where(is_root[:, None], 0, known[parents_or_0, :width])
@@ -70,11 +71,12 @@ class Explored:
     def segment(self, slot: KVSlot, wanted: Wanted) -> Segment:
         """The rows of a model pass; parents stand in the slot already."""
         rows = self.base + len(self) + np.arange(len(wanted.tokens), dtype=np.int32)
+        assert rows[-1] < slot.num_rows, "kernels write wherever they are told to"
         return Segment(slot, wanted.tokens, self.base + wanted.depths, rows, self.base, self.base + wanted.paths, True)
 
     def path_tokens(self, wanted: Wanted) -> NDArray[np.int32]:
         """(num_new, width) the tokens from the root down, the new ones included; unused places hold any."""
-        tokens: NDArray[np.int32] = np.concatenate((self._all.tokens[: len(self)], wanted.tokens))[wanted.paths]
+        tokens: NDArray[np.int32] = np.concatenate((self._tokens[: len(self)], wanted.tokens))[wanted.paths]
         return tokens
 
     def learn(self, wanted: Wanted, candidates: Candidates) -> None:
@@ -82,8 +84,13 @@ class Explored:
         first, self._num = len(self), len(self) + len(wanted.tokens)
         keys = zip(wanted.parents.tolist(), wanted.tokens.tolist(), strict=True)
         self._index.update((key, first + i) for i, key in enumerate(keys))
-        self._all = Wanted(*(_put(*pair, first) for pair in zip(self._all, wanted, strict=True)))
-        self._candidates = Candidates(*(_put(*pair, first) for pair in zip(self._candidates, candidates, strict=True)))
+        self._tokens = _put(self._tokens, first, wanted.tokens)
+        self._parents = _put(self._parents, first, wanted.parents)
+        self._depths = _put(self._depths, first, wanted.depths)
+        self._paths = _put(self._paths, first, wanted.paths)
+        assert first == 0 or candidates.tokens.shape[1] == self._candidates.tokens.shape[1], "0 would be certainty"
+        both = zip(self._candidates, candidates, strict=True)
+        self._candidates = Candidates(*(_put(held, first, new) for held, new in both))
 
     def following(self, expansions: NDArray[np.int32]) -> Candidates:
         """What may follow these."""
@@ -101,13 +108,13 @@ class Explored:
 
     def below(self, expansion: int, base: int) -> tuple[Explored, NDArray[np.int32]]:
         """What remains when this expansion becomes the root, in slot row `base`, and which of ours that is."""
-        depth, paths = int(self.depths[expansion]), self._all.paths[: len(self)]
+        depth, paths = int(self.depths[expansion]), self._paths[: len(self)]
         kept = np.flatnonzero((self.depths >= depth) & (paths[:, depth] == expansion)).astype(np.int32)
         new_number = np.zeros(len(self), np.int32)
         new_number[kept] = np.arange(len(kept))
         wanted = Wanted(
-            self._all.tokens[kept],
-            np.where(kept == expansion, -1, new_number[np.maximum(self._all.parents[kept], 0)]).astype(np.int32),
+            self._tokens[kept],
+            np.where(kept == expansion, -1, new_number[np.maximum(self._parents[kept], 0)]).astype(np.int32),
             self.depths[kept] - np.int32(depth),
             new_number[paths[kept, depth:]],
         )
@@ -116,12 +123,12 @@ class Explored:
         return explored, kept
 
 
-def _put(held: NDArray[Any], new: NDArray[Any], first: int) -> NDArray[Any]:
-    """Rows from number `first` on, and columns as far as there are any; in an array twice as long where it is full."""
-    end, width = first + len(new), new.shape[1:]  # () where a row is one number
-    room = held
-    if end > len(held) or held.shape[1:] < width:
-        room = np.zeros((max(end, len(held), 2 * first), *max(held.shape[1:], width)), new.dtype)
-        room[tuple(map(slice, held.shape))] = held
-    room[(slice(first, end), *map(slice, width))] = new
-    return room
+def _put(held: NDArray[Any], first: int, new: NDArray[Any]) -> NDArray[Any]:
+    """The array with new rows from number `first` on: itself, or where it is too small one at least twice as large."""
+    wanted = (first + len(new), *new.shape[1:])
+    if any(have < want for have, want in zip(held.shape, wanted, strict=True)):
+        larger = [have if have >= want else max(want, 2 * have) for have, want in zip(held.shape, wanted, strict=True)]
+        before, held = held, np.zeros(larger, held.dtype)
+        held[tuple(map(slice, before.shape))] = before
+    held[(slice(first, wanted[0]), *map(slice, wanted[1:]))] = new
+    return held

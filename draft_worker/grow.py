@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.growth import BestFirst
-from bough.tree import Tree
+from bough.tree import Tree, best_nodes
 
 NO_NODES = np.zeros(0, np.intp)
 
@@ -87,6 +87,7 @@ class BestFirstGrower:
     def __init__(self, root_token: int, limits: BestFirst, branch: int, closed: NDArray[np.int32]) -> None:
         self.tree = GrowingTree(root_token, 1 + limits.depth * limits.budget)
         self._limits, self._branch, self._closed = limits, branch, closed
+        self._width = min(limits.width, limits.budget)  # more than these cannot be among the best, but for equals
         self._is_open = np.zeros(len(self.tree.tokens), np.bool_)  # may still be expanded
         self._is_open[0] = True
         self._num_steps = 0
@@ -98,7 +99,7 @@ class BestFirstGrower:
             return NO_NODES
         scores = self.tree.scores[: self.tree.num_nodes]
         nodes = np.flatnonzero(self._is_open[: len(scores)] & (scores >= self._threshold()))
-        best = nodes[np.argsort(-scores[nodes], kind="stable")[: self._limits.width]]
+        best = nodes[np.argsort(-scores[nodes], kind="stable")[: self._width]]
         return np.sort(best) if np.exp(scores[best]).sum() >= self._limits.step_price else NO_NODES
 
     def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
@@ -117,7 +118,7 @@ class BestFirstGrower:
 
     def finished(self) -> Tree:
         """The best `budget` nodes."""
-        return self.tree.tree().trimmed(self._limits.budget, self.tree.scores[: self.tree.num_nodes])
+        return self.tree.tree().only(best_nodes(self.tree.scores[: self.tree.num_nodes], self._limits.budget))
 
     def _threshold(self) -> float:
         """The `budget`-th best score: a node below it cannot be in the tree."""

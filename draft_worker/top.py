@@ -19,22 +19,23 @@ def largest(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDArra
     """The `num` largest of each row of (num_rows, vocab_size), and where they are: (num_rows, num) each, descending.
 
     On the CPU through maxima of parts of a row: at least `num` logits are not below the `num`-th largest maximum, and
-    hardly more are. Several times as fast as torch's own. Where a row has numbers that are none, fewer may be found of
-    it: the rest is minus infinity, or no number where there is nothing else.
+    hardly more are. Several times as fast as torch's own. Of a row whose numbers are in part none anything may be
+    found; one of nothing else gives none.
     """
-    vocab_size, num_spans = logits.shape[1], logits.shape[1] // SPAN
+    num_spans = logits.shape[1] // SPAN
     if logits.device.type != "cpu" or num_spans * LANES < num:
         return _by_torch(logits, num)
+    assert logits.stride(1) == 1, "vectors are read as neighbours"
     numbers = logits.numpy()
     found, counts = np.empty((len(numbers), ROOM * num), np.int64), np.empty(len(numbers), np.int64)
     _find(numbers, numbers.view(np.int32), num_spans, num, found, counts)
-    if counts.max(initial=0) > found.shape[1]:  # much of a row is alike
-        return _by_torch(logits, num)
     found.sort(axis=1)
     tokens = (found[:, :num] & 0xFFFFFFFF).astype(np.int32)
     is_found = np.arange(num) < counts[:, None]
     nothing = np.where(counts == 0, np.nan, -np.inf).astype(np.float32)[:, None]
-    values = np.where(is_found, np.take_along_axis(numbers, np.minimum(tokens, vocab_size - 1), 1), nothing)
+    values = np.where(is_found, np.take_along_axis(numbers, tokens, 1), nothing)
+    for row in np.flatnonzero(counts > found.shape[1]).tolist():  # much of it is alike
+        (values[row],), (tokens[row],) = _by_torch(logits[row : row + 1], num)
     return values, np.where(is_found, tokens, 0)
 
 
@@ -44,19 +45,24 @@ def _by_torch(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDAr
 
 
 @numba.njit(fastmath=False, cache=True)
-def _order(bits, token):  # type: ignore[no-untyped-def]
-    """A whole number by which larger logits come first, and of equal ones the lower token, which is its low half."""
-    upwards = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # whole numbers in the order of the float32 that have these bits
-    return (np.int64(~upwards) << 32) | token
+def _note(found, count, bits, token):  # type: ignore[no-untyped-def]
+    """Puts a logit where there is room: a whole number by which larger ones come first, and of equals the lower token.
+
+    The token is its low half. Returns how many have been found.
+    """
+    if count < len(found):
+        upwards = bits[token] ^ ((bits[token] >> 31) & 0x7FFFFFFF)  # in the order of the float32 with these bits
+        found[count] = (np.int64(~upwards) << 32) | token
+    return count + 1
 
 
 @numba.njit(fastmath=False, cache=True, parallel=True)
 def _find(logits, bits, num_spans, num, found, counts):  # type: ignore[no-untyped-def]
-    """Of each row the logits not below its `num`-th largest maximum, as `_order` has them, and how many these are."""
-    vocab_size, room = logits.shape[1], found.shape[1]
+    """Of each row the logits not below its `num`-th largest maximum, as `_note` puts them, and how many these are."""
+    vocab_size = logits.shape[1]
     in_lanes = vocab_size // LANES * LANES
     for row in numba.prange(len(logits)):
-        numbers, order = logits[row], found[row]
+        numbers = logits[row]
         maxima = np.empty(num_spans * LANES, np.float32)
         for span in range(num_spans):
             most = all_lanes(np.float32(-np.inf))
@@ -70,13 +76,9 @@ def _find(logits, bits, num_spans, num, found, counts):  # type: ignore[no-untyp
             while which != 0:
                 token = place + lowest(which)
                 which &= which - 1
-                if count < room:
-                    order[count] = _order(bits[row, token], token)
-                count += 1
+                count = _note(found[row], count, bits[row], token)
         for token in range(in_lanes, vocab_size):
             if numbers[token] >= threshold:
-                if count < room:
-                    order[count] = _order(bits[row, token], token)
-                count += 1
+                count = _note(found[row], count, bits[row], token)
         counts[row] = count
-        order[min(count, room) :] = LAST
+        found[row, min(count, found.shape[1]) :] = LAST

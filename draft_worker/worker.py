@@ -25,10 +25,11 @@ from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad
 from draft_worker.ahead import MAX_ROWS, num_steps
-from draft_worker.engine import Engine, Request
+from draft_worker.engine import NUM_CONSIDERED, Engine, Request
 from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS, Window
 from draft_worker.sources import load_draft
+from draft_worker.top import largest
 
 
 class DraftWorker:
@@ -159,6 +160,7 @@ class DraftWorker:
         self._session_bytes = window.max_rows * shape.row_bytes
         memory = shape.empty(num_rows, self._model.device)
         self._model.warm_up(memory)
+        largest(torch.zeros(1, skeleton.vocab_size, device=self._model.device), NUM_CONSIDERED)  # compiles it
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)
         return SessionPool(arena, window, self._ahead_steps * MAX_ROWS)
 

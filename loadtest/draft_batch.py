@@ -72,19 +72,16 @@ def main() -> None:
         begun = [tokens[:length] for tokens in prompts[:count]]
         growths[count].append(grow_together(draft, begun, length, params, plan))
     draft.close()
-    medians = {count: statistics.median(growth.seconds for growth in of) for count, of in growths.items()}
-    steps = {
-        count: statistics.median(growth.seconds / growth.num_steps for growth in of) for count, of in growths.items()
-    }
+    medians = {count: statistics.median(growth.seconds for growth in some) for count, some in growths.items()}
+    steps = {count: statistics.median(one.seconds / one.num_steps for one in some) for count, some in growths.items()}
+    fewest = min(medians)
     for count, median in medians.items():
-        times = median / medians[min(medians)]
-        print(
-            f"{count:3} sessions: {median * 1e3:7.1f} ms, {times:.2f} times one's; a step {steps[count] * 1e3:.1f} ms"
-        )
+        told = f"{median * 1e3:7.1f} ms, {median / medians[fewest]:.2f} times {fewest}"
+        print(f"{count:3} sessions: {told}; a step {steps[count] * 1e3:.1f} ms")
     result = {
         "growth_ms": {count: round(median * 1e3, 1) for count, median in medians.items()},
         "step_ms": {count: round(median * 1e3, 2) for count, median in steps.items()},
-        "batch_ratio": round(medians[max(medians)] / medians[min(medians)], 2),
+        "batch_ratio": round(medians[max(medians)] / medians[fewest], 2),
         "cpus": os.cpu_count(),
     }
     print(json.dumps(vars(arguments) | result))

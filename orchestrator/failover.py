@@ -70,7 +70,7 @@ class Failover:
                     raise
                 logger.warning("%s: %s", seat.target.record.worker_id, exc)
                 trouble = trouble or _Trouble(time.monotonic())
-                await self._recover(session, seat, len(tree), trouble, exc)
+                await self._recover(session, seat, tree.num_places, trouble, exc)
             else:
                 seat.target.report(is_fault=False)
                 return answer

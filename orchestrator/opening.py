@@ -132,7 +132,8 @@ class Opening:
         with suppress(Unavailable):
             found = await self.directory.registry.find_prefix(target.info.model_fingerprint, hashes)
             holder = self.directory.target(found[0]) if found else target
-            if holder.info.identity == target.info.identity:
+            has_room = holder.info.max_context >= target.info.max_context
+            if has_room and holder.info.identity == target.info.identity:
                 return holder
         return target
 

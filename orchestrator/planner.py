@@ -59,10 +59,7 @@ class FixedPlanner:
         self._sweep_nodes = sweep_nodes
 
     def plan(self, session_id: str, num_left: int, speculation: Speculation, rest: Rest) -> TreePlan:
-        """The configured size, overridden field by field by the request; no deeper than tokens are left to guess.
-
-        What stands below these could not be kept, and might lie beyond the positions that the target can place.
-        """
+        """The configured size, overridden field by field by the request; no tree where no token is left to guess."""
         if speculation.disabled or num_left <= 1:
             return NO_TREE
         share = max(MIN_SHARE, self._sweep_nodes // max(1, rest.num_sessions) - rest.num_context)
@@ -71,7 +68,6 @@ class FixedPlanner:
             speculation.width or self._size.width,
             speculation.depth or self._size.depth,
         )
-        growth = growth.no_deeper(num_left - 1)
         return TreePlan(growth, speculation.scheme, speculation.guess) if growth.budget > 1 else NO_TREE
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> None:

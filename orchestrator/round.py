@@ -79,7 +79,8 @@ class Rounds:
     def _plan(self, session: Session, target: Known[TargetClient]) -> TreePlan:
         rest = Rest(target.num_running, len(session.tokens) - 1 - session.target_held)
         plan = self.planner.plan(session.session_id, session.num_left, session.speculation, rest)
-        return plan.within(target.info.max_nodes)
+        # What is deeper could not be kept, and might lie beyond the positions that the target can place.
+        return plan.within(target.info.max_nodes).no_deeper(session.num_left - 1)
 
     def record(self, session: Session, target: Known[TargetClient]) -> None:
         """The index hears of it, in time."""
@@ -91,7 +92,7 @@ class Rounds:
 
         To a sample only where they are asked for: it is drawn anew where a round ends, so that the same seed gives the
         same text only while rounds end alike, and what is looked up depends on what other sessions have taught.
-        The tree is no deeper than was asked for, and than tokens are left to guess.
+        They reach no deeper than `depth`, where that is asked for, and than tokens are left to guess.
         """
         is_sample = plan.scheme is not Scheme.TARGET
         wanted = session.speculation.lookup

@@ -18,6 +18,7 @@ import grpc
 from bough import __version__, wire
 from bough.config import OrchestratorConfig, parse
 from bough.errors import NotFound, PrefixMissing, StaleEpoch, Unavailable
+from bough.growth import Growth
 from bough.heartbeat import registered
 from bough.messages import GrowResult, Timings, VerifyCall, VerifyResult, WorkerInfo
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, generation_pb2_grpc, target_pb2, target_pb2_grpc
@@ -148,11 +149,13 @@ class FakeDraft(FakeWorker):
     def __init__(self, worker_id: str, tokenizer: TokenizerFiles) -> None:
         super().__init__(worker_id, tokenizer)
         self.rounds: list[int] = []
+        self.growths: list[Growth] = []
 
     async def Grow(self, request: draft_pb2.GrowRequest, context: Any) -> draft_pb2.GrowReply:
         call = wire.grow_call_from_wire(request, VOCAB, MAX_NODES)
         self.held[call.context.session_id] = self.stand_on(call.context)
         self.rounds.append(call.round)
+        self.growths.append(call.plan.growth)
         held = len(self.held[call.context.session_id])
         return wire.grow_result_to_wire(GrowResult(Tree.root(call.root_token), held, Timings()))
 

@@ -11,7 +11,7 @@ import bough.model.device
 from bough.config import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.architecture import load_config
-from bough.model.device import choose_device, choose_dtype, product_seconds
+from bough.model.device import choose_device, choose_dtype
 from bough.model.kv import KVShape
 from bough.model.memory import fixed_bytes
 from bough.placement import Fixed, Tier
@@ -108,17 +108,18 @@ def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "device", "chosen"),
+    ("is_fast", "has_tiles", "device", "chosen"),
     [
-        ({"bfloat16": 1.0, "float32": 2.0}, "cpu", "bfloat16"),
-        ({"bfloat16": 2.0, "float32": 1.0}, "cpu", "float32"),
-        ({"bfloat16": 2.0, "float32": 1.0}, "cuda", "bfloat16"),
+        (True, False, "cpu", "bfloat16"),
+        (False, True, "cpu", "bfloat16"),
+        (False, False, "cpu", "float32"),
+        (False, False, "cuda", "bfloat16"),
     ],
 )
 def test_auto_trains_in_what_the_device_multiplies_faster(
-    seconds: dict[str, float], device: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+    is_fast: bool, has_tiles: bool, device: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert all(product_seconds(dtype) > 0 for dtype in seconds)
-    monkeypatch.setattr(bough.model.device, "product_seconds", seconds.__getitem__)
+    monkeypatch.setattr(bough.model.device, "multiplies_pairs_fast", lambda: is_fast)
+    monkeypatch.setattr(bough.model.device, "HAS_TILES", has_tiles)
     assert choose_dtype("auto", torch.device(device)) == chosen
     assert choose_dtype("bfloat16", torch.device("cpu")) == "bfloat16"

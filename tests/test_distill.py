@@ -249,9 +249,10 @@ def test_a_damaged_choice_of_layers(tiny: Path, made: Path, tmp_path: Path) -> N
     (text / "dropped-for-3.json").write_text("[1, ")
     with pytest.raises(ConfigError, match=r"--data: .*dropped-for-3\.json is damaged: .*chosen anew"):
         distilled(tiny, tmp_path / "out", "--data", str(text), "--num-layers", "3")
-    (text / "dropped-for-3.json").write_text("[99]")
-    with pytest.raises(ConfigError, match=r"dropped-for-3\.json is damaged: \(99,\) leave no 3 of 4 layers"):
-        distilled(tiny, tmp_path / "out", "--data", str(text), "--num-layers", "3")
+    for wrong in ("[99]", "[1, 99]", "[1, 1]", "[-1]", "[true]", "3"):
+        (text / "dropped-for-3.json").write_text(wrong)
+        with pytest.raises(ConfigError, match=r"dropped-for-3\.json is damaged: .* leave no 3 of 4 layers"):
+            distilled(tiny, tmp_path / "out", "--data", str(text), "--num-layers", "3")
 
 
 def test_the_draft_that_is_shipped_is_one_for_the_demonstration_model(smollm: Path) -> None:

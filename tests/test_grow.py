@@ -106,6 +106,19 @@ def test_limits_hold_and_siblings_are_best_first(budget: int, width: int, depth:
         assert log_probs == sorted(log_probs, reverse=True)
 
 
+def test_no_step_expands_more_nodes_than_there_was_to_be_room_for() -> None:
+    """Equals at the last place of a tree are all good enough; a session's rows are counted by `max_expansions`."""
+    limits = BestFirst(budget=2, width=64, depth=2)
+    grower = BestFirstGrower(7, limits, branch=6, closed=np.zeros(0, np.int32))
+    num_expanded = 0
+    while len(frontier := grower.frontier()):
+        num_expanded += len(frontier)
+        tokens = np.tile(np.arange(6, dtype=np.int32), (len(frontier), 1))
+        grower.take(frontier, Candidates(tokens, np.full(tokens.shape, -0.5, np.float32)))
+    assert num_expanded <= limits.max_expansions
+    assert len(grower.finished()) == 2
+
+
 def test_growth_ends_when_the_tree_is_full_and_nothing_better_can_come() -> None:
     """SpecExec's third stop rule: with one certain path the depth limit is not what ends growth."""
     widths: list[int] = []

@@ -70,25 +70,34 @@ def drawn(tree: Tree, draws: list[int], draft_probs: DraftProbs) -> Tree:
     return replace(tree, draft_probs=draft_probs, draws=np.array(draws, np.int32))
 
 
-UNASKED = {
-    "samples that nobody wants": lambda root: replace(chain(root, 2), draft_probs=sampled_from(8)),
-    "draws that nobody wants": lambda root: replace(chain(root, 2), draws=np.array([1, 2], np.int32)),
-    "too deep": lambda root: chain(root, 6),
-}
-SAMPLED = {
-    "more than a draft samples from": lambda root: drawn(chain(root, 1), [1], sampled_from(MOST_ENTRIES + 1)),
-    "drawn again and again": lambda root: drawn(chain(root, 1), [1] * 20_000, sampled_from(8)),
-    "drawn below what was not": lambda root: drawn(chain(root, 2), [2], sampled_from(8, 2)),
-}
+def unwanted(root: int) -> Tree:
+    """With draws, where the target draws for itself."""
+    return replace(chain(root, 2), draws=np.array([1, 2], np.int32))
 
 
 @pytest.mark.parametrize(
-    ("answer", "scheme"),
-    [*((answer, Scheme.TARGET) for answer in UNASKED.values()), *((a, Scheme.MULTI_ROUND) for a in SAMPLED.values())],
-    ids=[*UNASKED, *SAMPLED],
+    ("answer", "scheme", "why"),
+    [
+        (lambda root: replace(chain(root, 2), draft_probs=sampled_from(8)), Scheme.TARGET, "no sample was asked for"),
+        (unwanted, Scheme.TARGET, "no sample was asked for"),
+        (lambda root: chain(root, 6), Scheme.TARGET, "tree: 6 levels; at most 4 were asked for"),
+        (
+            lambda root: drawn(chain(root, 1), [1], sampled_from(MOST_ENTRIES + 1)),
+            Scheme.MULTI_ROUND,
+            f"tree.draft_probs: {MOST_ENTRIES + 1} tokens of node 0; at most {MOST_ENTRIES}",
+        ),
+        (lambda root: drawn(chain(root, 1), [1] * 20_000, sampled_from(8)), Scheme.MULTI_ROUND, "tree.draws: 20000;"),
+        (
+            lambda root: drawn(chain(root, 2), [2], sampled_from(8, 2)),
+            Scheme.MULTI_ROUND,
+            "tree.draws: node 2, but not its parent 1",
+        ),
+    ],
 )
-async def test_a_tree_that_was_not_asked_for(fakes: Fleet, answer: Callable[[int], Tree], scheme: Scheme) -> None:
-    """It used to reach the target, which refused it and so ended the request, or to keep the sweep's thread busy."""
+async def test_a_tree_that_was_not_asked_for(
+    fakes: Fleet, answer: Callable[[int], Tree], scheme: Scheme, why: str
+) -> None:
+    """Samples were merged with what was looked up, beyond the budget; draws kept the thread that sweeps busy."""
     target, _ = await fakes.target("t1")
     draft = FakeDraft("d1", fakes.tokenizer)
 
@@ -103,4 +112,17 @@ async def test_a_tree_that_was_not_asked_for(fakes: Fleet, answer: Callable[[int
         seen = await read(client, replace(OPTIONS, speculation=speculation))
     assert seen.token_ids == expected(fakes)
     assert seen.end.speculation.num_degraded_rounds
+    assert why in seen.end.warnings[0]
     assert {len(call.tree) for call in target.calls} == {1}
+
+
+async def test_no_tree_is_asked_for_that_reaches_beyond_the_output(fakes: Fleet) -> None:
+    """Whatever way of growing a request names: deeper nodes may have no place in the target's context."""
+    await fakes.target("t1")
+    draft = FakeDraft("d1", fakes.tokenizer)
+    await fakes.worker(draft)
+    _, server = await fakes.orchestrator("--draft", "workers", "--lookup", "0")
+    async with Client(server.address) as client:
+        options = replace(OPTIONS, max_tokens=6, speculation=Speculation(growth=Chains(2, 4)))
+        await read(client, options)
+    assert [growth.depth for growth in draft.growths] == [4, 4, 3, 2, 1]

@@ -35,18 +35,18 @@ def test_a_size_that_a_request_asks_for_is_not_shared() -> None:
 def test_the_end_is_near_or_speculation_is_off() -> None:
     assert PLANNER.plan("s", 1, DEFAULT, Rest()) == NO_TREE
     assert PLANNER.plan("s", 9, Speculation(disabled=True), Rest()) == NO_TREE
-    assert PLANNER.plan("s", 3, DEFAULT, Rest()).growth == BestFirst(64, 16, 2)
 
 
 @pytest.mark.parametrize(
-    ("asked", "num_left", "expected"),
+    ("growth", "depth", "expected"),
     [
-        (StaticShape((0, 0, 1, 3, 4)), 5, StaticShape((0, 0, 1, 3, 4))),
-        (StaticShape((0, 0, 1, 3, 4)), 3, StaticShape((0, 0, 1))),
-        (Chains(3, 9), 4, Chains(3, 3)),
-        (Chains(3, 9), 1, NO_TREE.growth),
+        (BestFirst(64, 16, 7), 2, BestFirst(64, 16, 2)),
+        (StaticShape((0, 0, 1, 3, 4)), 4, StaticShape((0, 0, 1, 3, 4))),
+        (StaticShape((0, 0, 1, 3, 4)), 2, StaticShape((0, 0, 1))),
+        (StaticShape((0, 0, 1, 3, 4)), 0, StaticShape(())),
+        (Chains(3, 9), 3, Chains(3, 3)),
     ],
 )
-def test_no_growth_reaches_beyond_what_is_left(asked: Growth, num_left: int, expected: Growth) -> None:
-    """Below the end of the context a target may have no place for a token, and that for all in its sweep."""
-    assert PLANNER.plan("s", num_left, Speculation(growth=asked), Rest()).growth == expected
+def test_growths_of_fewer_levels(growth: Growth, depth: int, expected: Growth) -> None:
+    assert growth.no_deeper(depth) == expected
+    assert growth.no_deeper(depth).depth <= depth

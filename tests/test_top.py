@@ -46,22 +46,21 @@ def test_of_equal_ones_the_lower_tokens_are_taken() -> None:
 
 @pytest.mark.parametrize("same", [0.0, -np.inf])
 def test_more_alike_than_there_is_room_for(same: float) -> None:
-    logits = torch.full((2, 16 * SPAN), same)
+    """Torch is asked for these rows; those beside them are none the wiser."""
+    logits = torch.full((3, 48 * SPAN), same)
     logits[1, 7] = 3.0
+    logits[2] = torch.from_numpy(np.random.default_rng(1).integers(-500, 500, 48 * SPAN).astype(np.float32))
     assert logits.shape[1] > ROOM * 256
     values, tokens = largest(logits, 256)
     assert (values[0] == same).all()
     assert (values[1, 0], tokens[1, 0], set(values[1, 1:])) == (3.0, 7, {same})
     assert all(len(set(row)) == 256 for row in tokens.tolist())
+    assert tokens[2].tolist() == sorted_best(logits[2].numpy(), 256)[1].tolist()
 
 
-def test_numbers_that_are_none_are_not_found() -> None:
-    """A row of nothing else says so; of another what there is comes first."""
-    logits = torch.full((3, 16 * SPAN), torch.nan)
-    logits[1, 5:25] = torch.arange(20.0)
-    logits[2] = torch.randn(16 * SPAN, generator=torch.Generator().manual_seed(1))
-    values, tokens = largest(logits, 64)
+def test_a_row_of_no_numbers_says_so_and_harms_no_other() -> None:
+    logits = torch.full((2, 16 * SPAN), torch.nan)
+    logits[1] = torch.randn(16 * SPAN, generator=torch.Generator().manual_seed(1))
+    values, _ = largest(logits, 64)
     assert np.isnan(values[0]).all()
-    assert tokens[1, :20].tolist() == [*range(24, 4, -1)]
-    assert np.isneginf(values[1, 20:]).all()
-    np.testing.assert_array_equal(values[2], sorted_best(logits[2].numpy(), 64)[0])
+    np.testing.assert_array_equal(values[1], sorted_best(logits[1].numpy(), 64)[0])

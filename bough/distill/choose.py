@@ -49,17 +49,18 @@ def choose_layers(
     return tuple(sorted(dropped))
 
 
-def _chosen_before(file: Path, num_layers: int, num_left: int) -> tuple[int, ...]:
+def _chosen_before(file: Path, num_all: int, num_left: int) -> tuple[int, ...]:
     try:
-        dropped = tuple(int(layer) for layer in json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as exc:
+        dropped = json.loads(file.read_text())
+    except (OSError, ValueError) as exc:
         raise ConfigError(f"--data: {file} is damaged: {exc}; without it the layers are chosen anew") from exc
-    if len({*dropped} & {*range(num_layers)}) != num_layers - num_left:
+    is_choice = isinstance(dropped, list) and all(type(layer) is int and 0 <= layer < num_all for layer in dropped)
+    if not is_choice or not len({*dropped}) == len(dropped) == num_all - num_left:
         raise ConfigError(
-            f"--data: {file} is damaged: {dropped} leave no {num_left} of {num_layers} layers; without it the layers "
-            "are chosen anew"
+            f"--data: {file} is damaged: {dropped} leave no {num_left} of {num_all} layers; without it the layers are "
+            "chosen anew"
         )
-    return dropped
+    return tuple(dropped)
 
 
 def _use(network: Network, layers: list[nn.Module], types: list[str] | None, left_out: set[int]) -> None:

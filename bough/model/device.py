@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from time import perf_counter
 
 import torch
-from torch.nn.functional import linear
 
 from bough.errors import ConfigError
 from bough.model.project import HAS_TILES
-from bough.model.vectors import multiplies_pairs
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # to train in; where both are as fast the first
-PROBED, NUM_PROBES = 1024, 20
+from bough.model.vectors import multiplies_pairs, multiplies_pairs_fast
 
 
 def choose_device(name: str) -> torch.device:
@@ -37,24 +32,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> str:
-    """The data type of a setting to train in: `auto` is bfloat16, or on a CPU what torch multiplies faster there.
+    """The data type of a setting to train in: `auto` is bfloat16 but on a CPU whose products of float32 are faster.
 
-    Without instructions for bfloat16 that is float32 by far, and with them too where they take longer than two others.
+    A rule and no measurement: a run that is gone on with must come to the same.
     """
     if name != "auto":
         return name
-    return min(DTYPES, key=product_seconds) if device.type == "cpu" else "bfloat16"
-
-
-def product_seconds(dtype: str) -> float:
-    """Of a product on the CPU of the size of a training step's, by torch: the least of a few."""
-    rows, matrix = (torch.ones(size, PROBED, dtype=DTYPES[dtype]) for size in (PROBED // 2, PROBED))
-    seconds = []
-    for _ in range(NUM_PROBES):
-        began = perf_counter()
-        linear(rows, matrix)
-        seconds.append(perf_counter() - began)
-    return min(seconds)
+    return "bfloat16" if device.type != "cpu" or HAS_TILES or multiplies_pairs_fast() else "float32"
 
 
 def device_name(device: torch.device) -> str:

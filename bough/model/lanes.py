@@ -1,7 +1,8 @@
 """Vectors of LANES numbers as values in compiled code: loops over lanes would be compiled number by number.
 
 `load` and `store` move LANES neighbours in memory, a row of an array (rows, LANES) or what follows a number of a row;
-operators and functions compute lane by lane, in float32 or in int32. No lane knows of another. Only within kernels.
+operators and functions compute lane by lane, in float32 or in int32, and no lane knows of another; `at_least` tells of
+all lanes in the bits of a number. Only within kernels.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _pair(builder: ir.IRBuilder, low: Any, high: Any) -> Any:
 
 
 def _mask(builder: ir.IRBuilder, numbers: Any, least: Any) -> Any:
-    return builder.zext(builder.bitcast(builder.fcmp_ordered(">=", numbers, least), I16), I64)
+    return builder.zext(builder.bitcast(builder.fcmp_ordered(">=", numbers, least), ir.IntType(LANES)), I64)
 
 
 def _lowest(builder: ir.IRBuilder, number: Any) -> Any:
