@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import MISSING, fields
@@ -22,12 +23,15 @@ PLAN_SETTINGS = (
     "experts", "max_context", "max_nodes", "max_sweep_tokens", "rows", "dtype", "bits", "threads", "link_threads",
     "link_speed", "host_link_speed", "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
+COMPUTING = frozenset({"pack", "distill", "plan", "shape"})
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command; an error that the user can mend is one line on standard error and exit status 2."""
     arguments = argument_parser().parse_args(argv)
+    if arguments.command in COMPUTING:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         raise SystemExit(asyncio.run(_command(arguments.command)(arguments)))
     except BoughError as exc:
@@ -35,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from exc
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, or SIGTERM as `bough.launch` takes it
         raise SystemExit(130) from None
+
+
+def _interrupt(*_: object) -> None:
+    """Instead of asyncio's own, which cancels a command where it next waits: one that computes never does."""
+    raise KeyboardInterrupt
 
 
 def _command(name: str) -> Command:

@@ -24,6 +24,7 @@ from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.resuming import Patience, ResumableStream
 from bough.rpc import open_channel, to_error
+from bough.values import MAX_PORT
 
 DEFAULT_OPTIONS = g.GenerateOptions()
 INFO_TIMEOUT_SECONDS = 10.0
@@ -43,6 +44,10 @@ class Client:
         """A stream that breaks is gone on with until for `patience_seconds` after that nothing more has come."""
         if not addresses or not all(addresses):
             raise ConfigError(f"addresses: {', '.join(addresses)!r}; one or more such as 127.0.0.1:7411 would do")
+        for address in addresses:
+            port = address.rpartition(":")[2]
+            if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would take the rest of it by 65536
+                raise ConfigError(f"addresses: {address!r}; a port from 1 to {MAX_PORT} would do")
         self._servers = [_Server(address) for address in addresses]  # the one in use first
         self._patience_seconds = patience_seconds
         self._is_closed = False

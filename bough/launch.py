@@ -20,7 +20,7 @@ from bough.client import Client
 from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.errors import BoughError, ConfigError, Unavailable
 from bough.registry import Registry
-from bough.tether import tethered
+from bough.tether import MODULE, tethered
 
 POLL_SECONDS = 0.1
 DRAIN_SECONDS = 1.0  # after SIGTERM, before another one: who ends everything does not wait for streams to finish
@@ -156,7 +156,7 @@ class Cluster:
         return [f"orchestrator to use the {kind} worker ({problems.get(kind, 'it is new')})" for kind in strangers]
 
     def _service_command(self, name: str, config: ServiceConfig) -> list[str]:
-        return [sys.executable, "-m", name, *to_flags(replace(config, index_url=self.index_url))]
+        return [sys.executable, *MODULE, name, *to_flags(replace(config, index_url=self.index_url))]
 
 
 def _end(children: Sequence[Child]) -> None:

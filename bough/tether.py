@@ -13,11 +13,12 @@ import sys
 from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+MODULE = ("-P", "-m")  # for Python: not from the folder that one happens to be in, where `bough` may be a clone of ours
 
 
 def tethered(command: Sequence[str]) -> list[str]:
     """A command line that starts `command` so that it ends with this process."""
-    return [sys.executable, "-m", "bough.tether", str(os.getpid()), *command]
+    return [sys.executable, *MODULE, "bough.tether", str(os.getpid()), *command]
 
 
 def main() -> None:

@@ -78,6 +78,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 parse_count = number(int, 1)
-parse_port = number(int, 0, 65535)
+MAX_PORT = 65535
+parse_port = number(int, 0, MAX_PORT)
 parse_seconds = number(float, 0.001)
 parse_speed = number(float, 0)

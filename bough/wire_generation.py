@@ -9,8 +9,9 @@ from bough import generation as g
 from bough.acceptance import DepthCounts, SchemeAcceptance
 from bough.calibration import DraftCalibration
 from bough.errors import InvalidRequest
-from bough.growth import Guess
+from bough.growth import Guess, require_growth
 from bough.pb import generation_pb2 as pb
+from bough.sampling import MAX_SEED
 from bough.wire import (
     info_from_wire,
     info_to_wire,
@@ -21,6 +22,7 @@ from bough.wire import (
 )
 from bough.wire_trees import SCHEMES, growth_from_wire, growth_to_wire, guess_from_wire, scheme_from_wire
 
+MAX_UINT32 = 2**32 - 1
 # Optional fields: unset means the default of GenerateOptions. The names are the same on both sides.
 _OPTIONAL = (
     "temperature",
@@ -37,7 +39,12 @@ _OPTIONAL = (
 
 
 def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.GenerateRequest:
-    """A request; fields at their default are left unset."""
+    """A request; fields at their default are left unset.
+
+    Raises:
+        InvalidRequest: naming a number that the protocol cannot carry; all others are for the orchestrator to check.
+    """
+    _require_numbers(prompt, options)
     message = pb.GenerateRequest(
         request_id=options.request_id,
         session_id=options.session_id,
@@ -64,6 +71,24 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
             message.token_ids.SetInParent()
             message.token_ids.ids.extend(token_ids)
     return message
+
+
+def _require_numbers(prompt: g.Prompt, options: g.GenerateOptions) -> None:
+    tokens = prompt.token_ids if isinstance(prompt, g.TokenPrompt) else ()
+    speculation = options.speculation
+    numbers = (
+        *((name, getattr(options, name), MAX_UINT32) for name in ("top_k", "max_tokens", "logprobs")),
+        ("seed", options.seed, MAX_SEED),
+        *((f"stop_token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(options.stop_token_ids)),
+        *((f"logit_bias[{token}]", token, MAX_UINT32) for token in options.logit_bias),
+        *((f"speculation.{n}", getattr(speculation, n), MAX_UINT32) for n in ("budget", "width", "depth", "lookup")),
+        *((f"token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(tokens)),
+    )
+    for name, value, most in numbers:
+        if value is not None and not 0 <= value <= most:
+            raise InvalidRequest(f"{name}: {value}; 0 to {most} would do")
+    if speculation.growth is not None:
+        require_growth("speculation.growth", speculation.growth, MAX_UINT32)
 
 
 def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.GenerateOptions]:

@@ -33,7 +33,7 @@ from bough.model.kv_arena import KVArena
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.pack import pack
 from bough.placement import Budgets, Fixed, place
-from bough.tether import tethered
+from bough.tether import MODULE, tethered
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
 from target_worker.weights import plan_layer
@@ -69,7 +69,7 @@ def compile_apart(dtype: str) -> bool:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
                 logger.info("compiling kernels for %s in a process of its own", dtype)
-                command = tethered([sys.executable, "-m", "target_worker.kernels", dtype])
+                command = tethered([sys.executable, *MODULE, "target_worker.kernels", dtype])
                 subprocess.run(
                     command, check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=TIMEOUT_SECONDS
                 )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from bough.cli import argument_parser
+from bough.client import Client
 from bough.commands.demo import UP_DEFAULTS
 from bough.commands.up import settings_from
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
 from bough.demonstration import EMBEDDED_DRAFT, demonstration_folder
 from bough.distill.adapter import Adapter, open_adapter
 from bough.errors import ConfigError
+from bough.tether import MODULE
 from bough.values import parse_bytes, parse_layers
 
 
@@ -188,3 +194,21 @@ def test_bits_of_a_drafts_products(flags: list[str], bits: str) -> None:
     assert draft.bits == bits
     with pytest.raises(ConfigError, match=r"--bits: '4': .*16"):
         parse(DraftConfig, "draft_worker", [*to_flags(draft), "--bits", "4"], {})
+
+
+def test_a_port_that_is_none_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="--port: '99999': int of 0 to 65535 would do"):
+        settings_from(argument_parser().parse_args(["up", "--port", "99999"]))
+
+
+def test_an_address_whose_port_is_none_is_refused() -> None:
+    """gRPC would call the port that is left when 65536 is taken off."""
+    with pytest.raises(ConfigError, match=r"addresses: '127\.0\.0\.1:99999'; a port from 1 to 65535 would do"):
+        Client("127.0.0.1:7411", "127.0.0.1:99999")
+
+
+def test_what_is_started_does_not_depend_on_the_folder_one_is_in(tmp_path: Path) -> None:
+    """Beside a clone of ours, its folder was taken for the package."""
+    (tmp_path / "bough").mkdir()
+    command = [sys.executable, *MODULE, "orchestrator", "--help"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -176,3 +178,20 @@ def test_live_counts_become_a_shape(capsys: pytest.CaptureFixture[str], monkeypa
     assert run(capsys, *flags)["expected_tokens"] > 2.9
     assert run(capsys, *flags, "--by-depth")["expected_tokens"] < 1.7
     assert "measured: without-replacement" in refused(capsys, "--from-live", "--nodes", "4")
+
+
+def test_ctrl_c_ends_what_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In an event loop the first one would only ask for an end at the next wait, of which there is none."""
+
+    def search(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("it went on")
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("bough.commands.shape.best_shape", search)
+    (tmp_path / "vector.json").write_text("[0.6, 0.2]")
+    try:
+        with pytest.raises(SystemExit, match="130"):
+            main(["shape", "--vector", str(tmp_path / "vector.json"), "--nodes", "8"])
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,6 +140,31 @@ prompts = st.one_of(
 def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.GenerateOptions) -> None:
     message = generation_pb2.GenerateRequest.FromString(wg.request_to_wire(prompt, request_options).SerializeToString())
     assert wg.request_from_wire(message) == (prompt, request_options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": -1}, "max_tokens: -1; 0 to 4294967295 would do"),
+        ({"max_tokens": 10**20}, "max_tokens: 100000000000000000000; 0 to 4294967295"),
+        ({"seed": -1}, "seed: -1; 0 to 18446744073709551615"),
+        ({"seed": 2**64}, "seed: 18446744073709551616; 0 to"),
+        ({"top_k": -1}, "top_k: -1"),
+        ({"logprobs": -1}, "logprobs: -1"),
+        ({"stop_token_ids": (5, -1)}, r"stop_token_ids\[1\]: -1"),
+        ({"logit_bias": {-3: 1.0}}, r"logit_bias\[-3\]: -3"),
+        ({"speculation": g.Speculation(budget=-1)}, r"speculation\.budget: -1"),
+        ({"speculation": g.Speculation(lookup=10**11)}, r"speculation\.lookup: 100000000000"),
+        ({"speculation": g.Speculation(growth=Chains(-1, 3))}, r"speculation\.growth\.num: -1"),
+        ({"speculation": g.Speculation(growth=StaticShape((0, -1)))}, r"speculation\.growth\.parents\[1\]: -1"),
+    ],
+)
+def test_numbers_that_no_message_can_carry_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    """What can be carried is for the orchestrator to judge; of these protobuf says neither field nor what would do."""
+    with pytest.raises(InvalidRequest, match=message):
+        wg.request_to_wire(g.TextPrompt("hi"), g.GenerateOptions(**options))
+    with pytest.raises(InvalidRequest, match=r"token_ids\[2\]: -7"):
+        wg.request_to_wire(g.TokenPrompt((1, 2, -7)), g.GenerateOptions())
 
 
 @given(st.lists(logprobs, max_size=2).map(tuple))

@@ -22,7 +22,7 @@ from bough.errors import ConfigError
 from bough.launch import Child, Cluster, Settings, launched
 from bough.model import compiled_folder
 from bough.model.hub import fetch
-from bough.tether import tethered
+from bough.tether import MODULE, tethered
 
 WATCH_SECONDS = 0.5
 RESTART_SECONDS = 1.0
@@ -61,14 +61,12 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
         target_flags += _given(f"--{name.replace('_', '-')}", getattr(arguments, name))
     if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
         target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
-    orchestrator_flags = ["--draft", NO_DRAFT if draft == NO_DRAFT else "workers"]
+    orchestrator_flags = ["--draft", NO_DRAFT if draft == NO_DRAFT else "workers", "--port", str(arguments.port)]
     target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)
     return Settings(
         target=target_config,
         draft=_draft_config(arguments, target_config, draft, drops, adapter),
-        orchestrator=replace(
-            parse(OrchestratorConfig, "orchestrator", orchestrator_flags, os.environ), port=arguments.port
-        ),
+        orchestrator=parse(OrchestratorConfig, "orchestrator", orchestrator_flags, os.environ),
         index_url=arguments.index_url,
     )
 
@@ -131,7 +129,7 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
 
 def _write_demonstration(folder: Path, copies: int) -> None:
     print(f"writing the demonstration model to {folder}", file=sys.stderr)
-    command = [sys.executable, "-m", "bough.model.demonstration", str(folder), str(copies)]
+    command = [sys.executable, *MODULE, "bough.model.demonstration", str(folder), str(copies)]
     if subprocess.run(tethered(command), check=False).returncode != 0:
         raise ConfigError(f"{folder}: the demonstration model could not be written")
 
