@@ -94,11 +94,14 @@ class BestFirstGrower:
         self._least_score = math.log(limits.node_price) if limits.node_price else -math.inf
 
     def frontier(self) -> NDArray[np.intp]:
-        """The `width` best open nodes among the `budget` best nodes."""
+        """The `width` best open nodes among the `budget` best nodes, but for the last of these.
+
+        No child scores above its parent, so what stands below the last one could not take its place.
+        """
         if self._limits.budget == 1 or self._num_steps == self._limits.depth:
             return NO_NODES
         scores = self.tree.scores[: self.tree.num_nodes]
-        nodes = np.flatnonzero(self._is_open[: len(scores)] & (scores >= self._threshold()))
+        nodes = np.flatnonzero(self._is_open[: len(scores)] & (scores > self._threshold()))
         best = nodes[np.argsort(-scores[nodes], kind="stable")[: self._width]]
         return np.sort(best) if np.exp(scores[best]).sum() >= self._limits.step_price else NO_NODES
 
@@ -123,4 +126,4 @@ class BestFirstGrower:
     def _threshold(self) -> float:
         """The `budget`-th best score: a node below it cannot be in the tree."""
         budget, scores = self._limits.budget, self.tree.scores[: self.tree.num_nodes]
-        return float(np.partition(scores, -budget)[-budget]) if len(scores) > budget else -np.inf
+        return float(np.partition(scores, -budget)[-budget]) if len(scores) >= budget else -np.inf

@@ -71,7 +71,8 @@ def test_the_orchestrator_has_a_known_port() -> None:
 @pytest.mark.parametrize(
     ("flags", "environ", "target", "draft", "drops"),
     [
-        ([], {}, "x10", "x10", (3, 14)),
+        ([], {}, "x10", "x10", ()),
+        (["--drop-layers", "3,14"], {}, "x10", "x10", (3, 14)),
         (["--target", "T", "--draft", "D"], {}, "T", "D", ()),
         (["--target", "T"], {"BOUGH_DRAFT_DROP_LAYERS": "1"}, "T", "T", (1,)),
         ([], {"BOUGH_TARGET_MODEL": "T", "BOUGH_DRAFT_MODEL": "D"}, "T", "D", ()),
@@ -166,8 +167,9 @@ def test_the_demonstration_starts_what_up_starts() -> None:
     assert settings.orchestrator.port == 0
 
 
-def test_the_draft_that_is_shipped_fits_the_demonstration_model() -> None:
-    settings = settings_from(argument_parser().parse_args(["up", "--draft-adapter", "embedded"]))
+@pytest.mark.parametrize("flags", [[], ["--draft-adapter", "embedded"]])
+def test_the_draft_that_is_shipped_is_the_demonstrations(flags: list[str]) -> None:
+    settings = settings_from(argument_parser().parse_args(["up", *flags]))
     assert settings.draft is not None
     adapter = open_adapter(settings.draft.adapter, settings.draft.drop_layers)
     assert adapter.manifest == Adapter.open(EMBEDDED_DRAFT).manifest

@@ -14,7 +14,7 @@ from pathlib import Path
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import (
     DEMONSTRATION_COPIES,
-    SUBSTITUTE_DROPS,
+    EMBEDDED,
     demonstration_folder,
     is_written,
 )
@@ -54,7 +54,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
         if os.environ.get("BOUGH_ORCHESTRATOR_DRAFT") == NO_DRAFT:
             draft = NO_DRAFT
         elif target is None:
-            drops = SUBSTITUTE_DROPS
+            adapter = EMBEDDED
     target = target or str(demonstration_folder())
     target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
     for name in ("max_context", "device_memory", "kv_memory", "host_memory"):
