@@ -9,9 +9,8 @@ from bough import generation as g
 from bough.acceptance import DepthCounts, SchemeAcceptance
 from bough.calibration import DraftCalibration
 from bough.errors import InvalidRequest
-from bough.growth import Guess, require_growth
+from bough.growth import Guess
 from bough.pb import generation_pb2 as pb
-from bough.sampling import MAX_SEED
 from bough.wire import (
     info_from_wire,
     info_to_wire,
@@ -20,9 +19,9 @@ from bough.wire import (
     round_timings_from_wire,
     round_timings_to_wire,
 )
+from bough.wire_numbers import require_numbers
 from bough.wire_trees import SCHEMES, growth_from_wire, growth_to_wire, guess_from_wire, scheme_from_wire
 
-MAX_UINT32 = 2**32 - 1
 # Optional fields: unset means the default of GenerateOptions. The names are the same on both sides.
 _OPTIONAL = (
     "temperature",
@@ -44,7 +43,7 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
     Raises:
         InvalidRequest: naming a number that the protocol cannot carry; all others are for the orchestrator to check.
     """
-    _require_numbers(prompt, options)
+    require_numbers(prompt, options)
     message = pb.GenerateRequest(
         request_id=options.request_id,
         session_id=options.session_id,
@@ -71,24 +70,6 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
             message.token_ids.SetInParent()
             message.token_ids.ids.extend(token_ids)
     return message
-
-
-def _require_numbers(prompt: g.Prompt, options: g.GenerateOptions) -> None:
-    tokens = prompt.token_ids if isinstance(prompt, g.TokenPrompt) else ()
-    speculation = options.speculation
-    numbers = (
-        *((name, getattr(options, name), MAX_UINT32) for name in ("top_k", "max_tokens", "logprobs")),
-        ("seed", options.seed, MAX_SEED),
-        *((f"stop_token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(options.stop_token_ids)),
-        *((f"logit_bias[{token}]", token, MAX_UINT32) for token in options.logit_bias),
-        *((f"speculation.{n}", getattr(speculation, n), MAX_UINT32) for n in ("budget", "width", "depth", "lookup")),
-        *((f"token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(tokens)),
-    )
-    for name, value, most in numbers:
-        if value is not None and not 0 <= value <= most:
-            raise InvalidRequest(f"{name}: {value}; 0 to {most} would do")
-    if speculation.growth is not None:
-        require_growth("speculation.growth", speculation.growth, MAX_UINT32)
 
 
 def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.GenerateOptions]:

@@ -1,0 +1,29 @@
+"""What the protocol's whole numbers cannot carry, by name: protobuf says neither which field it is nor what would do."""
+
+from __future__ import annotations
+
+from bough.errors import InvalidRequest
+from bough.generation import GenerateOptions, Prompt, TokenPrompt
+from bough.growth import require_growth
+from bough.sampling import MAX_SEED
+
+MAX_UINT32 = 2**32 - 1
+
+
+def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
+    """Raises InvalidRequest; what is carried is for the orchestrator to judge."""
+    tokens = prompt.token_ids if isinstance(prompt, TokenPrompt) else ()
+    speculation = options.speculation
+    numbers = (
+        *((name, getattr(options, name), MAX_UINT32) for name in ("top_k", "max_tokens", "logprobs")),
+        ("seed", options.seed, MAX_SEED),
+        *((f"stop_token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(options.stop_token_ids)),
+        *((f"logit_bias[{token}]", token, MAX_UINT32) for token in options.logit_bias),
+        *((f"speculation.{n}", getattr(speculation, n), MAX_UINT32) for n in ("budget", "width", "depth", "lookup")),
+        *((f"token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(tokens)),
+    )
+    for name, value, most in numbers:
+        if value is not None and not 0 <= value <= most:
+            raise InvalidRequest(f"{name}: {value}; 0 to {most} would do")
+    if speculation.growth is not None:
+        require_growth("speculation.growth", speculation.growth, MAX_UINT32)
