@@ -1,4 +1,4 @@
-"""What the protocol's whole numbers cannot carry, by name: protobuf says neither which field it is nor what would do."""
+"""What the protocol's whole numbers cannot carry, by name: protobuf says neither which field nor what would do."""
 
 from __future__ import annotations
 
