@@ -63,10 +63,10 @@ class FixedPlanner:
         if speculation.disabled or num_left <= 1:
             return NO_TREE
         share = max(MIN_SHARE, self._sweep_nodes // max(1, rest.num_sessions) - rest.num_context)
+        budget = speculation.budget or min(self._size.budget, share)
+        narrow = min(self._size.width, max(MIN_SHARE, budget // 2))  # more at once would hardly save a step
         growth = speculation.growth or BestFirst(
-            speculation.budget or min(self._size.budget, share),
-            speculation.width or self._size.width,
-            speculation.depth or self._size.depth,
+            budget, speculation.width or narrow, speculation.depth or self._size.depth
         )
         return TreePlan(growth, speculation.scheme, speculation.guess) if growth.budget > 1 else NO_TREE
 

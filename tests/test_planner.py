@@ -50,3 +50,11 @@ def test_the_end_is_near_or_speculation_is_off() -> None:
 def test_growths_of_fewer_levels(growth: Growth, depth: int, expected: Growth) -> None:
     assert growth.no_deeper(depth) == expected
     assert growth.no_deeper(depth).depth <= depth
+
+
+@pytest.mark.parametrize(("num_sharing", "width"), [(1, 16), (2, 16), (4, 8), (8, 4), (100, MIN_SHARE)])
+def test_a_step_of_a_small_tree_expands_half_of_it_at_most(num_sharing: int, width: int) -> None:
+    """Eight sessions' steps are then of half as many rows, and their trees the same."""
+    growth = PLANNER.plan("s", 100, DEFAULT, Rest(num_sharing)).growth
+    assert isinstance(growth, BestFirst)
+    assert growth.width == width
