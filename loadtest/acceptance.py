@@ -36,13 +36,13 @@ from bough.calibration import Calibration
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, parse
 from bough.demonstration import demonstration_folder
+from bough.distill.adapter import open_adapter
 from bough.growth import BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
 from bough.model.checkpoint import Checkpoint
 from bough.model.threads import compute_with
 from bough.sampling import SamplingParams
 from bough.shapes import best_chains, best_shape, expected_tokens, expected_tokens_of_chains
 from bough.tokenizer import Tokenizer
-from bough.values import parse_layers
 from draft_worker.sources import load_draft
 from draft_worker.worker import DraftWorker
 from loadtest import draft_step
@@ -50,6 +50,7 @@ from loadtest.acceptance_bench import RANKS, Bench, Outcome
 from loadtest.acceptance_report import Row, interval, plot, prediction_errors, table, tokens_per_round
 from loadtest.acceptance_target import LazyTarget
 from loadtest.draft_step import CPU
+from loadtest.drafts import DISTILLED, draft_flags
 from loadtest.prompts import load_prompts
 
 LEVELS = 18  # of shapes and chains, at most
@@ -187,9 +188,10 @@ def main() -> None:
     rows = rows_before(arguments)
     ensure_demonstration(0)
     folder = demonstration_folder(0)
-    flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--bits", arguments.bits]
+    flags = ["--model", str(folder), *draft_flags(arguments.drop_layers), "--bits", arguments.bits]
     sizes = ["--max-nodes", "1024", "--branch", str(RANKS), "--max-context", "512", "--threads", str(arguments.threads)]
-    draft = DraftWorker(parse(DraftConfig, "bench", [*flags, *sizes], {}), "bench")
+    config = parse(DraftConfig, "bench", [*flags, *sizes], {})
+    draft = DraftWorker(config, "bench")
     tokenizer = Tokenizer(draft.tokenizer)
     texts = load_prompts(arguments.prompts)[: arguments.num]
     prompts = [tokenizer.encode_chat([("user", text)]) for text in texts]
@@ -202,9 +204,8 @@ def main() -> None:
     if arguments.plot:
         plot(rows, arguments.plot)
     compute_with(arguments.threads)
-    model = load_draft(
-        Checkpoint.open(folder), parse_layers(arguments.drop_layers), "bfloat16", CPU, bits=arguments.bits
-    )
+    adapter = open_adapter(config.adapter, ()) if config.adapter else None
+    model = load_draft(Checkpoint.open(folder), config.drop_layers, config.dtype, CPU, adapter, config.bits)
     timed = draft_step.measure({arguments.bits: model}, (1, 2, 4, 8, 16), STEP_TURNS)
     step_ratio = timed.ratios(arguments.bits)
     figures: dict[str, object] = {"tokens_per_round": tokens_per_round(rows), "draft_step_ratio": step_ratio}
@@ -251,7 +252,9 @@ def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=int, default=2, help="of the schemes whose texts depend on the trees, with other seeds"
     )
-    parser.add_argument("--drop-layers", default="3,14", help="of the substitute draft")
+    parser.add_argument(
+        "--drop-layers", default=DISTILLED, help=f"of a substitute draft, such as 3,14; {DISTILLED} is what bough ships"
+    )
     parser.add_argument("--bits", choices=["auto", "8", "16"], default="auto", help="of the draft's products")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="one is best where others compute too")

@@ -25,7 +25,7 @@ from draft_worker.worker import DraftWorker
 from loadtest.prompts import load_prompts
 from target_worker.worker import TargetWorker
 
-DISTILLED = "distilled"
+DISTILLED = "distilled"  # instead of layers to leave out: the draft that bough ships
 
 
 class Tally(NamedTuple):
@@ -90,7 +90,7 @@ def main() -> None:
         f"{'tokens/round':>12} {'first guess':>11} {'steps':>6} ms/step"
     )
     for drops in (*arguments.drops, *([DISTILLED] if arguments.distilled else [])):
-        flags = ["--model", folder, *_draft_flags(drops)]
+        flags = ["--model", folder, *draft_flags(drops)]
         draft = DraftWorker(parse(DraftConfig, "bench", flags, {}), "bench")
         for sizes in itertools.product(arguments.budgets, arguments.widths, arguments.depths):
             size = BestFirst(*sizes)
@@ -119,7 +119,8 @@ def main() -> None:
     print(json.dumps({**settings, "seed": arguments.seed, "rows": rows}))
 
 
-def _draft_flags(drops: str) -> list[str]:
+def draft_flags(drops: str) -> list[str]:
+    """A draft worker's, for a substitute without these layers, none, or DISTILLED."""
     if drops == DISTILLED:
         return ["--adapter", str(EMBEDDED_DRAFT)]
     return ["--drop-layers", "" if drops == "none" else drops]
