@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bough.messages import GrowCall
 from bough.model.batch import Segment
 from bough.tree import Tree
-from draft_worker.explored import UNKNOWN, Wanted
+from draft_worker.explored import Wanted
 from draft_worker.grow import Grower
 from draft_worker.session import DraftSession
 from draft_worker.walk import Walk
@@ -91,7 +91,7 @@ class Ahead:
 
         A leaf of the tree opens outcomes below it; what an outcome's growth misses is a step that the next call saves.
         """
-        expansions = self._expansions()
+        expansions = self.session.explored.find_tree(self._tree.parents, self._tree.tokens)
         is_closed = np.isin(self._tree.tokens, self._closed)
         options: list[tuple[float, list[Place]]] = []
         for leaf in np.flatnonzero((expansions < 0) & ~is_closed).tolist():
@@ -120,14 +120,6 @@ class Ahead:
             if not chosen or len(chosen) + len(new) <= MAX_ROWS:
                 chosen |= new
         return list(chosen)[:MAX_ROWS]
-
-    def _expansions(self) -> NDArray[np.int32]:
-        """(num_nodes,) of the tree's nodes; -1 where the model has not been run."""
-        expansions: list[int] = []
-        for token, parent in zip(self._tree.tokens.tolist(), self._tree.parents.tolist(), strict=True):
-            above = -1 if parent < 0 else expansions[parent] if expansions[parent] >= 0 else UNKNOWN
-            expansions.append(self.session.explored.child(above, token))
-        return np.array(expansions, np.int32)
 
     def _outcomes(self, expansions: NDArray[np.int32]) -> Iterator[tuple[float, Place]]:
         """Bonus tokens below nodes that have been expanded, likeliest first, with the log-probability of the path."""

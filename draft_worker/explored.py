@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from bough.model.batch import Segment
 from bough.model.kv import KVSlot
+from draft_worker import links
 from draft_worker.grow import Candidates
-
-UNKNOWN = -2  # the parent of nothing; -1 is that of the first expansion
 
 
 class Wanted(NamedTuple):
@@ -37,7 +36,7 @@ class Explored:
         self._tokens, self._parents, self._depths = (np.zeros(0, np.int32) for _ in range(3))
         self._paths = np.zeros((0, 1), np.int32)  # as in `Wanted`
         self._candidates = Candidates(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
-        self._index: dict[tuple[int, int], int] = {}  # parent and token -> expansion
+        self._first, self._following = np.zeros(1, np.int32), np.zeros(0, np.int32)  # as `draft_worker.links` has them
 
     def __len__(self) -> int:
         return self._num
@@ -49,12 +48,15 @@ class Explored:
 
     def find(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """(num_nodes,) the expansions that these tokens are below these parents; -1 where there is none."""
-        keys = zip(parents.tolist(), tokens.tolist(), strict=True)
-        return np.fromiter((self.child(*key) for key in keys), np.int32, len(tokens))
+        found = np.empty(len(tokens), np.int32)
+        links.find(self._first, self._following, self._tokens, parents, tokens, found)
+        return found
 
-    def child(self, parent: int, token: int) -> int:
-        """The expansion that the token is below this one; -1 where there is none."""
-        return self._index.get((parent, token), -1)
+    def find_tree(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """(num_nodes,) the expansions that a tree's nodes are; -1 where the model has not been run."""
+        found = np.empty(len(tokens), np.int32)
+        links.find_tree(self._first, self._following, self._tokens, parents, tokens, found)
+        return found
 
     def wanted(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> Wanted:
         """Nodes to run the model on next, given their parents' expansions (-1 for the root)."""
@@ -82,12 +84,13 @@ class Explored:
     def learn(self, wanted: Wanted, candidates: Candidates) -> None:
         """The model has been run: the nodes are expansions now, and these tokens may follow them."""
         first, self._num = len(self), len(self) + len(wanted.tokens)
-        keys = zip(wanted.parents.tolist(), wanted.tokens.tolist(), strict=True)
-        self._index.update((key, first + i) for i, key in enumerate(keys))
         self._tokens = _put(self._tokens, first, wanted.tokens)
         self._parents = _put(self._parents, first, wanted.parents)
         self._depths = _put(self._depths, first, wanted.depths)
         self._paths = _put(self._paths, first, wanted.paths)
+        self._first = _put(self._first, 1 + first, np.zeros_like(wanted.tokens))
+        self._following = _put(self._following, first, np.zeros_like(wanted.tokens))
+        links.link(self._first, self._following, wanted.parents, first)
         assert first == 0 or candidates.tokens.shape[1] == self._candidates.tokens.shape[1], "0 would be certainty"
         both = zip(self._candidates, candidates, strict=True)
         self._candidates = Candidates(*(_put(held, first, new) for held, new in both))
@@ -98,12 +101,9 @@ class Explored:
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """Expansions along these tokens from the root down, as far as there are any."""
-        path: list[int] = []
-        for token in tokens:
-            expansion = self._index.get((path[-1] if path else -1, token))
-            if expansion is None:
-                break
-            path.append(expansion)
+        chain = np.arange(-1, len(tokens) - 1, dtype=np.int32)
+        found = self.find_tree(chain, np.asarray(tokens, np.int32))
+        path: list[int] = found[found >= 0].tolist()  # below what is not there there is nothing
         return path
 
     def below(self, expansion: int, base: int) -> tuple[Explored, NDArray[np.int32]]:
@@ -125,10 +125,13 @@ class Explored:
 
 def _put(held: NDArray[Any], first: int, new: NDArray[Any]) -> NDArray[Any]:
     """The array with new rows from number `first` on: itself, or where it is too small one at least twice as large."""
-    wanted = (first + len(new), *new.shape[1:])
-    if any(have < want for have, want in zip(held.shape, wanted, strict=True)):
-        larger = [have if have >= want else max(want, 2 * have) for have, want in zip(held.shape, wanted, strict=True)]
+    end, columns = first + len(new), new.shape[1:]
+    if len(held) < end or held.shape[1:] < columns:
+        larger = [
+            have if have >= want else max(want, 2 * have)
+            for have, want in zip(held.shape, (end, *columns), strict=True)
+        ]
         before, held = held, np.zeros(larger, held.dtype)
         held[tuple(map(slice, before.shape))] = before
-    held[(slice(first, wanted[0]), *map(slice, wanted[1:]))] = new
+    held[(slice(first, end), *map(slice, columns))] = new
     return held

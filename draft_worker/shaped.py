@@ -18,7 +18,8 @@ from bough.growth import BestFirst, Chains, Scheme, StaticShape
 from bough.messages import GrowCall
 from bough.model.sample import Purpose, generator, independently, without_replacement
 from bough.tree import Tree
-from draft_worker.grow import NO_NODES, BestFirstGrower, Candidates, Grower, GrowingTree
+from draft_worker.best_first import BestFirstGrower
+from draft_worker.grow import NO_NODES, Candidates, Grower, GrowingTree
 
 NUM_SHAPES = 64  # kept
 

@@ -30,6 +30,7 @@ from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS, Window
 from draft_worker.sources import load_draft
 from draft_worker.top import largest
+from draft_worker.walk import warm_up
 
 
 class DraftWorker:
@@ -161,6 +162,7 @@ class DraftWorker:
         memory = shape.empty(num_rows, self._model.device)
         self._model.warm_up(memory)
         largest(torch.zeros(1, skeleton.vocab_size, device=self._model.device), NUM_CONSIDERED)  # compiles it
+        warm_up()
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)
         return SessionPool(arena, window, self._ahead_steps * MAX_ROWS)
 

@@ -2,10 +2,10 @@
 
     python -m loadtest.draft_batch --sessions 1 2 4 8 --width 16
 
-The demonstration draft in this process, no target. Every growth stands one token earlier in a prompt whose keys and
-values are held, so that trees are grown cold and nothing else is run. Numbers of sessions take turns; medians. A step
-is a growth's time over its draft steps: beside the model's, which `loadtest.draft_step` measures, all that is done to
-choose nodes.
+The demonstration draft in this process, no target. Every growth stands one token earlier in prompts whose keys and
+values are held, so that trees are grown cold and nothing else is run. Numbers of sessions take turns, and so do the
+prompts that fewer than the most sessions have, as trees differ in steps; medians. A step is a growth's time over
+its draft steps: beside the model's, which `loadtest.draft_step` measures, all that is done to choose nodes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Growth(NamedTuple):
 
 
 def grow_together(
-    draft: DraftWorker, prompts: list[list[int]], held: int, params: SamplingParams, plan: TreePlan
+    draft: DraftWorker, prompts: dict[int, list[int]], held: int, params: SamplingParams, plan: TreePlan
 ) -> Growth:
-    """Until all have a tree."""
+    """Until all have a tree: sessions by number."""
     calls = [
         GrowCall(Context.of(str(number), tokens, held, len(tokens)), tokens[-1], params, 0, plan)
-        for number, tokens in enumerate(prompts)
+        for number, tokens in prompts.items()
     ]
     began = time.perf_counter()
     results = [future.result() for future in [draft.grow(call) for call in calls]]
@@ -66,10 +66,11 @@ def main() -> None:
     params = SamplingParams(temperature=arguments.temperature, seed=1)
     plan = TreePlan(BestFirst(arguments.budget, arguments.width, arguments.depth))
     growths: dict[int, list[Growth]] = {count: [] for count in arguments.sessions}
-    grow_together(draft, prompts, 0, params, plan)  # runs the prompts
-    for length in range(PROMPT - 1, PROMPT - 1 - arguments.rounds * len(growths), -1):
-        count = arguments.sessions[length % len(growths)]
-        begun = [tokens[:length] for tokens in prompts[:count]]
+    grow_together(draft, dict(enumerate(prompts)), 0, params, plan)  # runs the prompts
+    for turn in range(arguments.rounds * len(growths)):
+        length, count = PROMPT - 1 - turn, arguments.sessions[turn % len(growths)]
+        whose = [(turn // len(growths) * count + number) % len(prompts) for number in range(count)]
+        begun = {number: prompts[number][:length] for number in whose}
         growths[count].append(grow_together(draft, begun, length, params, plan))
     draft.close()
     medians = {count: statistics.median(growth.seconds for growth in some) for count, some in growths.items()}

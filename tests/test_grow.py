@@ -16,7 +16,8 @@ from bough.errors import InvalidRequest
 from bough.growth import BestFirst, Chains, Growth, Scheme, StaticShape, TreePlan
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from draft_worker.grow import BestFirstGrower, Candidates, Grower
+from draft_worker.best_first import BestFirstGrower
+from draft_worker.grow import Candidates, Grower
 from draft_worker.shaped import grower_for
 
 ROOT = 0
