@@ -50,7 +50,7 @@ class BestFirstGrower:
         limits = self._branch, self._limits.budget, self._least_score, room
         rows, ranks = _promising(scores, frontier, candidates.log_probs, *limits)
         new = self.tree.append(frontier[rows], candidates.tokens[rows, ranks], candidates.log_probs[rows, ranks])
-        self._is_open[new] = ~np.isin(self.tree.tokens[new], self._closed)
+        self._is_open[new] = ~np.isin(self.tree.tokens[new], self._closed) if len(self._closed) else True
 
     def finished(self) -> Tree:
         """The best `budget` nodes."""

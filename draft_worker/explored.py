@@ -16,6 +16,8 @@ from bough.model.kv import KVSlot
 from draft_worker import links
 from draft_worker.grow import Candidates
 
+ROOM = 64  # expansions that there is room for from the first on
+
 
 class Wanted(NamedTuple):
     """Nodes that the model is to be run on; they become expansions when it has been."""
@@ -127,11 +129,12 @@ def _put(held: NDArray[Any], first: int, new: NDArray[Any]) -> NDArray[Any]:
     """The array with new rows from number `first` on: itself, or where it is too small one at least twice as large."""
     end, columns = first + len(new), new.shape[1:]
     if len(held) < end or held.shape[1:] < columns:
-        larger = [
-            have if have >= want else max(want, 2 * have)
-            for have, want in zip(held.shape, (end, *columns), strict=True)
-        ]
+        wanted = (max(end, ROOM), *columns)
+        larger = [have if have >= want else max(want, 2 * have) for have, want in zip(held.shape, wanted, strict=True)]
         before, held = held, np.zeros(larger, held.dtype)
         held[tuple(map(slice, before.shape))] = before
-    held[(slice(first, end), *map(slice, columns))] = new
+    if columns:
+        held[first:end, : columns[0]] = new
+    else:
+        held[first:end] = new
     return held

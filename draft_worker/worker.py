@@ -21,6 +21,7 @@ from bough.messages import GrowCall, GrowResult, WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
 from bough.model.kv_arena import KVArena
+from bough.model.pages import large_pages
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad
@@ -159,9 +160,11 @@ class DraftWorker:
             raise ConfigError(f"--kv-memory: {kv_memory} bytes hold no session; {least} or more would do")
         window = Window(self._max_context, skeleton.max_positions)
         self._session_bytes = window.max_rows * shape.row_bytes
-        memory = shape.empty(num_rows, self._model.device)
+        device, num_bytes = self._model.device, num_rows * shape.row_bytes
+        is_cpu = device.type == "cpu"  # there attention looks up a page for every few keys
+        memory = shape.within(large_pages(num_bytes), num_rows) if is_cpu else shape.empty(num_rows, device)
         self._model.warm_up(memory)
-        largest(torch.zeros(1, skeleton.vocab_size, device=self._model.device), NUM_CONSIDERED)  # compiles it
+        largest(torch.zeros(1, skeleton.vocab_size, device=device), NUM_CONSIDERED)  # compiles it
         warm_up()
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)
         return SessionPool(arena, window, self._ahead_steps * MAX_ROWS)

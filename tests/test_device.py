@@ -119,7 +119,7 @@ def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:
 def test_auto_trains_in_what_the_device_multiplies_faster(
     is_fast: bool, has_tiles: bool, device: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bough.model.device, "multiplies_pairs_fast", lambda: is_fast)
+    monkeypatch.setattr(bough.model.device, "multiplies_pairs", lambda: is_fast)
     monkeypatch.setattr(bough.model.device, "HAS_TILES", has_tiles)
     assert choose_dtype("auto", torch.device(device)) == chosen
     assert choose_dtype("bfloat16", torch.device("cpu")) == "bfloat16"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -17,10 +18,12 @@ from bough.model.vectors import (
     I64,
     LANES,
     NUM_VECTORS,
+    SECOND_LEVEL,
     WORDS,
     at,
     exp_below_zero,
     multiply_add,
+    prefetch,
     shuffled,
     splat,
     store,
@@ -29,6 +32,8 @@ from bough.model.vectors import (
 
 WIDTH = 2 * LANES  # dimensions of a head that are computed together
 ROWS = NUM_VECTORS // 4  # and rows, whose sums are half of what registers hold
+FEW_ROWS = ROWS // 2  # those of one token's few heads
+KEYS_AHEAD = 32  # whose values are fetched: they stand apart, where no processor looks for more of them
 
 
 def _weights(_context, scores, peaks, totals):  # type: ignore[no-untyped-def]
@@ -100,6 +105,7 @@ def _weigh_keys(
     b.cbranch(b.icmp_signed("<", ir.Constant(I64, 0), num_keys), body, done)
     b.position_at_end(body)
     key, begins = b.phi(I64), [b.phi(FLOATS) for _ in before]
+    prefetch(b, at(b, value, b.mul(b.add(key, ir.Constant(I64, KEYS_AHEAD)), value_bytes)), SECOND_LEVEL)
     pair, here = form.values(at(b, value, b.mul(key, value_bytes))), at(b, weight, b.mul(key, weight_bytes))
     after = []
     for row in range(len(outs)):
@@ -120,9 +126,16 @@ def _weigh_keys(
         form.put(results[2 * row], results[2 * row + 1], out)
 
 
-def _tile(_context, weights, block, row, key, values, column, out):  # type: ignore[no-untyped-def]
-    """ROWS by WIDTH of `weigh_values`, from a block's row and a column on."""
-    signature = numba.types.void(weights, block, row, key, values, column, out)
+def _tile_of(num_rows: int) -> Any:
+    """A function that compiled code may call: as many rows by WIDTH, from a block's row and a column on."""
+
+    def tile(_context, weights, block, row, key, values, column, out):  # type: ignore[no-untyped-def]
+        return _tile(num_rows, numba.types.void(weights, block, row, key, values, column, out))
+
+    return intrinsic(tile)
+
+
+def _tile(num_rows: int, signature: Any) -> tuple[Any, Callable[..., Any]]:
 
     def codegen(context, builder, signature, given):  # type: ignore[no-untyped-def]
         def made(place: int) -> Any:
@@ -138,7 +151,7 @@ def _tile(_context, weights, block, row, key, values, column, out):  # type: ign
         _, block, row, key, _, column, _ = given
         first_row = builder.add(builder.mul(block, ir.Constant(I64, LANES)), row)
         out, row_bytes = entry(6, first_row, column)
-        outs = [at(builder, out, builder.mul(row_bytes, ir.Constant(I64, index))) for index in range(ROWS)]
+        outs = [at(builder, out, builder.mul(row_bytes, ir.Constant(I64, index))) for index in range(num_rows)]
         weights, values = entry(0, block, key, row), entry(4, ir.Constant(I64, 0), column)
         num_keys = cgutils.unpack_tuple(builder, made(4).shape)[0]
         form = _Pair(builder, signature.args[4].dtype == numba.types.uint16)
@@ -148,7 +161,7 @@ def _tile(_context, weights, block, row, key, values, column, out):  # type: ign
     return signature, codegen
 
 
-_weigh: Any = intrinsic(_tile)
+_weigh, _weigh_few = map(_tile_of, (ROWS, FEW_ROWS))
 
 
 @compiled
@@ -160,7 +173,10 @@ def weigh_values(weights, key, values, num_rows, out):  # type: ignore[no-untype
     """
     for begin in range(0, num_rows, ROWS):
         for column in range(0, values.shape[1], WIDTH):
-            _weigh(weights, begin // LANES, begin % LANES, key, values, column, out)
+            if num_rows - begin <= FEW_ROWS:
+                _weigh_few(weights, begin // LANES, begin % LANES, key, values, column, out)
+            else:
+                _weigh(weights, begin // LANES, begin % LANES, key, values, column, out)
 
 
 def put_head(head: Any, total: Any, row: int, begin: int, out: Any) -> None:

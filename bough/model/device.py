@@ -8,7 +8,7 @@ import torch
 
 from bough.errors import ConfigError
 from bough.model.project import HAS_TILES
-from bough.model.vectors import multiplies_pairs, multiplies_pairs_fast
+from bough.model.vectors import multiplies_pairs
 
 
 def choose_device(name: str) -> torch.device:
@@ -38,7 +38,7 @@ def choose_dtype(name: str, device: torch.device) -> str:
     """
     if name != "auto":
         return name
-    return "bfloat16" if device.type != "cpu" or HAS_TILES or multiplies_pairs_fast() else "float32"
+    return "bfloat16" if device.type != "cpu" or HAS_TILES or multiplies_pairs() else "float32"
 
 
 def device_name(device: torch.device) -> str:

@@ -15,10 +15,10 @@ from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
 from bough.model.vectors import LANES, multiplies_pairs
 
 PIECES = 8  # of a matrix for each thread, which they take as they come to them
-ARE_FEW_ALIKE = not multiplies_pairs()  # whether products of few rows are bit for bit those of many
+HAS_TILES = amx.has_tiles() and amx_tiles.are_right()
+ARE_FEW_ALIKE = not (HAS_TILES or multiplies_pairs())  # whether products of few rows are bit for bit those of many
 _few: Any = few_outputs if ARE_FEW_ALIKE else few_rows
 few_of, multiply_few = _few.few_of, _few.multiply_few
-HAS_TILES = amx.has_tiles() and amx_tiles.are_right()
 _multiply_many = amx_tiles.multiply_groups_by_tiles if HAS_TILES else multiply_groups
 
 

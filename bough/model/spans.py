@@ -66,11 +66,17 @@ class Spans(NamedTuple):
 def _tasks(
     together: Sequence[tuple[int, int, int]], num_kv_heads: int, num_threads: int
 ) -> list[tuple[int, int, int, int]]:
-    """Head by head, those of a piece's rows [begin, end) that attend together; cut where a thread's share ends."""
+    """Those of a piece's rows [begin, end) that attend together, for each head; cut where a thread's share ends.
+
+    Piece by piece, as its heads' keys are neighbours; there head by head, so that all its rows meet one head's.
+    """
     num_rows = num_kv_heads * sum(end - begin for _, begin, end in together)
     share_ends = [num_rows * thread // num_threads for thread in range(1, num_threads)]
     tasks, done = [], 0
-    for head, (piece, begin, end) in itertools.product(range(num_kv_heads), together):
+    parts = (
+        (piece, head, begin, end) for (piece, begin, end), head in itertools.product(together, range(num_kv_heads))
+    )
+    for piece, head, begin, end in sorted(parts):
         cuts = [begin, *(begin + cut - done for cut in share_ends if 0 < cut - done < end - begin), end]
         tasks += [(piece, *rows, head) for rows in itertools.pairwise(cuts)]
         done += end - begin

@@ -12,6 +12,7 @@ from typing import Any
 
 import numba
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bough.model.vectors import (
@@ -25,12 +26,15 @@ from bough.model.vectors import (
     array_of,
     at,
     dot_pairs,
+    load_some,
+    multiplies_pairs,
     multiply_add,
     prefetch,
     rounded,
     shuffled,
     splat,
     store,
+    widened,
 )
 
 WORD_BYTES = 4  # a float32, or two neighbouring bfloat16, which one instruction multiplies and adds
@@ -63,6 +67,7 @@ class Tile:
 
     def __init__(self, builder: ir.IRBuilder, num_blocks: int, num_outputs: int, is_bf16: bool) -> None:
         self._builder, self._is_bf16 = builder, is_bf16
+        self._is_widened = is_bf16 and not multiplies_pairs()
         self._blocks, self._outputs = range(num_blocks), range(num_outputs)
 
     def sums(self, rows: Any, block_bytes: Any, matrix: Any, row_step: Any, row_bytes: Any) -> list[Any]:
@@ -83,14 +88,18 @@ class Tile:
             prefetch(b, at(b, at(b, row, line_offset), ahead), SECOND_LEVEL)
         next_line = b.add(line_offset, ir.Constant(I64, LINE_BYTES))
         line_end = b.select(b.icmp_signed("<", next_line, row_bytes), next_line, row_bytes)
+        line_widened = self._widened_line(weights, line_offset, line_end) if self._is_widened else None
         b.branch(word)
         b.position_at_end(word)
         offset, begins = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
         inputs = [b.load(at(b, block, _times(b, LANES, offset)), typ=WORDS, align=WORD_BYTES) for block in blocks]
-        numbers = [splat(b, b.load(at(b, row, offset), typ=I32, align=2)) for row in weights]
-        pairs = [(some, number) for some in inputs for number in numbers]
-        add = dot_pairs if self._is_bf16 else multiply_add
-        sums = [add(b, begin, *pair) for begin, pair in zip(begins, pairs, strict=True)]
+        if line_widened is None:
+            numbers = [splat(b, b.load(at(b, row, offset), typ=I32, align=2)) for row in weights]
+            add = dot_pairs if self._is_bf16 else multiply_add
+            pairs = [(some, number) for some in inputs for number in numbers]
+            sums = [add(b, begin, *pair) for begin, pair in zip(begins, pairs, strict=True)]
+        else:
+            sums = self._add_widened(begins, inputs, at(b, line_widened, b.sub(offset, line_offset)))
         following = b.add(offset, ir.Constant(I64, WORD_BYTES))
         b.cbranch(b.icmp_signed("<", following, line_end), word, after)
         b.position_at_end(after)
@@ -106,6 +115,31 @@ class Tile:
             phi.add_incoming(begin, line)
             phi.add_incoming(end, word)
         return sums
+
+    def _widened_line(self, weights: Sequence[Any], begin: Any, end: Any) -> Any:
+        """A line of each row of the matrix in float32, where the sums of all its words find it in the nearest cache.
+
+        For each row the first numbers of LANES words, then the second ones; what is beyond the line's end is 0.
+        """
+        b = self._builder
+        scratch = cgutils.alloca_once(b, FLOATS, 2 * len(weights))
+        words_left = splat(b, b.trunc(b.udiv(b.sub(end, begin), ir.Constant(I64, WORD_BYTES)), I32))
+        is_there = b.icmp_unsigned("<", ir.Constant(WORDS, list(range(LANES))), words_left)
+        for index, row in enumerate(weights):
+            words = load_some(b, at(b, row, begin), is_there)
+            for part, numbers in enumerate(widened(b, words)):
+                store(b, numbers, at(b, scratch, ir.Constant(I64, (2 * index + part) * LANES * WORD_BYTES)))
+        return scratch
+
+    def _add_widened(self, sums: Sequence[Any], inputs: Sequence[Any], line: Any) -> list[Any]:
+        """As `dot_pairs`, with one word of a line that has been widened."""
+        b = self._builder
+        for part, numbers in enumerate(zip(*(widened(b, words) for words in inputs), strict=True)):
+            places = (ir.Constant(I64, (2 * output + part) * LANES * WORD_BYTES) for output in self._outputs)
+            weights = [splat(b, b.load(at(b, line, place), typ=ir.FloatType(), align=4)) for place in places]
+            pairs = [(some, weight) for some in numbers for weight in weights]
+            sums = [multiply_add(b, total, *pair) for total, pair in zip(sums, pairs, strict=True)]
+        return list(sums)
 
     def put_rows(self, sums: Sequence[Any], bias: Any, out: Any, out_row_bytes: Any, is_rounded: bool) -> None:
         """Adds the bias, rounds where bfloat16 is wanted, and stores row by row."""

@@ -48,13 +48,12 @@ def _own_features() -> dict[str, bool]:
 
 
 def multiplies_pairs() -> bool:
-    """Whether one instruction multiplies and adds pairs of bfloat16."""
-    return has_feature("avx512bf16")
+    """Whether bfloat16 is multiplied and added by pairs: by an instruction that Intel's processors have too.
 
-
-def multiplies_pairs_fast() -> bool:
-    """Whether that instruction takes less time than the two of float32 whose work it does: AMD's does."""
-    return multiplies_pairs() and llvmlite.binding.get_host_cpu_name().startswith("znver")
+    There it takes longer than the two of float32 whose work it does; AMD's do not.
+    """
+    name = numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name()  # type: ignore[attr-defined]
+    return has_feature("avx512bf16") and name.startswith("znver")
 
 
 def multiplies_bytes() -> bool:
@@ -81,7 +80,7 @@ def call(builder: ir.IRBuilder, name: str, kind: ir.FunctionType, arguments: Seq
 
 
 def dot_pairs(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> Any:
-    """sums + the dot product of each lane's two bfloat16, by one instruction where the processor has it.
+    """sums + the dot product of each lane's two bfloat16, by one instruction where that is fast.
 
     That instruction takes numbers too small for their exponent as 0.
     """
@@ -218,6 +217,13 @@ def array_of(context: Any, builder: ir.IRBuilder, kind: Any, value: Any) -> tupl
 def store(builder: ir.IRBuilder, vector: Any, address: Any) -> None:
     """To an address that need not be aligned."""
     builder.store(vector, builder.bitcast(address, vector.type.as_pointer()), align=2)
+
+
+def load_some(builder: ir.IRBuilder, address: Any, which: Any) -> Any:
+    """Words from an address that need not be aligned, where lanes of `which` are true; others are 0, and not read."""
+    kind = ir.FunctionType(WORDS, [POINTER, I32, which.type, WORDS])
+    arguments = builder.bitcast(address, POINTER), ir.Constant(I32, 2), which, ir.Constant(WORDS, [0] * LANES)
+    return call(builder, "llvm.masked.load.v16i32.p0", kind, arguments)
 
 
 def prefetch(builder: ir.IRBuilder, address: Any, level: int) -> None:
