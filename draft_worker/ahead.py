@@ -66,7 +66,7 @@ class Ahead:
         places = self._choose(self._options())
         if not places:
             return False
-        parents, tokens = np.array(places, np.int32).T
+        parents, tokens = np.ascontiguousarray(np.array(places, np.int32).T)
         self._wanted = self.session.explored.wanted(parents, tokens)
         return True
 
