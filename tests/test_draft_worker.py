@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from bough.errors import NotFound
 from bough.growth import BestFirst, Chains, Scheme, StaticShape, TreePlan
 from bough.messages import GrowCall
 from bough.sampling import SamplingParams
+from draft_worker import best_first, links
 from draft_worker.worker import DraftWorker
 
 PLANS = (
@@ -60,6 +63,18 @@ def test_callers_at_once_get_the_trees_that_they_would_get_alone(tiny: Path) -> 
             assert result.tree.parents.tolist() == alone.tree.parents.tolist()
             assert result.tree.log_probs == pytest.approx(alone.tree.log_probs, abs=1e-3)
             assert result.held_length == alone.held_length == call.context.base_length
+
+
+def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
+    """What chooses nodes is compiled at the start, for all types that calls and draft-ahead bring."""
+    kernels: list[Any] = [links.link, links.find, links.find_tree, best_first._best_open, best_first._promising]
+    with worker(tiny, "--ahead-steps", "4") as draft:
+        compiled = [len(kernel.signatures) for kernel in kernels]
+        for root in (7, 8):
+            call = replace(grow_call([1, 2, 3], plan=PLANS[0], session_id="one"), root_token=root)
+            assert len(draft.grow(call).result().tree) > 1
+        draft.release("one").result()  # after steps ahead
+        assert [len(kernel.signatures) for kernel in kernels] == compiled
 
 
 def test_a_caller_that_gives_up_and_one_that_releases_leave_the_others_alone(tiny: Path) -> None:
