@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.growth import BestFirst
-from draft_worker.best_first import BestFirstGrower
 from draft_worker.explored import Explored
-from draft_worker.grow import NO_NODES, Candidates, Grower
+from draft_worker.grow import NO_NODES, Grower
 
 
 class Walk:
@@ -49,15 +47,3 @@ class Walk:
         tree = self.grower.tree
         parents = np.where(nodes == 0, self._root_parent, tree.expansions[tree.parents[nodes]])
         return parents.astype(np.int32), tree.tokens[nodes]
-
-
-def warm_up() -> None:
-    """Grows a tree of two nodes, so that all that chooses nodes is compiled before anybody waits for it."""
-    nothing, explored = np.zeros(0, np.int32), Explored(0)
-    walk = Walk(BestFirstGrower(0, BestFirst(budget=2, width=1, depth=1), branch=1, closed=nothing), explored)
-    walk.advance()
-    explored.learn(
-        explored.wanted(*walk.missing()), Candidates(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.float32))
-    )
-    walk.advance()
-    explored.walk([0])

@@ -26,12 +26,11 @@ from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad
 from draft_worker.ahead import MAX_ROWS, num_steps
-from draft_worker.engine import NUM_CONSIDERED, Engine, Request
+from draft_worker.engine import Engine, Request
 from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS, Window
 from draft_worker.sources import load_draft
-from draft_worker.top import largest
-from draft_worker.walk import warm_up
+from draft_worker.warm_up import warm_up_choosing
 
 
 class DraftWorker:
@@ -164,8 +163,7 @@ class DraftWorker:
         is_cpu = device.type == "cpu"  # there attention looks up a page for every few keys
         memory = shape.within(large_pages(num_bytes), num_rows) if is_cpu else shape.empty(num_rows, device)
         self._model.warm_up(memory)
-        largest(torch.zeros(1, skeleton.vocab_size, device=device), NUM_CONSIDERED)  # compiles it
-        warm_up()
+        warm_up_choosing(skeleton.vocab_size, device)
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)
         return SessionPool(arena, window, self._ahead_steps * MAX_ROWS)
 

@@ -14,6 +14,7 @@ from bough.model.checkpoint import Checkpoint
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.runner import ResidentModel
 from draft_worker.sources import load_draft
+from draft_worker.warm_up import warm_up_choosing
 from loadtest.tiny_model import TINY, save_model
 from target_worker.kernels import compile_apart
 
@@ -31,8 +32,9 @@ def warm_up(draft: ResidentModel) -> None:
     draft.warm_up(draft.skeleton.kv_shape().empty(1, CPU))
 
 
-def compile_in_8_bits() -> None:
-    """All that a draft calls whose products are in 8 bits."""
+def compile_for_drafts() -> None:
+    """All that chooses a draft's nodes, and what it calls whose products are in 8 bits."""
+    warm_up_choosing(1 << 15, CPU)
     with TemporaryDirectory() as folder:
         tiny = save_model(Path(folder) / "tiny", LlamaConfig(**{**TINY.to_dict(), "intermediate_size": 64}))
         warm_up(load_draft(Checkpoint.open(tiny), (), "bfloat16", CPU, bits="8"))
@@ -42,7 +44,7 @@ def main() -> None:
     """Takes a minute or two where nothing is in the cache, and seconds where all is."""
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
         works = [processes.submit(compile_for, dtype) for dtype in ("bfloat16", "float32")]
-        for work in [*works, processes.submit(compile_in_8_bits)]:
+        for work in [*works, processes.submit(compile_for_drafts)]:
             work.result()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import bough.model.device
 from bough.config import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.architecture import load_config
-from bough.model.device import choose_device, choose_dtype
+from bough.model.device import choose_device, choose_dtype, device_name
 from bough.model.kv import KVShape
 from bough.model.memory import fixed_bytes
 from bough.placement import Fixed, Tier
@@ -123,3 +124,17 @@ def test_auto_trains_in_what_the_device_multiplies_faster(
     monkeypatch.setattr(bough.model.device, "HAS_TILES", has_tiles)
     assert choose_dtype("auto", torch.device(device)) == chosen
     assert choose_dtype("bfloat16", torch.device("cpu")) == "bfloat16"
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_processors_that_round_otherwise_have_other_names(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernels are chosen by an instruction that ours may do without; sessions stay where they are then."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    names = []
+    for has, has_tiles, by_pairs in itertools.product((False, True), repeat=3):
+        monkeypatch.setattr(bough.model.device, "has_feature", lambda _name, has=has: has)
+        monkeypatch.setattr(bough.model.device, "HAS_TILES", has_tiles)
+        monkeypatch.setattr(bough.model.device, "multiplies_pairs", lambda by_pairs=by_pairs: by_pairs)
+        names.append(device_name(torch.device("cpu")))
+    assert f"CPU with {capability} and products of bfloat16, ours by pairs" in names
+    assert len(set(names)) == 6, "with tiles pairs are not asked about"

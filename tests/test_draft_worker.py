@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,10 +72,12 @@ def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
     kernels: list[Any] = [links.link, links.find, links.find_tree, best_first._best_open, best_first._promising]
     with worker(tiny, "--ahead-steps", "4") as draft:
         compiled = [len(kernel.signatures) for kernel in kernels]
-        for root in (7, 8):
-            call = replace(grow_call([1, 2, 3], plan=PLANS[0], session_id="one"), root_token=root)
+        for plan, root in itertools.product(PLANS, (7, 8)):
+            call = replace(grow_call([1, 2, 3], plan=plan, session_id="one"), root_token=root)
             assert len(draft.grow(call).result().tree) > 1
-        draft.release("one").result()  # after steps ahead
+            ends = time.monotonic() + 60
+            while draft._engine.can_go_ahead and time.monotonic() < ends:
+                time.sleep(0.01)
         assert [len(kernel.signatures) for kernel in kernels] == compiled
 
 

@@ -1,4 +1,4 @@
-"""Kernels as they are compiled for processors of fewer instructions than this one may have."""
+"""Kernels as they are compiled for other processors than this one may be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llvmlite.binding
 import pytest
 
 from bough.model.vectors import has_feature
@@ -23,7 +24,19 @@ def test_products_without_avx512(more: str) -> None:
     if more and not has_feature(more):
         pytest.skip(f"this processor has no {more}")
     features = ",".join(f"+{name}" for name in f"{FEATURES} {more}".split())
-    processor = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "ATEN_CPU_CAPABILITY": "avx2"}
-    command = [sys.executable, "-m", "pytest", "-q", *(str(HERE / name) for name in TESTS[more])]
+    run_as({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "ATEN_CPU_CAPABILITY": "avx2"}, TESTS[more])
+
+
+@pytest.mark.skipif(not has_feature("avx512bf16"), reason="this processor does not multiply bfloat16 by pairs")
+def test_products_by_pairs_as_on_amds() -> None:
+    """Intel's processors have the instruction, and do without it."""
+    own = llvmlite.binding.get_host_cpu_features()
+    features = ",".join(f"{'+' if has and 'amx' not in name else '-'}{name}" for name, has in own.items())
+    run_as({"NUMBA_CPU_NAME": "znver4", "NUMBA_CPU_FEATURES": features}, TESTS[""])
+
+
+def run_as(processor: dict[str, str], tests: list[str]) -> None:
+    """Tests in a process that compiles for another processor."""
+    command = [sys.executable, "-m", "pytest", "-q", *(str(HERE / name) for name in tests)]
     run = subprocess.run(command, env={**os.environ, **processor}, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout[-4000:]

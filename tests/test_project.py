@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import numba
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 from bough.model import few_rows, tiles, vectors
 from bough.model.attention_tiles import WIDTH, weigh_values
-from bough.model.project import ARE_FEW_ALIKE, project
+from bough.model.project import Alike, project
 from bough.model.row_products import numbers
 from bough.model.shares import counters, take
 from bough.model.tiles import GROUP
@@ -46,7 +49,7 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
     bias, bits = random_numbers(seed + 2, outputs).float(), matrix.view(torch.uint16).numpy()
     right = (rows.double() @ matrix.double().t()).numpy()
     blocks, whole_blocks = blocks_of(rows), -(-num_rows // LANES) * LANES
-    for count in (num_rows, whole_blocks):  # few as they are, and as those of a block
+    for count in (num_rows, Alike.of(num_rows, len(blocks))):  # few as a draft's, and as a target's
         out = np.full((whole_blocks, outputs), np.nan, np.float32)
         project(counters(2)[0], 2, blocks, count, bits, bias.numpy(), out)
         np.testing.assert_allclose(out[:num_rows], right + bias.numpy(), rtol=1e-4, atol=1e-3)
@@ -57,7 +60,6 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
         np.testing.assert_allclose(sums, 1 + right[:, :whole], rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.skipif(not ARE_FEW_ALIKE, reason="on this processor few rows are added up in another order")
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1000), num_rows=st.integers(1, 8), outputs=st.integers(GROUP, 90), words=st.integers(1, 70))
 def test_few_rows_have_the_bits_of_many(seed: int, num_rows: int, outputs: int, words: int) -> None:
@@ -68,11 +70,11 @@ def test_few_rows_have_the_bits_of_many(seed: int, num_rows: int, outputs: int, 
     whole = outputs // GROUP * GROUP
     for kind in (np.float32, np.uint16):
         few, many = (np.zeros((LANES, outputs), kind) for _ in range(2))
-        for out, count in ((few, num_rows), (many, LANES)):
+        for out, count in ((few, Alike.of(num_rows, 1)), (many, Alike(LANES))):
             project(counters(2)[0], 2, blocks, count, bits, bias, out)
         assert (few[:num_rows] == many[:num_rows]).all()
     few, many = (np.ones((1, whole, LANES), np.float32) for _ in range(2))
-    for out, count in ((few, num_rows), (many, LANES)):
+    for out, count in ((few, Alike.of(num_rows, 1)), (many, Alike(LANES))):
         project(counters(2)[0], 2, blocks, count, bits[:whole], None, out)
     assert (few[:, :, :num_rows] == many[:, :, :num_rows]).all()
 
@@ -99,6 +101,41 @@ def test_weights_times_values(num_keys: int, kind: torch.dtype) -> None:
     weigh_values(lanes, 4, numbers_of_values[:7], 24, parts)
     weigh_values(lanes, 11, numbers_of_values[7:], 24, parts)
     assert (parts == whole).all()
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 9, 13])
+def test_values_of_few_rows_have_the_bits_of_many(num_rows: int, kind: torch.dtype) -> None:
+    weights, values = random_numbers(1, LANES, 33).float(), numbers(random_numbers(2, 33, WIDTH).to(kind))
+    few, many = (np.ones((LANES, WIDTH), np.float32) for _ in range(2))
+    weigh_values(blocks_of(weights), 0, values, num_rows, few)
+    weigh_values(blocks_of(weights), 0, values, LANES, many)
+    assert (few[:num_rows] == many[:num_rows]).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 20])
+@pytest.mark.parametrize("words", [1, 7, 15, 16, 17, 33, 70])
+def test_nothing_is_read_beyond_the_matrix(words: int, num_rows: int) -> None:
+    """Its last number stands before memory that nobody may read."""
+    matrix = random_numbers(1, GROUP, 2 * words)
+    guarded, bits = before_a_wall(numbers(matrix).tobytes()).view(np.uint16).reshape(GROUP, 2 * words), numbers(matrix)
+    blocks, bias = blocks_of(random_numbers(2, num_rows, 2 * words)), np.zeros(GROUP, np.float32)
+    for count in (num_rows, Alike.of(num_rows, len(blocks))):
+        out, right = (np.zeros((len(blocks) * LANES, GROUP), np.float32) for _ in range(2))
+        project(counters(2)[0], 2, blocks, count, guarded, bias, out)
+        project(counters(2)[0], 2, blocks, count, bits, bias, right)
+        assert (out == right).all()
+
+
+def before_a_wall(content: bytes) -> np.ndarray:
+    """Bytes that end where a page begins which is not to be read."""
+    page, size = mmap.PAGESIZE, -(-len(content) // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[size - len(content) : size] = content
+    whole = np.frombuffer(memory, np.uint8)
+    nothing_allowed = 0
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.ctypes.data + size), page, nothing_allowed) == 0
+    return whole[size - len(content) : size]
 
 
 @pytest.mark.parametrize("is_few", [False, True])

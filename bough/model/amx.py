@@ -18,8 +18,7 @@ from bough.model.vectors import I64, POINTER, at, call, has_feature
 ROWS, ROW_BYTES = 16, 64  # of a tile
 TILE_BYTES = ROWS * ROW_BYTES
 NUM_TILES = 8
-# The last is for few rows of drafts: targets must not take the way that few rows have without it.
-FEATURES = "amx-tile", "amx-bf16", "amx-int8", "avx512bf16"
+FEATURES = "amx-tile", "amx-bf16", "amx-int8"
 _I8 = ir.IntType(8)
 
 

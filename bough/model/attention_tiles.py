@@ -11,7 +11,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from bough.model.numbers import rounded
-from bough.model.tiles import WORD_BYTES, compiled
+from bough.model.tiles import LINE_BYTES, WORD_BYTES, compiled
 from bough.model.vectors import (
     FLOATS,
     I32,
@@ -32,7 +32,7 @@ from bough.model.vectors import (
 
 WIDTH = 2 * LANES  # dimensions of a head that are computed together
 ROWS = NUM_VECTORS // 4  # and rows, whose sums are half of what registers hold
-FEW_ROWS = ROWS // 2  # those of one token's few heads
+FEW_ROWS = ROWS // 2  # of one token few heads share their keys
 KEYS_AHEAD = 32  # whose values are fetched: they stand apart, where no processor looks for more of them
 
 
@@ -78,6 +78,11 @@ class _Pair:
             return widened(self._builder, self._builder.load(address, typ=WORDS, align=2))
         return self._load(address, FLOATS)
 
+    def fetch(self, address: Any) -> None:
+        """Brings what `values` will want nearer."""
+        for line in range(0, WIDTH * (2 if self._is_bf16 else 4), LINE_BYTES):
+            prefetch(self._builder, at(self._builder, address, ir.Constant(I64, line)), SECOND_LEVEL)
+
     def sums(self, address: Any) -> tuple[Any, Any]:
         """From float32 in memory."""
         first, second = self._load(address, FLOATS)
@@ -105,7 +110,7 @@ def _weigh_keys(
     b.cbranch(b.icmp_signed("<", ir.Constant(I64, 0), num_keys), body, done)
     b.position_at_end(body)
     key, begins = b.phi(I64), [b.phi(FLOATS) for _ in before]
-    prefetch(b, at(b, value, b.mul(b.add(key, ir.Constant(I64, KEYS_AHEAD)), value_bytes)), SECOND_LEVEL)
+    form.fetch(at(b, value, b.mul(b.add(key, ir.Constant(I64, KEYS_AHEAD)), value_bytes)))
     pair, here = form.values(at(b, value, b.mul(key, value_bytes))), at(b, weight, b.mul(key, weight_bytes))
     after = []
     for row in range(len(outs)):
@@ -136,6 +141,7 @@ def _tile_of(num_rows: int) -> Any:
 
 
 def _tile(num_rows: int, signature: Any) -> tuple[Any, Callable[..., Any]]:
+    """Of one kind of arguments, as numba wants it: their types, and what puts the code there."""
 
     def codegen(context, builder, signature, given):  # type: ignore[no-untyped-def]
         def made(place: int) -> Any:

@@ -1,8 +1,8 @@
 """Products of few rows, bit for bit those of `bough.model.tiles`, where that one would compute sixteen rows for one.
 
 Outputs are the lanes: lines of the matrix are turned in registers, so that a vector has the same input of some outputs.
-Each sum is added up number by number as it is there. For processors that multiply bfloat16 one by one; where an
-instruction takes pairs, sixteen rows cost less than reading the matrix.
+Each sum is added up number by number as it is there. For processors on which bfloat16 is multiplied one by one; where
+an instruction takes pairs, or tiles, sixteen rows cost less than reading the matrix.
 """
 
 from __future__ import annotations

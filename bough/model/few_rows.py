@@ -1,8 +1,8 @@
 """Products of so few rows that reading the matrix is what takes time: inputs are the lanes, and no lane is idle.
 
 `bough.model.tiles` would compute sixteen rows where there is one. Sums are added up in another order than there, so
-these are for those who need not care about the last bit. For processors that multiply bfloat16 by pairs; for others
-there is `bough.model.few_outputs`.
+these are for those who need not care about the last bit, on processors with many registers. For others there is
+`bough.model.few_outputs`.
 """
 
 from __future__ import annotations

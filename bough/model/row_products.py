@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bough.model.project import project, said_rows
+from bough.model.project import Alike, project
 from bough.model.shares import counters
 from bough.model.tiles import GROUP, WORD_BYTES, lay_out, parallel
 from bough.model.vectors import LANES, multiplies_and_adds
@@ -54,7 +54,7 @@ def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     if num_outputs < GROUP:
         matrix = nn.functional.pad(matrix, (0, 0, 0, GROUP - num_outputs))
     num_threads = numba.get_num_threads()
-    said, matrix = said_rows(len(words), len(blocks)), matrix.contiguous()
+    said, matrix = Alike.of(len(words), len(blocks)), matrix.contiguous()
     _multiply(counters(num_threads)[0], num_threads, words, blocks, said, numbers(matrix), added, numbers(out))
     return out[: len(words), :num_outputs].reshape(*rows.shape[:-1], num_outputs)
 

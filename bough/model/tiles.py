@@ -7,7 +7,7 @@ of the result is one sum, added up in the order of its inputs whatever else is c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -37,7 +37,7 @@ from bough.model.vectors import (
     widened,
 )
 
-WORD_BYTES = 4  # a float32, or two neighbouring bfloat16, which one instruction multiplies and adds
+WORD_BYTES = 4  # a float32, or two neighbouring bfloat16, which AMD's processors multiply and add at once
 LINE_BYTES = 64  # of memory that arrive together
 GROUP = 16  # outputs that are computed one after another, for all rows
 
@@ -89,6 +89,7 @@ class Tile:
         next_line = b.add(line_offset, ir.Constant(I64, LINE_BYTES))
         line_end = b.select(b.icmp_signed("<", next_line, row_bytes), next_line, row_bytes)
         line_widened = self._widened_line(weights, line_offset, line_end) if self._is_widened else None
+        begun = b.block
         b.branch(word)
         b.position_at_end(word)
         offset, begins = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
@@ -112,7 +113,7 @@ class Tile:
             phi.add_incoming(end, after)
         within = [(offset, line_offset, following), *zip(begins, line_sums, sums, strict=True)]
         for phi, begin, end in within:
-            phi.add_incoming(begin, line)
+            phi.add_incoming(begin, begun)
             phi.add_incoming(end, word)
         return sums
 
@@ -122,13 +123,20 @@ class Tile:
         For each row the first numbers of LANES words, then the second ones; what is beyond the line's end is 0.
         """
         b = self._builder
-        scratch = cgutils.alloca_once(b, FLOATS, 2 * len(weights))
-        words_left = splat(b, b.trunc(b.udiv(b.sub(end, begin), ir.Constant(I64, WORD_BYTES)), I32))
-        is_there = b.icmp_unsigned("<", ir.Constant(WORDS, list(range(LANES))), words_left)
-        for index, row in enumerate(weights):
-            words = load_some(b, at(b, row, begin), is_there)
-            for part, numbers in enumerate(widened(b, words)):
-                store(b, numbers, at(b, scratch, ir.Constant(I64, (2 * index + part) * LANES * WORD_BYTES)))
+        scratch, num_bytes = cgutils.alloca_once(b, FLOATS, 2 * len(weights)), b.sub(end, begin)
+
+        def put(load: Callable[[Any], Any]) -> None:
+            for index, row in enumerate(weights):
+                for part, numbers in enumerate(widened(b, load(at(b, row, begin)))):
+                    store(b, numbers, at(b, scratch, ir.Constant(I64, (2 * index + part) * LANES * WORD_BYTES)))
+
+        with b.if_else(b.icmp_unsigned("==", num_bytes, ir.Constant(I64, LINE_BYTES))) as (whole, part_of_it):
+            with whole:
+                put(lambda address: b.load(address, typ=WORDS, align=2))
+            with part_of_it:
+                num_words = splat(b, b.trunc(b.udiv(num_bytes, ir.Constant(I64, WORD_BYTES)), I32))
+                is_there = b.icmp_unsigned("<", ir.Constant(WORDS, list(range(LANES))), num_words)
+                put(lambda address: load_some(b, address, is_there))
         return scratch
 
     def _add_widened(self, sums: Sequence[Any], inputs: Sequence[Any], line: Any) -> list[Any]:
