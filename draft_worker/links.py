@@ -7,9 +7,7 @@ of int32: `first[1 + i]` begins the chain below expansion i, `first[0]` that bel
 
 from __future__ import annotations
 
-import numba
-
-compiled = numba.njit(fastmath=False, cache=True, error_model="numpy")
+from bough.model.tiles import compiled
 
 
 @compiled

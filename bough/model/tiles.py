@@ -95,10 +95,7 @@ class Tile:
         offset, begins = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
         inputs = [b.load(at(b, block, _times(b, LANES, offset)), typ=WORDS, align=WORD_BYTES) for block in blocks]
         if line_widened is None:
-            numbers = [splat(b, b.load(at(b, row, offset), typ=I32, align=2)) for row in weights]
-            add = dot_pairs if self._is_bf16 else multiply_add
-            pairs = [(some, number) for some in inputs for number in numbers]
-            sums = [add(b, begin, *pair) for begin, pair in zip(begins, pairs, strict=True)]
+            sums = self._add_words(begins, inputs, [at(b, row, offset) for row in weights])
         else:
             sums = self._add_widened(begins, inputs, at(b, line_widened, b.sub(offset, line_offset)))
         following = b.add(offset, ir.Constant(I64, WORD_BYTES))
@@ -116,6 +113,13 @@ class Tile:
             phi.add_incoming(begin, begun)
             phi.add_incoming(end, word)
         return sums
+
+    def _add_words(self, sums: Sequence[Any], inputs: Sequence[Any], places: Sequence[Any]) -> list[Any]:
+        """A word of the rows times those of the matrix, which stand in these places."""
+        b, add = self._builder, dot_pairs if self._is_bf16 else multiply_add
+        numbers = [splat(b, b.load(place, typ=I32, align=2)) for place in places]
+        pairs = [(some, number) for some in inputs for number in numbers]
+        return [add(b, total, *pair) for total, pair in zip(sums, pairs, strict=True)]
 
     def _widened_line(self, weights: Sequence[Any], begin: Any, end: Any) -> Any:
         """A line of each row of the matrix in float32, where the sums of all its words find it in the nearest cache.
@@ -140,7 +144,7 @@ class Tile:
         return scratch
 
     def _add_widened(self, sums: Sequence[Any], inputs: Sequence[Any], line: Any) -> list[Any]:
-        """As `dot_pairs`, with one word of a line that has been widened."""
+        """The same, with words of a line that has been widened."""
         b = self._builder
         for part, numbers in enumerate(zip(*(widened(b, words) for words in inputs), strict=True)):
             places = (ir.Constant(I64, (2 * output + part) * LANES * WORD_BYTES) for output in self._outputs)
