@@ -195,7 +195,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-seconds", type=float, default=0.0, help="a measured draft step, one for each level")
     parser.add_argument("--plot", metavar="FILE", help="also draw the tree into a PNG file")
     schemes = [scheme.value for scheme in Scheme]
-    parser.add_argument("--scheme", choices=schemes, default=schemes[0], help="of --from-live (default %(default)s)")
+    parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
     parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")
     _add_address(parser)
 

@@ -128,6 +128,7 @@ def test_bad_files_are_refused_by_name(
         (["--vector", MEASURED, "--nodes", "4", "--levels", "0"], "--levels: 0"),
         (["--vector", MEASURED, "--nodes", "4", "--branch", "-1"], "--branch: -1"),
         (["--vector", MEASURED, "--nodes", "4", "--by-depth"], "--by-depth: "),
+        (["--vector", MEASURED, "--nodes", "4", "--scheme", "target"], "--scheme: target"),
         (["--vector", MEASURED, "--nodes", "4", "--step-seconds", "1"], "--step-seconds: of no use"),
         (["--vector", MEASURED, "--nodes", "4", "--step-seconds", "nan"], "--step-seconds: nan"),
         (["--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "1=-1"], "--sweep-seconds: 1=-1.0"),

@@ -88,7 +88,7 @@ async def live(arguments: argparse.Namespace) -> Acceptance:
     """
     async with Client(*arguments.address.split(",")) as client:
         counted = {one.scheme: one for one in await client.acceptance()}
-    scheme = Scheme(arguments.scheme)
+    scheme = Scheme(arguments.scheme or Scheme.TARGET)
     if scheme not in counted:
         others = ", ".join(one.value for one in counted) or "none"
         raise ConfigError(
@@ -124,6 +124,8 @@ def _require_sizes(arguments: argparse.Namespace) -> None:
         raise ConfigError("--step-seconds: of no use without --sweep-seconds, what sweeps take")
     if arguments.by_depth and not arguments.from_live:
         raise ConfigError("--by-depth: a file says by itself whether it is by depth; --from-live would do")
+    if arguments.scheme and not arguments.from_live:
+        raise ConfigError(f"--scheme: {arguments.scheme} says nothing of a file's numbers; --from-live would do")
     for nodes, seconds in arguments.sweep_seconds:
         if not (nodes >= 1 and 0 < seconds < float("inf")):
             raise ConfigError(f"--sweep-seconds: {nodes}={seconds}; nodes, 1 or more, and seconds above 0 would do")
