@@ -12,7 +12,6 @@ from bough.model.vectors import LANES
 
 SPAN = 64 * LANES  # logits of which the largest in each lane are found first
 ROOM = 4  # times as many as are wanted: what may be found of a row before it is left to torch
-LAST = np.iinfo(np.int64).max  # sorts behind all that is found
 
 
 def largest(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
@@ -26,17 +25,13 @@ def largest(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDArra
     if logits.device.type != "cpu" or num_spans * LANES < num:
         return _by_torch(logits, num)
     assert logits.stride(1) == 1, "vectors are read as neighbours"
+    values, tokens = np.empty((len(logits), num), np.float32), np.empty((len(logits), num), np.int32)
+    num_found = np.empty(len(logits), np.int64)
     numbers = logits.numpy()
-    found, counts = np.empty((len(numbers), ROOM * num), np.int64), np.empty(len(numbers), np.int64)
-    _find(numbers, numbers.view(np.int32), num_spans, num, found, counts)
-    found.sort(axis=1)
-    tokens = (found[:, :num] & 0xFFFFFFFF).astype(np.int32)
-    is_found = np.arange(num) < counts[:, None]
-    nothing = np.where(counts == 0, np.nan, -np.inf).astype(np.float32)[:, None]
-    values = np.where(is_found, np.take_along_axis(numbers, tokens, 1), nothing)
-    for row in np.flatnonzero(counts > found.shape[1]).tolist():  # much of it is alike
+    _find(numbers, numbers.view(np.int32), num_spans, values, tokens, num_found)
+    for row in np.flatnonzero(num_found > ROOM * num).tolist():  # much of it is alike
         (values[row],), (tokens[row],) = _by_torch(logits[row : row + 1], num)
-    return values, np.where(is_found, tokens, 0)
+    return values, tokens
 
 
 def _by_torch(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
@@ -56,29 +51,44 @@ def _note(found, count, bits, token):  # type: ignore[no-untyped-def]
     return count + 1
 
 
+@numba.njit(fastmath=False, cache=True)
+def _find_in_row(numbers, bits, num_spans, num, found):  # type: ignore[no-untyped-def]
+    """The logits not below the `num`-th largest maximum, as `_note` puts them; how many these are."""
+    maxima, in_lanes = np.empty(num_spans * LANES, np.float32), len(numbers) // LANES * LANES
+    for span in range(num_spans):
+        most = all_lanes(np.float32(-np.inf))
+        for place in range(span * SPAN, (span + 1) * SPAN, LANES):
+            most = larger(most, load(numbers, place))
+        store(maxima, span * LANES, most)
+    threshold = np.partition(maxima, len(maxima) - num)[len(maxima) - num]
+    least, count = all_lanes(threshold), 0
+    for place in range(0, in_lanes, LANES):
+        which = at_least(load(numbers, place), least)
+        while which != 0:
+            token = place + lowest(which)
+            which &= which - 1
+            count = _note(found, count, bits, token)
+    for token in range(in_lanes, len(numbers)):
+        if numbers[token] >= threshold:
+            count = _note(found, count, bits, token)
+    return count
+
+
 @numba.njit(fastmath=False, cache=True, parallel=True)
-def _find(logits, bits, num_spans, num, found, counts):  # type: ignore[no-untyped-def]
-    """Of each row the logits not below its `num`-th largest maximum, as `_note` puts them, and how many these are."""
-    vocab_size = logits.shape[1]
-    in_lanes = vocab_size // LANES * LANES
+def _find(logits, bits, num_spans, values, tokens, num_found):  # type: ignore[no-untyped-def]
+    """Puts each row's largest in their order into values and tokens, (num_rows, num), and how many could have been.
+
+    Where there are fewer, -inf follows; where there are none, nothing but NaN.
+    """
+    num = values.shape[1]
     for row in numba.prange(len(logits)):
-        numbers = logits[row]
-        maxima = np.empty(num_spans * LANES, np.float32)
-        for span in range(num_spans):
-            most = all_lanes(np.float32(-np.inf))
-            for place in range(span * SPAN, (span + 1) * SPAN, LANES):
-                most = larger(most, load(numbers, place))
-            store(maxima, span * LANES, most)
-        threshold = np.partition(maxima, len(maxima) - num)[len(maxima) - num]
-        least, count = all_lanes(threshold), 0
-        for place in range(0, in_lanes, LANES):
-            which = at_least(load(numbers, place), least)
-            while which != 0:
-                token = place + lowest(which)
-                which &= which - 1
-                count = _note(found[row], count, bits[row], token)
-        for token in range(in_lanes, vocab_size):
-            if numbers[token] >= threshold:
-                count = _note(found[row], count, bits[row], token)
-        counts[row] = count
-        found[row, min(count, found.shape[1]) :] = LAST
+        found = np.empty(ROOM * num, np.int64)
+        count = _find_in_row(logits[row], bits[row], num_spans, num, found)
+        num_found[row] = count
+        kept = min(count, num)
+        found[: min(count, len(found))].sort()
+        for place in range(kept):
+            token = np.int32(found[place] & 0xFFFFFFFF)
+            values[row, place], tokens[row, place] = logits[row, token], token
+        values[row, kept:] = -np.inf if count else np.nan
+        tokens[row, kept:] = 0
