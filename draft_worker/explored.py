@@ -16,11 +16,11 @@ from bough.model.kv import KVSlot
 from draft_worker import links
 from draft_worker.grow import Candidates
 
-ROOM = 64  # expansions that there is room for from the first on
+ROOM, LEVELS = 64, 8  # expansions, and levels of them, that there is room for from the first on
 
 
 class Wanted(NamedTuple):
-    """Nodes that the model is to be run on; they become expansions when it has been."""
+    """Nodes that the model is to be run on; they become expansions when it has been. Holds until others are wanted."""
 
     tokens: NDArray[np.int32]  # (num_new,)
     parents: NDArray[np.int32]  # (num_new,) expansions; -1 for the root
@@ -34,11 +34,11 @@ class Explored:
     def __init__(self, base: int) -> None:
         """`base` is the slot row of the root."""
         self.base = base
-        self._num = 0  # of rows in the arrays, which have room to spare
-        self._tokens, self._parents, self._depths = (np.zeros(0, np.int32) for _ in range(3))
-        self._paths = np.zeros((0, 1), np.int32)  # as in `Wanted`
-        self._candidates = Candidates(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
-        self._first, self._following = np.zeros(1, np.int32), np.zeros(0, np.int32)  # as `draft_worker.links` has them
+        self._num, self._num_levels = 0, 0  # of what the arrays hold; they have room to spare
+        self._tokens, self._parents, self._depths, self._following = (np.zeros(ROOM, np.int32) for _ in range(4))
+        self._first = np.zeros(1 + ROOM, np.int32)  # this and `_following` as `draft_worker.links` has them
+        self._paths = np.zeros((ROOM, LEVELS), np.int32)  # as in `Wanted`
+        self._candidates = Candidates(np.zeros((ROOM, 0), np.int32), np.zeros((ROOM, 0), np.float32))
 
     def __len__(self) -> int:
         return self._num
@@ -60,17 +60,30 @@ class Explored:
         links.find_tree(self._first, self._following, self._tokens, parents, tokens, found)
         return found
 
-    def wanted(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> Wanted:
-        """Nodes to run the model on next, given their parents' expansions (-1 for the root)."""
-        parents_or_0 = np.maximum(parents, 0)
-        is_root = parents < 0
-        depths = np.where(is_root, 0, self.depths[parents_or_0] + 1 if len(self) else 0).astype(np.int32)
-        paths, known = np.zeros((len(tokens), int(depths.max()) + 1), np.int32), self._paths
-        if len(self):
-            width = min(paths.shape[1], known.shape[1])
-            paths[:, :width] = np.where(is_root[:, None], 0, known[parents_or_0, :width])
-        paths[np.arange(len(tokens)), depths] = len(self) + np.arange(len(tokens))
-        return Wanted(tokens, parents, depths, paths)
+    def wanted(self, parents: NDArray[np.int32], tokens: NDArray[np.int32], num_levels: int = 1) -> Wanted:
+        """Nodes to run the model on next, given their parents' expansions (-1 for the root).
+
+        Where they stand below one another, on so many levels at most, parents come first.
+        """
+        new = slice(self._num, self._num + len(tokens))
+        self._make_room(new.stop, self._num_levels + num_levels)
+        self._tokens[new], self._parents[new] = tokens, parents
+        levels = links.place(self._depths, self._paths, parents, new.start)
+        return Wanted(self._tokens[new], self._parents[new], self._depths[new], self._paths[new, :levels])
+
+    def _make_room(self, num: int, num_levels: int) -> None:
+        """For so many expansions and levels of them: at least twice as much where there is too little."""
+        room, levels = (
+            have if have >= want else max(want, 2 * have)
+            for have, want in zip(self._paths.shape, (num, num_levels), strict=True)
+        )
+        if (room, levels) == self._paths.shape:
+            return
+        self._tokens, self._parents, self._depths, self._following = (
+            _grown(held, room) for held in (self._tokens, self._parents, self._depths, self._following)
+        )
+        self._first, self._paths = _grown(self._first, 1 + room), _grown(self._paths, room, levels)
+        self._candidates = Candidates(*(_grown(held, room, held.shape[1]) for held in self._candidates))
 
     def segment(self, slot: KVSlot, wanted: Wanted) -> Segment:
         """The rows of a model pass; parents stand in the slot already."""
@@ -80,22 +93,19 @@ class Explored:
 
     def path_tokens(self, wanted: Wanted) -> NDArray[np.int32]:
         """(num_new, width) the tokens from the root down, the new ones included; unused places hold any."""
-        tokens: NDArray[np.int32] = np.concatenate((self._tokens[: len(self)], wanted.tokens))[wanted.paths]
-        return tokens
+        return self._tokens[wanted.paths]
 
     def learn(self, wanted: Wanted, candidates: Candidates) -> None:
-        """The model has been run: the nodes are expansions now, and these tokens may follow them."""
-        first, self._num = len(self), len(self) + len(wanted.tokens)
-        self._tokens = _put(self._tokens, first, wanted.tokens)
-        self._parents = _put(self._parents, first, wanted.parents)
-        self._depths = _put(self._depths, first, wanted.depths)
-        self._paths = _put(self._paths, first, wanted.paths)
-        self._first = _put(self._first, 1 + first, np.zeros_like(wanted.tokens))
-        self._following = _put(self._following, first, np.zeros_like(wanted.tokens))
-        links.link(self._first, self._following, wanted.parents, first)
-        assert first == 0 or candidates.tokens.shape[1] == self._candidates.tokens.shape[1], "0 would be certainty"
-        both = zip(self._candidates, candidates, strict=True)
-        self._candidates = Candidates(*(_put(held, first, new) for held, new in both))
+        """The model has been run on what was wanted last: it is explored now, and these tokens may follow it."""
+        new = slice(self._num, self._num + len(wanted.tokens))
+        self._num, self._num_levels = new.stop, max(self._num_levels, wanted.paths.shape[1])
+        links.link(self._first, self._following, wanted.parents, new.start)
+        width = candidates.tokens.shape[1]
+        if new.start == 0:
+            self._candidates = Candidates(*(_grown(held, len(self._tokens), width) for held in self._candidates))
+        assert width == self._candidates.tokens.shape[1], "0 would be certainty"
+        for held, own in zip(self._candidates, candidates, strict=True):
+            held[new] = own
 
     def following(self, expansions: NDArray[np.int32]) -> Candidates:
         """What may follow these."""
@@ -114,27 +124,15 @@ class Explored:
         kept = np.flatnonzero((self.depths >= depth) & (paths[:, depth] == expansion)).astype(np.int32)
         new_number = np.zeros(len(self), np.int32)
         new_number[kept] = np.arange(len(kept))
-        wanted = Wanted(
-            self._tokens[kept],
-            np.where(kept == expansion, -1, new_number[np.maximum(self._parents[kept], 0)]).astype(np.int32),
-            self.depths[kept] - np.int32(depth),
-            new_number[paths[kept, depth:]],
-        )
+        parents = np.where(kept == expansion, -1, new_number[np.maximum(self._parents[kept], 0)]).astype(np.int32)
         explored = Explored(base)
+        wanted = explored.wanted(parents, self._tokens[kept], self._num_levels - depth)
         explored.learn(wanted, self.following(kept))
         return explored, kept
 
 
-def _put(held: NDArray[Any], first: int, new: NDArray[Any]) -> NDArray[Any]:
-    """The array with new rows from number `first` on: itself, or where it is too small one at least twice as large."""
-    end, columns = first + len(new), new.shape[1:]
-    if len(held) < end or held.shape[1:] < columns:
-        wanted = (max(end, ROOM), *columns)
-        larger = [have if have >= want else max(want, 2 * have) for have, want in zip(held.shape, wanted, strict=True)]
-        before, held = held, np.zeros(larger, held.dtype)
-        held[tuple(map(slice, before.shape))] = before
-    if columns:
-        held[first:end, : columns[0]] = new
-    else:
-        held[first:end] = new
-    return held
+def _grown(held: NDArray[Any], *shape: int) -> NDArray[Any]:
+    """The array with room for more, which is 0."""
+    larger = np.zeros(shape, held.dtype)
+    larger[tuple(map(slice, held.shape))] = held
+    return larger

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from bough.growth import Guess, Scheme
 from bough.messages import GrowCall
 from bough.model.draw import gumbel_noise
 from bough.model.sample import GREEDY_TOKENS, greedy_weights, require_numbers
+from bough.model.tiles import compiled
 from bough.sampling import SamplingParams
 from draft_worker.grow import Candidates
 from draft_worker.penalties import Past, Seen, penalise
@@ -54,19 +56,15 @@ class Guessing:
         """
         if self.is_sample:
             return self._weighted(values, tokens)
-        scores = values.astype(np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):  # where a row has no token with a chance
-            if not self.params.is_greedy:
-                scores = _filtered(scores, self.params)
-            if self.is_perturbed:
-                scores = self.params.temperature * (scores + _noise(self.params.seed, positions, tokens, vocab_size))
-            scores -= scores.max(1, keepdims=True)
-            log_probs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+        scores: NDArray[np.floating[Any]] = values
+        if not self.params.is_greedy:
+            with np.errstate(divide="ignore", invalid="ignore"):  # where a row has no token with a chance
+                scores = _filtered(values.astype(np.float64), self.params)
         if self.is_perturbed:
-            best = np.argsort(-log_probs, axis=1, kind="stable")[:, :NUM_CANDIDATES]
-            tokens, log_probs = np.take_along_axis(tokens, best, 1), np.take_along_axis(log_probs, best, 1)
-        log_probs = np.where(np.isnan(log_probs), -np.inf, np.minimum(log_probs, 0.0)).astype(np.float32)
-        return Candidates(tokens[:, :NUM_CANDIDATES], log_probs[:, :NUM_CANDIDATES])
+            scores = self.params.temperature * (scores + _noise(self.params.seed, positions, tokens, vocab_size))
+            best = np.argsort(-scores, axis=1, kind="stable")
+            tokens, scores = np.take_along_axis(tokens, best, 1), np.take_along_axis(scores, best, 1)
+        return Candidates(tokens[:, :NUM_CANDIDATES], _log_probs(scores, min(NUM_CANDIDATES, scores.shape[1])))
 
     def _weighted(self, values: NDArray[np.float32], tokens: NDArray[np.int32]) -> Candidates:
         """`bough.model.sample.draft_weights` of every node, as logarithms; -inf for tokens that are not sampled.
@@ -99,6 +97,25 @@ class Guessing:
             logits.index_copy_(1, columns, logits.index_select(1, columns) + values)
         if self.vocab_size:
             logits[:, self.vocab_size :] = -torch.inf
+
+
+@compiled
+def _log_probs(scores, num):  # type: ignore[no-untyped-def]
+    """(num_nodes, num) of the first tokens, by the softmax of all scores of a node; -inf where there is no chance."""
+    log_probs = np.full((len(scores), num), -np.inf, np.float32)
+    for node in range(len(scores)):
+        peak, total = -np.inf, 0.0
+        for score in scores[node]:  # a score that is no number is larger than nothing
+            peak = np.float64(score) if score > peak else peak
+        if not np.isfinite(peak):
+            continue
+        for score in scores[node]:
+            if score > -np.inf:
+                total += np.exp(np.float64(score) - peak)
+        for place in range(num):
+            if scores[node, place] > -np.inf:
+                log_probs[node, place] = min(0.0, np.float64(scores[node, place]) - peak - np.log(total))
+    return log_probs
 
 
 def _filtered(values: Scores, params: SamplingParams) -> Scores:

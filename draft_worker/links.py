@@ -27,6 +27,25 @@ def link(first, following, parents, begin):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def place(depths, paths, parents, begin):  # type: ignore[no-untyped-def]
+    """Puts down the depths and paths of expansions from number `begin` on; how many levels these reach down to.
+
+    Parents are -1 or expansions with lower numbers. `paths` (rows, levels) takes the expansions from the root down,
+    and 0 in places that are not used.
+    """
+    num_levels = 0
+    for i in range(len(parents)):
+        number, parent = begin + i, parents[i]
+        depth = 0 if parent < 0 else depths[parent] + 1
+        depths[number] = depth
+        for level in range(paths.shape[1]):
+            paths[number, level] = paths[parent, level] if level < depth else 0
+        paths[number, depth] = number
+        num_levels = max(num_levels, depth + 1)
+    return num_levels
+
+
+@compiled
 def find(first, following, tokens, parents, wanted, found):  # type: ignore[no-untyped-def]
     """The expansions that tokens are below these parents, each -1 or an expansion; -1 where there is none."""
     for i in range(len(wanted)):

@@ -6,21 +6,24 @@ import numpy as np
 import torch
 
 from bough.growth import BestFirst
+from bough.sampling import SamplingParams
 from draft_worker.best_first import BestFirstGrower
 from draft_worker.engine import NUM_CONSIDERED
 from draft_worker.explored import Explored
-from draft_worker.grow import Candidates
+from draft_worker.guess import Guessing
 from draft_worker.top import largest
 from draft_worker.walk import Walk
 
 
 def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
-    """Looks for the largest of some logits, and grows a tree of two nodes."""
-    largest(torch.zeros(1, vocab_size, device=device), NUM_CONSIDERED)
+    """Looks for the largest of some logits and what they make likely, and grows a tree of two nodes."""
+    values, tokens = largest(torch.zeros(1, vocab_size, device=device), NUM_CONSIDERED)
+    for temperature in (0.0, 1.0):
+        guessing = Guessing(SamplingParams(temperature=temperature), 0, is_sample=False, is_perturbed=False)
+        likely = guessing.candidates(values, tokens, np.zeros(1, np.int32), vocab_size)
     explored, closed = Explored(0), np.zeros(0, np.int32)
     walk = Walk(BestFirstGrower(0, BestFirst(budget=2, width=1, depth=1), branch=1, closed=closed), explored)
-    certain = Candidates(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.float32))
     walk.advance()
-    explored.learn(explored.wanted(*walk.missing()), certain)
+    explored.learn(explored.wanted(*walk.missing()), likely)
     walk.advance()
     explored.walk([0])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_worker.explored import Explored
+from draft_worker.explored import Explored, Wanted
 from draft_worker.grow import Candidates
 
 VOCAB = 5
@@ -28,6 +28,13 @@ def explored_in(steps: list[list[Place]]) -> tuple[Explored, dict[Place, int]]:
     return explored, index
 
 
+def paths_of(explored: Explored, wanted: Wanted) -> list[tuple[int, ...]]:
+    """Tokens from the root down."""
+    rows = zip(explored.path_tokens(wanted).tolist(), wanted.depths.tolist(), strict=True)
+    return [tuple(tokens[: depth + 1]) for tokens, depth in rows]
+
+
+@settings(deadline=None)  # the first compiles
 @given(steps)
 def test_every_expansion_is_found_below_its_parent_and_no_other(steps: list[list[Place]]) -> None:
     explored, index = explored_in(steps)
@@ -36,6 +43,7 @@ def test_every_expansion_is_found_below_its_parent_and_no_other(steps: list[list
     assert explored.find(parents, tokens).tolist() == [index.get(place, -1) for place in places]
 
 
+@settings(deadline=None)  # the first compiles
 @given(steps, nodes)
 def test_a_trees_nodes_are_found_as_far_as_they_are_explored(steps: list[list[Place]], nodes: list[Place]) -> None:
     explored, index = explored_in(steps)
@@ -48,6 +56,7 @@ def test_a_trees_nodes_are_found_as_far_as_they_are_explored(steps: list[list[Pl
     assert explored.find_tree(parents, tokens).tolist() == expected
 
 
+@settings(deadline=None)  # the first compiles
 @given(steps, st.lists(st.integers(0, VOCAB - 1), max_size=6))
 def test_a_walk_ends_where_nothing_is_explored(steps: list[list[Place]], tokens: list[int]) -> None:
     explored, index = explored_in(steps)
@@ -55,3 +64,25 @@ def test_a_walk_ends_where_nothing_is_explored(steps: list[list[Place]], tokens:
     while len(path) < len(tokens) and (place := (path[-1] if path else -1, tokens[len(path)])) in index:
         path.append(index[place])
     assert explored.walk(tokens) == path
+
+
+@settings(deadline=None)
+@given(steps, st.integers(0, 10**6))
+def test_paths_of_what_is_wanted_and_of_what_remains_below_an_expansion(steps: list[list[Place]], which: int) -> None:
+    explored, index = explored_in(steps)
+    if not index:
+        return
+    paths: dict[int, tuple[int, ...]] = {-1: ()}
+    for (parent, token), number in index.items():
+        paths[number] = (*paths[parent], token)
+    parents = np.arange(-1, len(index), dtype=np.int32)
+    wanted = explored.wanted(parents, np.full(len(parents), VOCAB, np.int32))
+    assert paths_of(explored, wanted) == [(*paths[parent], VOCAB) for parent in parents.tolist()]
+    root = which % len(index)
+    remaining, kept = explored.below(root, 7)
+    above = len(paths[root]) - 1
+    assert kept.tolist() == [n for n in range(len(index)) if paths[n][: above + 1] == paths[root]]
+    assert remaining.depths.tolist() == [len(paths[number]) - len(paths[root]) for number in kept.tolist()]
+    wanted = remaining.wanted(np.arange(len(kept), dtype=np.int32), np.full(len(kept), VOCAB, np.int32))
+    assert paths_of(remaining, wanted) == [(*paths[number][above:], VOCAB) for number in kept.tolist()]
+    assert (wanted.depths == remaining.depths + 1).all()
