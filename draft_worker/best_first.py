@@ -40,7 +40,8 @@ class BestFirstGrower:
             return NO_NODES
         scores = self.tree.scores[: self.tree.num_nodes]
         best: NDArray[np.intp] = _best_open(scores, self._is_open, self._limits.budget, self._width)
-        return best if np.exp(scores[best]).sum() >= self._limits.step_price else NO_NODES
+        price = self._limits.step_price
+        return best if price <= 0 or np.exp(scores[best]).sum() >= price else NO_NODES
 
     def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
         """Adds the children whose score could still be among the best."""
@@ -48,8 +49,7 @@ class BestFirstGrower:
         self._is_open[frontier] = False
         scores, room = self.tree.scores[: self.tree.num_nodes], self.tree.num_free
         limits = self._branch, self._limits.budget, self._least_score, room
-        rows, ranks = _promising(scores, frontier, candidates.log_probs, *limits)
-        new = self.tree.append(frontier[rows], candidates.tokens[rows, ranks], candidates.log_probs[rows, ranks])
+        new = self.tree.append(*_promising(scores, frontier, *candidates, *limits))
         self._is_open[new] = ~np.isin(self.tree.tokens[new], self._closed) if len(self._closed) else True
 
     def finished(self) -> Tree:
@@ -72,8 +72,8 @@ def _best_open(scores, is_open, budget, width):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _promising(scores, frontier, log_probs, branch, budget, least_score, room):  # type: ignore[no-untyped-def]
-    """Rows and ranks, each (num_new,), of children that could be in the tree: at most `room`, in this order."""
+def _promising(scores, frontier, tokens, log_probs, branch, budget, least_score, room):  # type: ignore[no-untyped-def]
+    """Parents, tokens and log-probabilities, each (num_new,), of children that could be in the tree: at most `room`."""
     num_rows, num_ranks = len(frontier), min(branch, log_probs.shape[1])
     of_children = np.empty(num_rows * num_ranks, np.float32)
     for row in range(num_rows):
@@ -82,4 +82,9 @@ def _promising(scores, frontier, log_probs, branch, budget, least_score, room): 
     enough = _largest(of_children, min(budget, len(of_children)))  # more than `budget` are never needed
     least = max(_largest(scores, budget), enough, least_score)
     places = np.flatnonzero(np.isfinite(of_children) & (of_children >= least))[:room]
-    return places // num_ranks, places % num_ranks
+    parents, new_tokens = np.empty(len(places), np.intp), np.empty(len(places), np.int32)
+    new_log_probs = np.empty(len(places), np.float32)
+    for i in range(len(places)):
+        row, rank = places[i] // num_ranks, places[i] % num_ranks
+        parents[i], new_tokens[i], new_log_probs[i] = frontier[row], tokens[row, rank], log_probs[row, rank]
+    return parents, new_tokens, new_log_probs

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bough.model.tiles import compiled
 from bough.tree import Tree
 
 NO_NODES = np.zeros(0, np.intp)
@@ -43,9 +44,8 @@ class GrowingTree:
     ) -> NDArray[np.intp]:
         """Adds children of these parents, each argument (num_new,); returns the new nodes."""
         new = slice(self.num_nodes, self.num_nodes + len(parents))
-        self.tokens[new], self.parents[new], self.log_probs[new] = tokens, parents, log_probs
-        self.scores[new] = self.scores[parents] + log_probs
-        self.depths[new] = self.depths[parents] + 1
+        held = self.tokens, self.parents, self.log_probs, self.scores, self.depths
+        _append(*held, new.start, parents, tokens, log_probs)
         self.num_nodes = new.stop
         return np.arange(new.start, new.stop)
 
@@ -53,6 +53,15 @@ class GrowingTree:
         """All nodes."""
         cut = slice(0, self.num_nodes)
         return Tree(self.tokens[cut].copy(), self.parents[cut].copy(), self.log_probs[cut].copy())
+
+
+@compiled
+def _append(tokens, parents, log_probs, scores, depths, begin, new_parents, new_tokens, new_log_probs):  # type: ignore[no-untyped-def]
+    """Puts new nodes from number `begin` on."""
+    for i in range(len(new_parents)):
+        node, parent = begin + i, new_parents[i]
+        tokens[node], parents[node], log_probs[node] = new_tokens[i], parent, new_log_probs[i]
+        scores[node], depths[node] = scores[parent] + new_log_probs[i], depths[parent] + 1
 
 
 class Grower(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from bough.model.tiles import compiled
 from draft_worker.explored import Explored
 from draft_worker.grow import NO_NODES, Grower
 
@@ -45,5 +46,16 @@ class Walk:
 
     def _places(self, nodes: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         tree = self.grower.tree
-        parents = np.where(nodes == 0, self._root_parent, tree.expansions[tree.parents[nodes]])
-        return parents.astype(np.int32), tree.tokens[nodes]
+        places: tuple[NDArray[np.int32], NDArray[np.int32]]
+        places = _places_of(nodes, tree.parents, tree.expansions, tree.tokens, self._root_parent)
+        return places
+
+
+@compiled
+def _places_of(nodes, parents, expansions, tokens, root_parent):  # type: ignore[no-untyped-def]
+    """The expansions above nodes, and their tokens."""
+    above, own = np.empty(len(nodes), np.int32), np.empty(len(nodes), np.int32)
+    for i in range(len(nodes)):
+        node = nodes[i]
+        above[i], own[i] = root_parent if node == 0 else expansions[parents[node]], tokens[node]
+    return above, own

@@ -19,7 +19,7 @@ from bough.errors import NotFound
 from bough.growth import BestFirst, Chains, Scheme, StaticShape, TreePlan
 from bough.messages import GrowCall
 from bough.sampling import SamplingParams
-from draft_worker import best_first, links
+from draft_worker import best_first, grow, guess, links, walk
 from draft_worker.worker import DraftWorker
 
 PLANS = (
@@ -69,11 +69,13 @@ def test_callers_at_once_get_the_trees_that_they_would_get_alone(tiny: Path) -> 
 
 def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
     """What chooses nodes is compiled at the start, for all types that calls and draft-ahead bring."""
-    kernels: list[Any] = [links.link, links.find, links.find_tree, best_first._best_open, best_first._promising]
+    kernels: list[Any] = [links.link, links.place, links.find, links.find_tree, walk._places_of, grow._append]
+    kernels += [best_first._best_open, best_first._promising, guess._log_probs]
     with worker(tiny, "--ahead-steps", "4") as draft:
         compiled = [len(kernel.signatures) for kernel in kernels]
-        for plan, root in itertools.product(PLANS, (7, 8)):
-            call = replace(grow_call([1, 2, 3], plan=plan, session_id="one"), root_token=root)
+        for plan, root, temperature in itertools.product(PLANS, (7, 8), (0.0, 0.7)):
+            sampling = SamplingParams(temperature=temperature, seed=1)
+            call = replace(grow_call([1, 2, 3], plan=plan, sampling=sampling, session_id="one"), root_token=root)
             assert len(draft.grow(call).result().tree) > 1
             ends = time.monotonic() + 60
             while draft._engine.can_go_ahead and time.monotonic() < ends:
