@@ -119,10 +119,10 @@ def test_what_the_writer_keeps_is_what_the_target_thinks(tiny: Path) -> None:
     rows = Writer(teacher, Script(template, 12), seed=3).write(2, 300, lambda _: None)
     assert len(rows.starts[0].unique()) > 2
     hidden = teacher.hidden(rows.placed(torch.tensor(template.opening)))[:, len(template.opening) :]
-    batched = teacher.head(hidden).log_softmax(-1).gather(2, rows.top_ids.long())
+    batched = teacher.logits(hidden).log_softmax(-1).gather(2, rows.top_ids.long())
     torch.testing.assert_close(batched, rows.top_log_probs.float(), atol=2e-2, rtol=0)
     begin, end = int(rows.starts[0, -1]), rows.tokens.shape[1]
-    alone = _plain_logits(tiny, [*template.opening, *rows.tokens[0, begin:end].tolist()])
+    alone = plain_logits(tiny, [*template.opening, *rows.tokens[0, begin:end].tolist()])
     best = alone[len(template.opening) :].argmax(1)
     assert best.tolist() == rows.top_ids[0, begin:, 0].tolist()
 
@@ -138,16 +138,19 @@ def test_greedy_answers_are_the_likeliest_tokens(tiny: Path) -> None:
     assert rows.tokens[0, answer].tolist() == rows.top_ids[0, len(question) - 1 :, 0][: length - 1].tolist()
 
 
-def test_the_loss_is_the_divergence_and_its_gradient_is_right() -> None:
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_the_loss_is_the_divergence_and_its_gradient_is_right(cap: float) -> None:
     """Against autograd over whole distributions, in float64."""
     torch.manual_seed(0)
     hidden = torch.randn(700, 8, dtype=torch.float64, requires_grad=True)  # more than one chunk
     head = torch.randn(40, 8, dtype=torch.float64)
     teacher = torch.randn(700, 40).log_softmax(-1)
     top, ids = teacher.topk(5)
-    loss = top_loss(hidden, head, ids, top)
+    loss = top_loss(hidden, head, ids, top, cap)
     (gradient,) = torch.autograd.grad(loss, hidden)
-    student = (hidden @ head.T).log_softmax(-1).gather(1, ids)
+    logits = hidden @ head.T
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    student = logits.log_softmax(-1).gather(1, ids)
     rest, student_rest = 1 - top.exp().sum(1), 1 - student.exp().sum(1)
     wanted = (top.exp() * (top - student)).sum() + (rest * (rest / student_rest).log()).sum()
     (wanted_gradient,) = torch.autograd.grad(wanted / 700, hidden)
@@ -172,9 +175,16 @@ def test_a_draft_with_an_adapter_has_the_merged_weights(tiny: Path, made: Path) 
 def test_a_draft_agrees_as_often_as_its_card_says(tiny: Path, made: Path, dtype: str) -> None:
     """What training measured must be what the draft worker then runs."""
     adapter = Adapter.open(made)
+    measured = served_agreement(tiny, made, dtype)
+    tolerance = 0.02 if dtype == "float32" else 0.05  # the adapter is kept in bfloat16
+    assert measured == pytest.approx(adapter.manifest.top1, abs=tolerance)
+
+
+def served_agreement(target: Path, made: Path, dtype: str) -> float:
+    """How often the first guess of a draft is the teacher's, in the answers that it was measured on."""
     held_out = Rows.load(Path(f"{made}-text") / "held-out.safetensors")
-    template = Template.of(Tokenizer(load_tokenizer_files(tiny)))
-    draft = load_draft(Checkpoint.open(tiny), (), dtype, CPU, adapter)
+    template = Template.of(Tokenizer(load_tokenizer_files(target)))
+    draft = load_draft(Checkpoint.open(target), (), dtype, CPU, Adapter.open(made))
     hits = total = 0
     for row in range(len(held_out.tokens)):
         for start in held_out.starts[row].unique().tolist():
@@ -184,9 +194,7 @@ def test_a_draft_agrees_as_often_as_its_card_says(tiny: Path, made: Path, dtype:
             wanted = held_out.is_answer[row, places]
             hits += int((best == held_out.top_ids[row, places, 0])[wanted].sum())
             total += int(wanted.sum())
-    assert hits / total == pytest.approx(
-        adapter.manifest.top1, abs=0.02 if dtype == "float32" else 0.05
-    )  # the adapter is kept in bfloat16
+    return hits / total
 
 
 def test_an_adapter_fits_its_target_alone(tiny: Path, made: Path, tmp_path: Path) -> None:
@@ -278,24 +286,6 @@ def test_the_draft_that_is_shipped_is_one_for_the_demonstration_model(smollm: Pa
 SIZES = {"vocab_size": 262, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "more", "message"),
-    [
-        ("mixtral", {"num_local_experts": 2}, "has experts; only dense models"),
-        ("gemma2", {"head_dim": 16}, "sinks or capped scores"),
-        ("gpt_oss", {"head_dim": 16, "num_local_experts": 2}, "sinks or capped scores"),
-    ],
-)
-def test_what_cannot_be_distilled_is_refused_by_reason(
-    model_type: str, more: dict[str, object], message: str, tmp_path: Path
-) -> None:
-    config = AutoConfig.for_model(model_type, **SIZES, num_attention_heads=4, num_key_value_heads=2, **more)
-    folder = save_model(tmp_path / "target", config)
-    with pytest.raises(ConfigError, match=f"TARGET: .*{message}"):
-        distilled(folder, tmp_path / "out", "--drop-layers", "1")
-    assert not (tmp_path / "out-text").exists()
-
-
 @pytest.mark.parametrize(("model_type", "more"), [("cohere", {}), ("granite", {"logits_scaling": 2.0}), ("olmo2", {})])
 def test_the_heads_product_is_the_logits_where_these_are_scaled(
     model_type: str, more: dict[str, object], tmp_path: Path
@@ -306,7 +296,7 @@ def test_the_heads_product_is_the_logits_where_these_are_scaled(
     mask = torch.ones(1, 1, len(tokens), len(tokens)).tril().bool()
     placed = Placed(torch.tensor([tokens]), torch.arange(len(tokens))[None], mask)
     wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens])).logits
-    torch.testing.assert_close(network.head(network.hidden(placed)), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(network.logits(network.hidden(placed)), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_text_of_another_kind_is_not_gone_on_with(tiny: Path, made: Path, tmp_path: Path) -> None:
@@ -422,7 +412,7 @@ def _answers(model: ResidentModel, prompts: Sequence[list[int]], length: int) ->
     return [Answer(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def _plain_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+def plain_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
     return _logits(load_draft(Checkpoint.open(folder), (), "float32", CPU), tokens)
 
 

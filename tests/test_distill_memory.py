@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +14,13 @@ from test_distill import SIZES, distilled
 from transformers import AutoConfig
 
 from bough.distill import memory, run
-from bough.distill.loss import top_loss
 from bough.distill.memory import Size, Work, require_memory
 from bough.distill.rows import Placed
 from bough.distill.student import correct
-from bough.distill.teacher import Network, build_dense
+from bough.distill.teacher import Network, build_part
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
+from bough.model.experts import ExpertTable
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 WORK = Work(
@@ -77,7 +79,7 @@ def test_what_a_run_takes_is_told(
 
 def test_what_would_do_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller batches, where these are what does not fit; a longer text only where the host is another's."""
-    skeleton = build_dense(Checkpoint.open(tiny), (), "float32")
+    skeleton = build_part(Checkpoint.open(tiny), (), "float32")
     many = replace(WORK, written=(Size(4000, 54),))
     have(monkeypatch, 10_000_000)
     with pytest.raises(ConfigError, match=r"TARGET: the teacher .* would do, or fewer --text-rows or --row-tokens$"):
@@ -105,14 +107,14 @@ def test_text_that_is_there_needs_no_room_to_be_written(
 def test_layers_still_to_be_chosen_are_taken_for_those_that_cost_most(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    skeleton = build_dense(Checkpoint.open(tiny), (), "float32")
+    skeleton = build_part(Checkpoint.open(tiny), (), "float32")
     chosen = memory._student(skeleton, WORK, memory._heaviest(skeleton, 3)).total
     every = [tuple(i for i in range(4) if i != dropped) for dropped in range(4)]
     assert chosen == max(memory._student(skeleton, WORK, kept).total for kept in every)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2", "cohere", "gemma"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2", "cohere", "gemma", "gemma2", "mixtral", "gpt_oss"])
 def test_what_is_reckoned_is_what_is_taken(model_type: str, dtype: str, tmp_path: Path) -> None:
     """Weights and corrections to the number; what the gradient needs from above, at most twice as much."""
     config = AutoConfig.for_model(
@@ -122,12 +124,13 @@ def test_what_is_reckoned_is_what_is_taken(model_type: str, dtype: str, tmp_path
         num_key_value_heads=2,
         head_dim=32 if model_type == "qwen3" else 16,  # whose heads have norms of their own, and are wide
         pad_token_id=0,
+        **({"num_local_experts": 4} if model_type in ("mixtral", "gpt_oss") else {}),
     )
     checkpoint = Checkpoint.open(save_model(tmp_path / "target", config))
-    reckoned = memory._student(build_dense(checkpoint, (), dtype), WORK, WORK.kept)
+    reckoned = memory._student(build_part(checkpoint, (), dtype), WORK, WORK.kept)
     student = Network(checkpoint, (2,), dtype, CPU)
-    parameters = [parameter.untyped_storage() for parameter in student.skeleton.model.parameters()]
-    weights = {storage.data_ptr(): storage.nbytes() for storage in parameters}
+    storages = [matrix.untyped_storage() for matrix in matrices(student.skeleton.model)]
+    weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
     trained = correct(student, WORK.rank, seed=0)
     assert reckoned.weights == sum(weights.values())
     count = sum(parameter.numel() for parameter in trained.values())
@@ -137,6 +140,15 @@ def test_what_is_reckoned_is_what_is_taken(model_type: str, dtype: str, tmp_path
     saved = _saved_bytes(student, WORK.trained, known)
     logits = memory._logit_bytes(student.skeleton, memory.CHUNK)
     assert saved <= reckoned.passing - logits <= 2 * saved
+
+
+def matrices(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """All weights, those of experts one by one."""
+    yield from model.parameters()
+    for module in model.modules():
+        for table in vars(module).values():
+            if isinstance(table, ExpertTable):
+                yield from itertools.chain.from_iterable(table._made or ())
 
 
 def _saved_bytes(student: Network, size: Size, known: set[int]) -> int:
@@ -154,5 +166,5 @@ def _saved_bytes(student: Network, size: Size, known: set[int]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden = student.hidden(Placed(positions + 20, positions, mask)).flatten(0, 1)
         ids = torch.zeros(len(hidden), 4, dtype=torch.long)
-        top_loss(hidden, student.head.weight, ids, torch.full(ids.shape, -2.0))
+        student.loss(hidden, ids, torch.full(ids.shape, -2.0))
     return sum(num_bytes for _, num_bytes in saved.values())

@@ -37,11 +37,11 @@ class Recital:
         self._next = torch.tensor([0] * (len(template.opening) - 1) + text)
 
     def hidden(self, placed: Placed, store: Store) -> torch.Tensor:
-        """(num_rows, num_places, VOCAB_SIZE): logits, which `head` leaves as they are."""
+        """(num_rows, num_places, VOCAB_SIZE): what `logits` leaves as it is."""
         said = self._next[placed.positions.clamp_max(len(self._next) - 1)]
         return 100.0 * torch.nn.functional.one_hot(said, VOCAB_SIZE)
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from bough.distill.loss import top_loss
 from bough.distill.rows import Rows
 from bough.distill.teacher import Network
 
@@ -35,10 +34,10 @@ def agreement(student: Network, rows: Rows, opening: torch.Tensor) -> Agreement:
         part = rows.take(torch.arange(begin, min(begin + BATCH_ROWS, len(rows.tokens)))).to(student.device)
         hidden = student.hidden(part.placed(opening))[:, len(opening) :][part.is_answer]
         ids, log_probs = part.top_ids[part.is_answer], part.top_log_probs[part.is_answer]
-        guesses = student.head(hidden).topk(NUM_GUESSES, dim=1).indices
+        guesses = student.logits(hidden).topk(NUM_GUESSES, dim=1).indices
         hits = guesses == ids[:, :1]
         top1 += int(hits[:, 0].sum())
         top4 += int(hits.sum())
         num_tokens += len(hidden)
-        loss += float(top_loss(hidden, student.head.weight, ids, log_probs)) * len(hidden)
+        loss += float(student.loss(hidden, ids, log_probs)) * len(hidden)
     return Agreement(top1 / num_tokens, top4 / num_tokens, loss / num_tokens, num_tokens)

@@ -20,13 +20,18 @@ class _TopLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        top_ids: torch.Tensor,
+        top_log_probs: torch.Tensor,
+        cap: float,
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
         gradient = torch.empty_like(hidden)
         for begin in range(0, len(hidden), CHUNK):
             part = slice(begin, begin + CHUNK)
-            loss, by_logits = _by_logits(linear(hidden[part], head), top_ids[part], top_log_probs[part].float())
+            loss, by_logits = _by_logits(linear(hidden[part], head), top_ids[part], top_log_probs[part].float(), cap)
             total += loss
             gradient[part] = by_logits @ head
         ctx.save_for_backward(gradient)
@@ -36,14 +41,15 @@ class _TopLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * (scale / ctx.count), None, None, None
+        return gradient * (scale / ctx.count), None, None, None, None
 
 
 def _by_logits(
-    logits: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor
+    logits: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss summed over places, and its gradient by the logits in their data type."""
-    whole = logits.float()
+    """The loss summed over places, and its gradient by the logits, before they are capped, in their data type."""
+    whole = capped(logits.float(), cap)
+    slope = 1 - (whole / cap).square() if cap else None
     log_total = whole.logsumexp(1, keepdim=True)
     student = whole.gather(1, top_ids) - log_total  # log-probabilities
     teacher = top_log_probs.exp()
@@ -52,12 +58,19 @@ def _by_logits(
     loss = (teacher * (top_log_probs - student)).sum() + (rest * (rest / student_rest).log()).sum()
     gradient = whole.sub_(log_total).exp_().mul_(1 - rest / student_rest)
     gradient.scatter_(1, top_ids, student.exp() - teacher)
+    if slope is not None:
+        gradient *= slope
     return loss, gradient.to(logits.dtype)
 
 
 def top_loss(
-    hidden: torch.Tensor, head: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor
+    hidden: torch.Tensor, head: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor, cap: float = 0.0
 ) -> torch.Tensor:
     """Mean over places: hidden (places, hidden_size), head (vocab_size, hidden_size), top_* (places, num_top)."""
-    loss: torch.Tensor = _TopLoss.apply(hidden, head, top_ids.long(), top_log_probs)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _TopLoss.apply(hidden, head, top_ids.long(), top_log_probs, cap)  # type: ignore[no-untyped-call]
     return loss
+
+
+def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Logits that are nowhere larger than `cap`, as Gemma 2 has them (arXiv 2408.00118, section 2); 0 is no cap."""
+    return cap * torch.tanh(logits / cap) if cap else logits

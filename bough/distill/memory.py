@@ -19,6 +19,7 @@ from bough.distill.loss import CHUNK
 from bough.distill.student import num_trained, num_untouched, trainable
 from bough.distill.text import NUM_TOP
 from bough.errors import ConfigError
+from bough.model.experts import has_own_products
 from bough.model.loading import Skeleton
 from bough.model.memory import FLOAT32_BYTES, free_device_bytes, free_host_bytes, resident_bytes
 from bough.placement import gigabytes
@@ -27,6 +28,9 @@ ROW_BYTES = 4 + 4 + 1 + NUM_TOP * (4 + 2)  # of a place in `bough.distill.rows.R
 TRAINED_COPIES = 5  # float32: value, gradient, AdamW's two moments, and what a step makes of them for a moment
 SAVED_COPIES = 3  # float32: value and moments, as a checkpoint is written
 PASSED_COPIES = 1.5  # of what goes into and comes out of a layer's products: attention keeps some of it again
+EXPERT_COPIES = 2  # of what goes into and comes out of an expert's: some bound it on both sides, and keep that again
+SCORE_COPIES = 3  # float32: of attention's scores, where it is our own
+STACKED = 3  # axes of a parameter that has a matrix for each expert
 JUDGED_COPIES = 2  # float32: logits, and their exponentials
 
 
@@ -131,10 +135,9 @@ def _student(skeleton: Skeleton, work: Work, kept: Sequence[int]) -> Phase:
     corrected = [skeleton.layers[index] for index in kept[num_untouched(kept) :]]
     trained = sum(num_trained(layer, work.rank) for layer in corrected)
     passed = sum(_passed_bytes(skeleton, layer) + _num_linear(layer) * work.rank * size for layer in corrected)
+    scores = sum(_score_bytes(skeleton, layer) for layer in corrected) + FLOAT32_BYTES
     learning = (
-        passed * work.trained.tokens
-        + work.trained.num_rows * num_places**2 * FLOAT32_BYTES
-        + _logit_bytes(skeleton, CHUNK)
+        passed * work.trained.tokens + work.trained.num_rows * num_places**2 * scores + _logit_bytes(skeleton, CHUNK)
     )
     judging = _judging_bytes(skeleton, work.judged)
     return Phase(
@@ -149,7 +152,9 @@ def _student(skeleton: Skeleton, work: Work, kept: Sequence[int]) -> Phase:
 def _judging_bytes(skeleton: Skeleton, size: Size) -> int:
     """What measuring an agreement takes: a batch of rows, and logits of as many places as may be answers."""
     tokens = min(size.num_rows, BATCH_ROWS) * size.num_places
-    passed = max(_passed_bytes(skeleton, layer) for layer in skeleton.layers)
+    passed = max(
+        _passed_bytes(skeleton, layer) + size.num_places * _score_bytes(skeleton, layer) for layer in skeleton.layers
+    )
     return tokens * (passed + skeleton.vocab_size * skeleton.dtype.itemsize) + _logit_bytes(skeleton, CHUNK)
 
 
@@ -172,6 +177,11 @@ def _layer_bytes(skeleton: Skeleton, index: int) -> int:
 def _passed_bytes(skeleton: Skeleton, layer: nn.Module) -> int:
     """What a token's way through a layer leaves for the gradient, from above."""
     size, head_dim, passed = skeleton.dtype.itemsize, skeleton.kv_shape().head_dim, 0
+    chosen = int(getattr(skeleton.config, "num_experts_per_tok", None) or 1)
+    for module in layer.modules():
+        if has_own_products(module):  # experts, whose matrices are stacked
+            stacks = (stack.shape for stack in module.parameters(recurse=False) if stack.dim() == STACKED)
+            passed += EXPERT_COPIES * chosen * sum(sum(shape[1:]) for shape in stacks) * size
     for _, module in trainable(layer):
         shape = module.get_parameter("weight").shape
         if isinstance(module, nn.Linear):
@@ -180,6 +190,14 @@ def _passed_bytes(skeleton: Skeleton, layer: nn.Module) -> int:
             width = shape.numel() * (int(skeleton.config.num_attention_heads) if shape.numel() == head_dim else 1)
             passed += width * (FLOAT32_BYTES + size)
     return passed
+
+
+def _score_bytes(skeleton: Skeleton, layer: nn.Module) -> int:
+    """What a query and a key leave of their scores, in all heads, where these are no library's to compute."""
+    is_capped = bool(getattr(skeleton.config, "attn_logit_softcapping", None))
+    has_sinks = any(name.rpartition(".")[2] == "sinks" for name, _ in layer.named_parameters())
+    heads = int(skeleton.config.num_attention_heads) if is_capped or has_sinks else 0
+    return SCORE_COPIES * FLOAT32_BYTES * heads
 
 
 def _num_linear(layer: nn.Module) -> int:

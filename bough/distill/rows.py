@@ -106,7 +106,20 @@ class Store:
     def __init__(self, num_rows: int, num_places: int) -> None:
         self._num_rows, self._num_places = num_rows, num_places
         self.length = 0  # places that are taken when the pass that is under way is over
+        self._positions: torch.Tensor | None = None
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """(num_rows, length) of the tokens in the places that are taken."""
+        assert self._positions is not None, "nothing has been placed"
+        return self._positions[:, : self.length]
+
+    def place(self, positions: torch.Tensor) -> None:
+        """Notes the positions of a pass's tokens, (num_rows, new places), whose places are the last."""
+        if self._positions is None:
+            self._positions = positions.new_zeros(self._num_rows, self._num_places)
+        self._positions[:, self.length - positions.shape[1] : self.length] = positions
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes a layer's new (num_rows, heads, new places, head_dim) and gives all that it holds by now."""
@@ -125,32 +138,51 @@ def row_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float,
+    placed: Placed,
     store: Store | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: (num_rows, heads, places, head_dim) in, (num_rows, places, heads, ...) out.
-
-    Raises:
-        ConfigError: the architecture's attention does more than attend to a row.
-    """
+    """transformers' attention interface: (num_rows, heads, places, head_dim) in, (num_rows, places, heads, ...) out."""
     if store is not None:
         key, value = store.append(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     if sliding_window is not None and sliding_window < key.shape[2]:
-        raise ConfigError(f"--row-tokens: rows of {key.shape[2]} with the opening; this model sees {sliding_window}")
-    if s_aux is not None or softcap:
-        raise ConfigError("TARGET: attention with sinks or capped scores cannot be distilled so far")
+        positions = placed.positions if store is None else store.positions
+        behind = placed.positions[:, :, None] - positions[:, None, :]
+        attention_mask = attention_mask & (behind < sliding_window)[:, None]
     num_rows, num_heads, num_places, _ = query.shape
     group = num_heads // key.shape[1]
     if num_places == 1:  # heads that share keys are rows of one query: no keys are copied
         shared = query.reshape(num_rows, key.shape[1], group, -1)
-        out = scaled_dot_product_attention(shared, key, value, attention_mask, scale=scaling)
+        out = _attend(shared, key, value, attention_mask, scaling, softcap, s_aux)
         return out.reshape(num_rows, 1, num_heads, -1), None
     keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    out = scaled_dot_product_attention(query, keys, values, attention_mask, scale=scaling)
+    out = _attend(query, keys, values, attention_mask, scaling, softcap, s_aux)
     return out.transpose(1, 2), None
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """By torch where it knows how; scores that are capped, or have sinks (num_heads,) beside them, one by one."""
+    if not softcap and sinks is None:
+        return scaled_dot_product_attention(query, keys, values, mask, scale=scaling)
+    scores = scaling * (query @ keys.transpose(2, 3)).float()
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:  # of each head; heads stand along the second axis, or along the second and the third
+        beside = sinks.float().reshape(1, query.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, beside), dim=3)
+    return scores.softmax(3)[..., : keys.shape[2]].to(values.dtype) @ values
 
 
 AttentionInterface.register(NAME, row_attention)

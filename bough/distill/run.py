@@ -20,7 +20,7 @@ from bough.distill.evaluate import agreement
 from bough.distill.memory import Size, Work, require_memory
 from bough.distill.recipe import Recipe
 from bough.distill.rows import Rows
-from bough.distill.teacher import Network, Template, build_dense, kept_beside, template_fingerprint
+from bough.distill.teacher import Network, Template, build_part, kept_beside, template_fingerprint
 from bough.distill.text import QUESTION_SHARE
 from bough.distill.train import CHECKPOINT_NAME, Trainer
 from bough.errors import ConfigError, InvalidRequest
@@ -86,7 +86,7 @@ def make_adapter(config: DistillConfig) -> Adapter:
     settings.require_kind(folder)
     questions = _questions(config.held_out, target)
     work = _work(config, target, questions)
-    require_memory(build_dense(checkpoint, (), config.dtype), work, device, tqdm.write)
+    require_memory(build_part(checkpoint, (), config.dtype), work, device, tqdm.write)
     make_folder("--out", Path(config.out))
     return _train(config, target, recipe, _teach(config, target, questions))
 

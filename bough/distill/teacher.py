@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from bough.distill.loss import capped, top_loss
 from bough.distill.rows import NAME, Placed, Store
 from bough.errors import ConfigError, InvalidRequest
 from bough.model.checkpoint import Checkpoint
-from bough.model.experts import Experts
 from bough.model.layers import working_layers
 from bough.model.loading import DTYPES, Skeleton, bind_all, build_skeleton
 from bough.tokenizer import Tokenizer, TokenizerFiles
 
 MARKS = ("bough", "tree")  # two user messages: what their conversations share is the template's
 NUM_SCALED = 8  # tokens, of which one may be padding, that a scale of logits is found with
+NEARLY = 0.99  # of a cap, from where on it cannot be told what was capped
 ROUNDING = 0.02  # of logits in bfloat16, and of their scale
 
 
@@ -79,19 +80,15 @@ def kept_beside(dropped: Collection[int], num_layers: int) -> tuple[int, ...]:
     return tuple(index for index in range(num_layers) if index not in set(dropped))
 
 
-def build_dense(checkpoint: Checkpoint, dropped: tuple[int, ...], dtype: str) -> Skeleton:
+def build_part(checkpoint: Checkpoint, dropped: tuple[int, ...], dtype: str) -> Skeleton:
     """A model without some of its layers, which are counted without identity copies, on the meta device.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: it has experts.
     """
     working = working_layers(checkpoint)
     kept = tuple(working[index] for index in kept_beside(dropped, len(working)))
-    skeleton = build_skeleton(checkpoint, DTYPES[dtype], kept)
-    if any(isinstance(slot.source, Experts) for slots in skeleton.layer_slots for slot in slots):
-        raise ConfigError(f"TARGET: {checkpoint.folder.name} has experts; only dense models can be distilled so far")
-    return skeleton
+    return build_skeleton(checkpoint, DTYPES[dtype], kept)
 
 
 class Network:
@@ -104,13 +101,14 @@ class Network:
             CheckpointError: the checkpoint is damaged.
             ConfigError: its architecture cannot be distilled.
         """
-        skeleton = build_dense(checkpoint, dropped, dtype)
+        skeleton = build_part(checkpoint, dropped, dtype)
         bind_all(skeleton, device)
         skeleton.model.config._attn_implementation = NAME
         self.skeleton: Skeleton = skeleton
         self.kept = kept_beside(dropped, len(working_layers(checkpoint)))
         self.device = device
-        self.head = skeleton.model.get_output_embeddings()
+        self._head = skeleton.model.get_output_embeddings()
+        self._cap = float(getattr(skeleton.config, "final_logit_softcapping", None) or 0.0)
         self._scale = 1.0
         self._scale = self._logit_scale()
 
@@ -122,14 +120,18 @@ class Network:
 
     def hidden(self, placed: Placed, store: Store | None = None) -> torch.Tensor:
         """(num_rows, num_places, hidden_size): of it the output head makes logits, also where these are scaled."""
-        hidden: torch.Tensor = self.skeleton.model.get_decoder()(
-            input_ids=placed.tokens,
-            position_ids=placed.positions,
-            attention_mask=placed.mask,
-            use_cache=False,
-            store=store,
-        ).last_hidden_state
+        if store is not None:
+            store.place(placed.positions)
+        hidden: torch.Tensor = self.skeleton.model.get_decoder()(**_input(placed), store=store).last_hidden_state
         return hidden if self._scale == 1.0 else self._scale * hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., vocab_size) of what `hidden` gives."""
+        return capped(self._head(hidden), self._cap)
+
+    def loss(self, hidden: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor) -> torch.Tensor:
+        """`bough.distill.loss.top_loss` of this network, hidden (places, hidden_size)."""
+        return top_loss(hidden, self._head.weight, top_ids, top_log_probs, self._cap)
 
     @torch.inference_mode()
     def _logit_scale(self) -> float:
@@ -137,14 +139,24 @@ class Network:
         tokens = torch.arange(NUM_SCALED, device=self.device)[None]
         mask = torch.ones(1, 1, NUM_SCALED, NUM_SCALED, device=self.device).tril().bool()
         placed = Placed(tokens, tokens, mask)
-        logits = self.skeleton.model(
-            input_ids=tokens, position_ids=placed.positions, attention_mask=placed.mask, use_cache=False
-        ).logits.float()
-        product = self.head(self.hidden(placed)).float()
-        scale = float((logits * product).sum() / product.square().sum())
-        if (scale * product - logits).norm() > ROUNDING * logits.norm():
+        logits = self.skeleton.model(**_input(placed)).logits.float()
+        product = self._head(self.hidden(placed)).float()
+        before = self._cap * torch.atanh((logits / self._cap).clamp(-NEARLY, NEARLY)) if self._cap else logits
+        scale = float((before * product).sum() / product.square().sum())
+        if (capped(scale * product, self._cap) - logits).norm() > ROUNDING * logits.norm():
             raise ConfigError(
-                f"TARGET: {self.skeleton.describe()} does more to its logits than scale them, which cannot be "
+                f"TARGET: {self.skeleton.describe()} does more to its logits than scale or cap them, which cannot be "
                 "distilled so far"
             )
         return 1.0 if abs(scale - 1.0) < ROUNDING else scale
+
+
+def _input(placed: Placed) -> dict[str, Any]:
+    """As transformers' models take rows, and hand on to `bough.distill.rows.row_attention`."""
+    return {
+        "input_ids": placed.tokens,
+        "position_ids": placed.positions,
+        "attention_mask": placed.mask,
+        "use_cache": False,
+        "placed": placed,
+    }

@@ -170,7 +170,7 @@ class Writer:
         return self._likeliest(hidden[:, 0], NUM_TOP)
 
     def _likeliest(self, hidden: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self._teacher.head(hidden)
+        logits = self._teacher.logits(hidden)
         values, ids = logits.topk(min(num_top, logits.shape[1]), dim=1)
         total = logits.float().logsumexp(1, keepdim=True)
         return (values.float() - total).cpu(), ids.cpu()

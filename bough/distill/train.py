@@ -15,7 +15,6 @@ from torch import nn
 from tqdm import tqdm
 
 from bough.distill.evaluate import Agreement, agreement
-from bough.distill.loss import top_loss
 from bough.distill.recipe import Recipe
 from bough.distill.rows import Rows
 from bough.distill.student import correct
@@ -90,12 +89,7 @@ class Trainer:
             group["lr"] = self._recipe.learning_rate * rate(self.step, self.num_steps)
         rows = self._rows.take(self._batch(self.step)).to(self._student.device)
         hidden = self._student.hidden(rows.placed(self._opening))[:, len(self._opening) :]
-        loss = top_loss(
-            hidden.flatten(0, 1),
-            self._student.head.weight,
-            rows.top_ids.flatten(0, 1),
-            rows.top_log_probs.flatten(0, 1),
-        )
+        loss = self._student.loss(hidden.flatten(0, 1), rows.top_ids.flatten(0, 1), rows.top_log_probs.flatten(0, 1))
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.parameters.values(), MAX_NORM)
         self._optimizer.step()
