@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from bough.growth import BestFirst
+from bough.model.vectors import LANES
 from bough.sampling import SamplingParams
 from draft_worker.best_first import BestFirstGrower
 from draft_worker.engine import NUM_CONSIDERED
@@ -17,7 +18,11 @@ from draft_worker.walk import Walk
 
 def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
     """Looks for the largest of some logits and what they make likely, and grows a tree of two nodes."""
-    values, tokens = largest(torch.zeros(1, vocab_size, device=device), NUM_CONSIDERED)
+    room = torch.zeros(
+        2, -(-vocab_size // LANES) * LANES, device=device
+    )  # rows may stand apart, as a model leaves them
+    for num_rows in (2, 1):
+        values, tokens = largest(room[:num_rows, :vocab_size], NUM_CONSIDERED)
     for temperature in (0.0, 1.0):
         guessing = Guessing(SamplingParams(temperature=temperature), 0, is_sample=False, is_perturbed=False)
         likely = guessing.candidates(values, tokens, np.zeros(1, np.int32), vocab_size)

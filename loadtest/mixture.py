@@ -4,7 +4,8 @@
 
 Each MLP is divided into experts by its inner neurons, of which every row chooses all, alike (Mixtral's build; compare
 arXiv 2110.01786, which chooses some). An expert's output is scaled by their number, which the router's equal weights
-take away again: with a power of two no bit of a weight is lost. So its size and its text are SmolLM2's.
+take away again: with a power of two no bit of a weight is lost. So its size is SmolLM2's, and what it says is the same
+but for rounding.
 
 `bough distill FOLDER --out DRAFT ...`, beside the same of the dense model, then tells what training around experts
 heals, and `bough up --target FOLDER --draft-adapter DRAFT` serves both.
@@ -45,7 +46,9 @@ def in_experts(name: str, tensor: torch.Tensor, count: int) -> Iterator[tuple[st
 
 
 def write_mixture(source: Path, folder: Path, count: int) -> None:
-    """Of a Llama without biases; the folder is made."""
+    """Of a Llama without biases, whose inner neurons a power of two divides; the folder is made."""
+    config = json.loads((source / "config.json").read_text())
+    assert config["intermediate_size"] % count == 0, "experts are alike"
     folder.mkdir(parents=True)
     for file in source.glob("*.safetensors"):
         parts = {n: v for name, tensor in load_file(file).items() for n, v in in_experts(name, tensor, count)}
@@ -57,7 +60,6 @@ def write_mixture(source: Path, folder: Path, count: int) -> None:
     for name in KEPT:
         if (source / name).exists():
             shutil.copy(source / name, folder / name)
-    config = json.loads((source / "config.json").read_text())
     config |= {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",

@@ -144,11 +144,11 @@ def test_the_loss_is_the_divergence_and_its_gradient_is_right(cap: float) -> Non
     torch.manual_seed(0)
     hidden = torch.randn(700, 8, dtype=torch.float64, requires_grad=True)  # more than one chunk
     head = torch.randn(40, 8, dtype=torch.float64)
-    teacher = torch.randn(700, 40).log_softmax(-1)
+    bias, teacher = torch.randn(40, dtype=torch.float64), torch.randn(700, 40).log_softmax(-1)
     top, ids = teacher.topk(5)
-    loss = top_loss(hidden, head, ids, top, cap)
+    loss = top_loss(hidden, head, ids, top, bias, cap)
     (gradient,) = torch.autograd.grad(loss, hidden)
-    logits = hidden @ head.T
+    logits = hidden @ head.T + bias
     logits = cap * torch.tanh(logits / cap) if cap else logits
     student = logits.log_softmax(-1).gather(1, ids)
     rest, student_rest = 1 - top.exp().sum(1), 1 - student.exp().sum(1)

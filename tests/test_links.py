@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from draft_worker.explored import Explored, Wanted
+from draft_worker.explored import LEVELS, ROOM, Explored, Wanted
 from draft_worker.grow import Candidates
 
 VOCAB = 5
-steps = st.lists(st.lists(st.tuples(st.integers(-1, 200), st.integers(0, VOCAB - 1)), max_size=20), max_size=10)
+steps = st.lists(st.lists(st.tuples(st.integers(0, 200), st.integers(0, VOCAB - 1)), max_size=20), max_size=10)
 nodes = st.lists(st.tuples(st.integers(-1, 200), st.integers(0, VOCAB - 1)), max_size=40)
 Place = tuple[int, int]  # the parent's expansion, token
 
@@ -19,7 +19,8 @@ def explored_in(steps: list[list[Place]]) -> tuple[Explored, dict[Place, int]]:
     """Step by step what is new of it, below what is there; and which expansion each became."""
     explored, index = Explored(0), dict[Place, int]()
     for step in steps:
-        new = [place for place in dict.fromkeys(step) if place[0] < len(index) and place not in index]
+        below = [(parent % (len(index) + 1) - 1, token) for parent, token in step]
+        new = [place for place in dict.fromkeys(below) if place not in index]
         if new:
             parents, tokens = np.ascontiguousarray(np.array(new, np.int32).T)
             certain = Candidates(np.zeros((len(new), 1), np.int32), np.zeros((len(new), 1), np.float32))
@@ -70,19 +71,35 @@ def test_a_walk_ends_where_nothing_is_explored(steps: list[list[Place]], tokens:
 @given(steps, st.integers(0, 10**6))
 def test_paths_of_what_is_wanted_and_of_what_remains_below_an_expansion(steps: list[list[Place]], which: int) -> None:
     explored, index = explored_in(steps)
-    if not index:
-        return
+    assume(index)
+    check_paths(explored, index, which % len(index))
+
+
+def test_paths_of_more_than_there_was_room_for() -> None:
+    """A chain with many children of its middle, in whose middle the next root is."""
+    chain = [[(number, number % VOCAB)] for number in range(3 * LEVELS)]
+    middle = 1 + len(chain) // 2
+    explored, index = explored_in(
+        [*chain, *([(middle + i % 3, VOCAB + i) for i in range(j, j + 50)] for j in (0, 50, 99))]
+    )
+    assert len(index) > 2 * ROOM
+    assert explored.depths.max() > 2 * LEVELS
+    for root in (0, middle - 1, middle, len(chain) - 1, len(index) - 1):
+        check_paths(explored, index, root)
+
+
+def check_paths(explored: Explored, index: dict[Place, int], root: int) -> None:
+    """Of what would be wanted below each expansion, and of the same when one of these has become the root."""
     paths: dict[int, tuple[int, ...]] = {-1: ()}
     for (parent, token), number in index.items():
         paths[number] = (*paths[parent], token)
-    parents = np.arange(-1, len(index), dtype=np.int32)
-    wanted = explored.wanted(parents, np.full(len(parents), VOCAB, np.int32))
-    assert paths_of(explored, wanted) == [(*paths[parent], VOCAB) for parent in parents.tolist()]
-    root = which % len(index)
+    parents, mark = np.arange(-1, len(index), dtype=np.int32), 10**6
+    wanted = explored.wanted(parents, np.full(len(parents), mark, np.int32))
+    assert paths_of(explored, wanted) == [(*paths[parent], mark) for parent in parents.tolist()]
     remaining, kept = explored.below(root, 7)
     above = len(paths[root]) - 1
-    assert kept.tolist() == [n for n in range(len(index)) if paths[n][: above + 1] == paths[root]]
+    assert kept.tolist() == [number for number in range(len(index)) if paths[number][: above + 1] == paths[root]]
     assert remaining.depths.tolist() == [len(paths[number]) - len(paths[root]) for number in kept.tolist()]
-    wanted = remaining.wanted(np.arange(len(kept), dtype=np.int32), np.full(len(kept), VOCAB, np.int32))
-    assert paths_of(remaining, wanted) == [(*paths[number][above:], VOCAB) for number in kept.tolist()]
+    wanted = remaining.wanted(np.arange(len(kept), dtype=np.int32), np.full(len(kept), mark, np.int32))
+    assert paths_of(remaining, wanted) == [(*paths[number][above:], mark) for number in kept.tolist()]
     assert (wanted.depths == remaining.depths + 1).all()

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from draft_worker import top
 from draft_worker.top import ROOM, SPAN, largest
+from draft_worker.warm_up import warm_up_choosing
 
 SIZES = [300, 16 * SPAN, 16 * SPAN + 37]  # left to torch; in whole spans; with a rest that no vector holds
 
@@ -64,3 +66,13 @@ def test_a_row_of_no_numbers_says_so_and_harms_no_other() -> None:
     values, _ = largest(logits, 64)
     assert np.isnan(values[0]).all()
     np.testing.assert_array_equal(values[1], sorted_best(logits[1].numpy(), 64)[0])
+
+
+def test_rows_that_stand_apart_and_those_that_do_not_are_compiled_for_at_the_start() -> None:
+    vocab_size = 16 * SPAN + 37
+    warm_up_choosing(vocab_size, torch.device("cpu"))
+    compiled = len(top._find.signatures)
+    for width in (vocab_size, vocab_size + 11):
+        for num_rows in (1, 3):
+            largest(torch.zeros(num_rows, width)[:, :vocab_size], 256)
+    assert len(top._find.signatures) == compiled

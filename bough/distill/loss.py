@@ -23,6 +23,7 @@ class _TopLoss(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         head: torch.Tensor,
+        bias: torch.Tensor | None,
         top_ids: torch.Tensor,
         top_log_probs: torch.Tensor,
         cap: float,
@@ -31,7 +32,9 @@ class _TopLoss(torch.autograd.Function):
         gradient = torch.empty_like(hidden)
         for begin in range(0, len(hidden), CHUNK):
             part = slice(begin, begin + CHUNK)
-            loss, by_logits = _by_logits(linear(hidden[part], head), top_ids[part], top_log_probs[part].float(), cap)
+            loss, by_logits = _by_logits(
+                linear(hidden[part], head, bias), top_ids[part], top_log_probs[part].float(), cap
+            )
             total += loss
             gradient[part] = by_logits @ head
         ctx.save_for_backward(gradient)
@@ -41,7 +44,7 @@ class _TopLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * (scale / ctx.count), None, None, None, None
+        return gradient * (scale / ctx.count), None, None, None, None, None
 
 
 def _by_logits(
@@ -64,11 +67,24 @@ def _by_logits(
 
 
 def top_loss(
-    hidden: torch.Tensor, head: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor, cap: float = 0.0
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    top_ids: torch.Tensor,
+    top_log_probs: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> torch.Tensor:
-    """Mean over places: hidden (places, hidden_size), head (vocab_size, hidden_size), top_* (places, num_top)."""
-    loss: torch.Tensor = _TopLoss.apply(hidden, head, top_ids.long(), top_log_probs, cap)  # type: ignore[no-untyped-call]
+    """Mean over places: hidden (places, hidden_size), top_* (places, num_top).
+
+    Logits are hidden times head (vocab_size, hidden_size), plus bias (vocab_size,), capped.
+    """
+    loss: torch.Tensor = _TopLoss.apply(hidden, head, bias, top_ids.long(), top_log_probs, cap)  # type: ignore[no-untyped-call]
     return loss
+
+
+def logit_cap(config: Any) -> float:
+    """What a model caps its logits with, by its configuration; 0 for nothing."""
+    return float(getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:

@@ -15,8 +15,8 @@ from torch import nn
 
 from bough.distill.choose import CHOOSING_ROWS
 from bough.distill.evaluate import BATCH_ROWS
-from bough.distill.loss import CHUNK
-from bough.distill.student import num_trained, num_untouched, trainable
+from bough.distill.loss import CHUNK, logit_cap
+from bough.distill.student import is_linear, num_trained, num_untouched, trainable
 from bough.distill.text import NUM_TOP
 from bough.errors import ConfigError
 from bough.model.experts import has_own_products
@@ -29,7 +29,9 @@ TRAINED_COPIES = 5  # float32: value, gradient, AdamW's two moments, and what a 
 SAVED_COPIES = 3  # float32: value and moments, as a checkpoint is written
 PASSED_COPIES = 1.5  # of what goes into and comes out of a layer's products: attention keeps some of it again
 EXPERT_COPIES = 2  # of what goes into and comes out of an expert's: some bound it on both sides, and keep that again
+CAPPED_COPIES = 2  # more of logits, where they are capped: as they were before, and how steep that is
 SCORE_COPIES = 3  # float32: of attention's scores, where it is our own
+CHOSEN_NAMES = "num_experts_per_tok", "moe_topk", "top_k_experts"  # in configurations
 STACKED = 3  # axes of a parameter that has a matrix for each expert
 JUDGED_COPIES = 2  # float32: logits, and their exponentials
 
@@ -155,7 +157,8 @@ def _judging_bytes(skeleton: Skeleton, size: Size) -> int:
     passed = max(
         _passed_bytes(skeleton, layer) + size.num_places * _score_bytes(skeleton, layer) for layer in skeleton.layers
     )
-    return tokens * (passed + skeleton.vocab_size * skeleton.dtype.itemsize) + _logit_bytes(skeleton, CHUNK)
+    copies = 1 + (CAPPED_COPIES if logit_cap(skeleton.config) else 0)
+    return tokens * (passed + copies * skeleton.vocab_size * skeleton.dtype.itemsize) + _logit_bytes(skeleton, CHUNK)
 
 
 def _host_bytes(skeleton: Skeleton, work: Work, kept: Sequence[int]) -> int:
@@ -177,19 +180,25 @@ def _layer_bytes(skeleton: Skeleton, index: int) -> int:
 def _passed_bytes(skeleton: Skeleton, layer: nn.Module) -> int:
     """What a token's way through a layer leaves for the gradient, from above."""
     size, head_dim, passed = skeleton.dtype.itemsize, skeleton.kv_shape().head_dim, 0
-    chosen = int(getattr(skeleton.config, "num_experts_per_tok", None) or 1)
     for module in layer.modules():
         if has_own_products(module):  # experts, whose matrices are stacked
-            stacks = (stack.shape for stack in module.parameters(recurse=False) if stack.dim() == STACKED)
+            stacks = [stack.shape for stack in module.parameters(recurse=False) if stack.dim() == STACKED]
+            chosen = _num_chosen(skeleton, stacks[0][0])
             passed += EXPERT_COPIES * chosen * sum(sum(shape[1:]) for shape in stacks) * size
     for _, module in trainable(layer):
         shape = module.get_parameter("weight").shape
-        if isinstance(module, nn.Linear):
+        if is_linear(module):
             passed += int(PASSED_COPIES * sum(shape)) * size
         else:  # a norm, which computes in float32: of all of a token, or of each of its heads
             width = shape.numel() * (int(skeleton.config.num_attention_heads) if shape.numel() == head_dim else 1)
             passed += width * (FLOAT32_BYTES + size)
     return passed
+
+
+def _num_chosen(skeleton: Skeleton, num_experts: int) -> int:
+    """Experts that a token chooses; all, where the configuration has no word for it that is known."""
+    said = (getattr(skeleton.config, name, None) for name in CHOSEN_NAMES)
+    return next((int(number) for number in said if number), num_experts)
 
 
 def _score_bytes(skeleton: Skeleton, layer: nn.Module) -> int:
@@ -201,9 +210,10 @@ def _score_bytes(skeleton: Skeleton, layer: nn.Module) -> int:
 
 
 def _num_linear(layer: nn.Module) -> int:
-    return sum(isinstance(module, nn.Linear) for module in layer.modules())
+    return sum(is_linear(module) for module in layer.modules())
 
 
 def _logit_bytes(skeleton: Skeleton, num_rows: int) -> int:
     """Of what the head makes of so many rows, and of what is made of that for a loss."""
-    return num_rows * skeleton.vocab_size * (2 * skeleton.dtype.itemsize + JUDGED_COPIES * FLOAT32_BYTES)
+    copies = JUDGED_COPIES + (CAPPED_COPIES if logit_cap(skeleton.config) else 0)
+    return num_rows * skeleton.vocab_size * (2 * skeleton.dtype.itemsize + copies * FLOAT32_BYTES)

@@ -7,7 +7,7 @@ template: every token sees the opening and its own document, nothing else. So no
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,15 @@ class Placed:
 
     tokens: torch.Tensor  # (num_rows, num_places)
     positions: torch.Tensor  # (num_rows, num_places)
-    mask: torch.Tensor  # (num_rows, 1, num_places, num_places) bool: which keys a token sees
+    mask: torch.Tensor  # (num_rows, 1, num_places, num_keys) bool: which keys a token sees
+    windows: dict[int, torch.Tensor] = field(default_factory=dict)  # masks of layers that see so far back
+
+    def within(self, window: int, key_positions: torch.Tensor) -> torch.Tensor:
+        """The mask of a layer that sees so many positions, those of the keys being (num_rows, num_keys)."""
+        if window not in self.windows:  # layers take turns with it
+            behind = self.positions[:, :, None].int() - key_positions[:, None, :].int()
+            self.windows[window] = self.mask.bool() & (behind < window)[:, None]
+        return self.windows[window]
 
 
 class Store:
@@ -149,9 +157,7 @@ def row_attention(
     if store is not None:
         key, value = store.append(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     if sliding_window is not None and sliding_window < key.shape[2]:
-        positions = placed.positions if store is None else store.positions
-        behind = placed.positions[:, :, None] - positions[:, None, :]
-        attention_mask = attention_mask & (behind < sliding_window)[:, None]
+        attention_mask = placed.within(sliding_window, placed.positions if store is None else store.positions)
     num_rows, num_heads, num_places, _ = query.shape
     group = num_heads // key.shape[1]
     if num_places == 1:  # heads that share keys are rows of one query: no keys are copied
@@ -172,7 +178,7 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """By torch where it knows how; scores that are capped, or have sinks (num_heads,) beside them, one by one."""
+    """By torch's kernel; where scores are capped, or sinks (num_heads,) stand beside them, by what it stands for."""
     if not softcap and sinks is None:
         return scaled_dot_product_attention(query, keys, values, mask, scale=scaling)
     scores = scaling * (query @ keys.transpose(2, 3)).float()

@@ -6,6 +6,7 @@ The target's own weights stay as they are; the corrections and the layers' norms
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ def correct(network: Network, rank: int, seed: int) -> dict[str, nn.Parameter]:
     parameters: dict[str, nn.Parameter] = {}
     for index, layer in list(zip(network.kept, network.layers, strict=True))[num_untouched(network.kept) :]:
         for name, module in list(trainable(layer)):
-            replacement = Corrected(module, rank, generator) if isinstance(module, nn.Linear) else TrainedNorm(module)
+            replacement = Corrected(module, rank, generator) if is_linear(module) else TrainedNorm(module)
             parent, _, attribute = name.rpartition(".")
             setattr(layer.get_submodule(parent), attribute, replacement)
             trained = replacement.named_parameters(recurse=False)
@@ -76,13 +77,18 @@ def num_trained(layer: nn.Module, rank: int) -> int:
     count = 0
     for _, module in trainable(layer):
         shape = module.get_parameter("weight").shape
-        count += min(rank, *shape) * sum(shape) if isinstance(module, nn.Linear) else shape.numel()
+        count += min(rank, *shape) * sum(shape) if is_linear(module) else shape.numel()
     return count
 
 
 def trainable(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Linear layers, and norms: modules with a vector for a weight."""
+    """Linear layers, and norms: modules with a vector for a weight. Routers, which are more, stay as they are."""
     for name, module in layer.named_modules():
         weight = module._parameters.get("weight")
-        if isinstance(module, nn.Linear) or (weight is not None and weight.dim() == 1):
+        if is_linear(module) or (weight is not None and weight.dim() == 1):
             yield name, module
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer and nothing else."""
+    return type(module) is nn.Linear

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bough.distill.loss import capped, top_loss
+from bough.distill.loss import capped, logit_cap, top_loss
 from bough.distill.rows import NAME, Placed, Store
 from bough.errors import ConfigError, InvalidRequest
 from bough.model.checkpoint import Checkpoint
@@ -108,7 +108,7 @@ class Network:
         self.kept = kept_beside(dropped, len(working_layers(checkpoint)))
         self.device = device
         self._head = skeleton.model.get_output_embeddings()
-        self._cap = float(getattr(skeleton.config, "final_logit_softcapping", None) or 0.0)
+        self._cap = logit_cap(skeleton.config)
         self._scale = 1.0
         self._scale = self._logit_scale()
 
@@ -131,7 +131,7 @@ class Network:
 
     def loss(self, hidden: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor) -> torch.Tensor:
         """`bough.distill.loss.top_loss` of this network, hidden (places, hidden_size)."""
-        return top_loss(hidden, self._head.weight, top_ids, top_log_probs, self._cap)
+        return top_loss(hidden, self._head.weight, top_ids, top_log_probs, getattr(self._head, "bias", None), self._cap)
 
     @torch.inference_mode()
     def _logit_scale(self) -> float:
@@ -141,8 +141,11 @@ class Network:
         placed = Placed(tokens, tokens, mask)
         logits = self.skeleton.model(**_input(placed)).logits.float()
         product = self._head(self.hidden(placed)).float()
-        before = self._cap * torch.atanh((logits / self._cap).clamp(-NEARLY, NEARLY)) if self._cap else logits
-        scale = float((before * product).sum() / product.square().sum())
+        is_told = logits.abs() < NEARLY * self._cap if self._cap else torch.ones_like(logits, dtype=torch.bool)
+        before, product_told = logits[is_told], product[is_told]
+        if self._cap:
+            before = self._cap * torch.atanh(before / self._cap)
+        scale = float((before * product_told).sum() / product_told.square().sum()) if len(before) else 1.0
         if (capped(scale * product, self._cap) - logits).norm() > ROUNDING * logits.norm():
             raise ConfigError(
                 f"TARGET: {self.skeleton.describe()} does more to its logits than scale or cap them, which cannot be "
