@@ -18,9 +18,7 @@ from draft_worker.walk import Walk
 
 def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
     """Looks for the largest of some logits and what they make likely, and grows a tree of two nodes."""
-    room = torch.zeros(
-        2, -(-vocab_size // LANES) * LANES, device=device
-    )  # rows may stand apart, as a model leaves them
+    room = torch.zeros(2, -(-vocab_size // LANES) * LANES, device=device)  # a model may leave rows apart
     for num_rows in (2, 1):
         values, tokens = largest(room[:num_rows, :vocab_size], NUM_CONSIDERED)
     for temperature in (0.0, 1.0):
