@@ -105,16 +105,17 @@ def _log_probs(scores, num):  # type: ignore[no-untyped-def]
     log_probs = np.full((len(scores), num), -np.inf, np.float32)
     for node in range(len(scores)):
         peak, total = -np.inf, 0.0
-        for score in scores[node]:  # a score that is no number is larger than nothing
+        for score in scores[node]:  # no comparison holds for one that is no number, here and below
             peak = np.float64(score) if score > peak else peak
         if not np.isfinite(peak):
             continue
         for score in scores[node]:
             if score > -np.inf:
                 total += np.exp(np.float64(score) - peak)
+        log_total = np.log(total)
         for place in range(num):
             if scores[node, place] > -np.inf:
-                log_probs[node, place] = min(0.0, np.float64(scores[node, place]) - peak - np.log(total))
+                log_probs[node, place] = min(0.0, np.float64(scores[node, place]) - peak - log_total)
     return log_probs
 
 

@@ -79,9 +79,8 @@ def test_paths_of_more_than_there_was_room_for() -> None:
     """A chain with many children of its middle, in whose middle the next root is."""
     chain = [[(number, number % VOCAB)] for number in range(3 * LEVELS)]
     middle = 1 + len(chain) // 2
-    explored, index = explored_in(
-        [*chain, *([(middle + i % 3, VOCAB + i) for i in range(j, j + 50)] for j in (0, 50, 99))]
-    )
+    children = [[(middle + i % 3, VOCAB + i) for i in range(begin, begin + 50)] for begin in (0, 50, 99)]
+    explored, index = explored_in([*chain, *children])
     assert len(index) > 2 * ROOM
     assert explored.depths.max() > 2 * LEVELS
     for root in (0, middle - 1, middle, len(chain) - 1, len(index) - 1):

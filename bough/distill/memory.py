@@ -157,7 +157,7 @@ def _judging_bytes(skeleton: Skeleton, size: Size) -> int:
     passed = max(
         _passed_bytes(skeleton, layer) + size.num_places * _score_bytes(skeleton, layer) for layer in skeleton.layers
     )
-    copies = 1 + (CAPPED_COPIES if logit_cap(skeleton.config) else 0)
+    copies = 1 + _num_capped(skeleton)
     return tokens * (passed + copies * skeleton.vocab_size * skeleton.dtype.itemsize) + _logit_bytes(skeleton, CHUNK)
 
 
@@ -213,7 +213,12 @@ def _num_linear(layer: nn.Module) -> int:
     return sum(is_linear(module) for module in layer.modules())
 
 
+def _num_capped(skeleton: Skeleton) -> int:
+    """Copies of logits that a cap takes."""
+    return CAPPED_COPIES if logit_cap(skeleton.config) else 0
+
+
 def _logit_bytes(skeleton: Skeleton, num_rows: int) -> int:
     """Of what the head makes of so many rows, and of what is made of that for a loss."""
-    copies = JUDGED_COPIES + (CAPPED_COPIES if logit_cap(skeleton.config) else 0)
+    copies = JUDGED_COPIES + _num_capped(skeleton)
     return num_rows * skeleton.vocab_size * (2 * skeleton.dtype.itemsize + copies * FLOAT32_BYTES)

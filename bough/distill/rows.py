@@ -98,13 +98,13 @@ class Placed:
     tokens: torch.Tensor  # (num_rows, num_places)
     positions: torch.Tensor  # (num_rows, num_places)
     mask: torch.Tensor  # (num_rows, 1, num_places, num_keys) bool: which keys a token sees
-    windows: dict[int, torch.Tensor] = field(default_factory=dict)  # masks of layers that see so far back
+    windows: dict[int, torch.Tensor] = field(default_factory=dict)  # masks of layers that see so far, when made
 
     def within(self, window: int, key_positions: torch.Tensor) -> torch.Tensor:
         """The mask of a layer that sees so many positions, those of the keys being (num_rows, num_keys)."""
         if window not in self.windows:  # layers take turns with it
             behind = self.positions[:, :, None].int() - key_positions[:, None, :].int()
-            self.windows[window] = self.mask.bool() & (behind < window)[:, None]
+            self.windows[window] = self.mask & (behind < window)[:, None]
         return self.windows[window]
 
 
