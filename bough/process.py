@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -147,24 +148,24 @@ async def serve_worker(
         ConfigError, CheckpointError, PairingError, Unavailable: it could not start.
     """
     stop = stop_event()
-    registry = Registry(config.index_url, config.namespace)
-    await registry.wait()
     gate = SessionGate("Verify", "Grow")
-    async with serving(config.host, config.port, service, lambda server: add(servicer, server), gate) as served:
+    async with AsyncExitStack() as stack:
+        registry = Registry(config.index_url, config.namespace)
+        stack.push_async_callback(registry.close)
+        await registry.wait()
+        serves = serving(config.host, config.port, service, lambda server: add(servicer, server), gate)
+        served = await stack.enter_async_context(serves)
         worker = await asyncio.to_thread(load)
-        try:
-            await refuse_misfits(registry, kind, worker.tokenizer)
-            servicer.loaded = worker
-            record = WorkerRecord(kind, worker_id, advertised(config, served.port))
-            async with registered(registry, lambda: replace(record, load=worker.load())):
-                await served.set_ready(True)
-                logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
-                await stop.wait()
-                await served.leave()
-            await drain_worker(served, worker, kind, config.drain_seconds)
-        finally:
-            worker.close()
-            await registry.close()
+        stack.callback(worker.close)
+        await refuse_misfits(registry, kind, worker.tokenizer)
+        servicer.loaded = worker
+        record = WorkerRecord(kind, worker_id, advertised(config, served.port))
+        async with registered(registry, lambda: replace(record, load=worker.load())):
+            await served.set_ready(True)
+            logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
+            await stop.wait()
+            await served.leave()
+        await drain_worker(served, worker, kind, config.drain_seconds)
 
 
 async def drain_worker(served: Served, worker: Worker, kind: str, patience_seconds: float) -> None:

@@ -21,7 +21,7 @@ from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
 from bough.model.lean_rooms import code_rows, num_blocks
-from bough.model.operands import LINE, LINE_WORDS, MOST, ZERO, put
+from bough.model.operands import LINE, LINE_WORDS, MOST, MOST_TOGETHER, PART, PARTS, ZERO, put
 from bough.model.project import project
 from bough.model.runner import ResidentModel
 from bough.model.shares import counters
@@ -62,8 +62,8 @@ def row_numbers(rows: np.ndarray, num_rows: int) -> Numbers:
     )
     codes = np.ascontiguousarray(lines[:, :, : LINE // 4]).view(np.int8).astype(np.int64)
     scales, offsets = (
-        np.ascontiguousarray(lines[:, :, -2]).view(np.float32),
-        np.ascontiguousarray(lines[:, :, -1]).view(np.int32),
+        np.ascontiguousarray(lines[:, :, LINE // 4]).view(np.float32),
+        np.ascontiguousarray(lines[:, :, LINE // 4 + 1]).view(np.int32),
     )
     assert (offsets == -ZERO * codes.sum(axis=2)).all()
     return (codes * scales[:, :, None].astype(np.float64)).reshape(len(lines), -1)[:num_rows]
@@ -82,6 +82,13 @@ def matrix_of(numbers: torch.Tensor) -> np.ndarray:
     return stack.matrices[0]
 
 
+def most_together(numbers: torch.Tensor) -> float:
+    """The largest sum of magnitudes whose products are added up in 16 bits."""
+    if not PARTS:
+        return 0.0
+    return numbers.abs().reshape(-1, PART, 2, 2).sum(dim=(1, 3)).max().item()
+
+
 def random_numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -98,8 +105,12 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
     numbers, weights = random_numbers(seed, num_rows, LINE * lines), random_numbers(seed + 1, outputs, LINE * lines)
     rows, matrix = rows_of(numbers), matrix_of(weights)
     row_values, weight_values = row_numbers(rows, num_rows), matrix_numbers(matrix, outputs)
-    for values, right, most in ((row_values, numbers.numpy(), MOST_SIGNED), (weight_values, weights.numpy(), MOST)):
-        assert np.abs(values - right).max() <= np.abs(right).max() / (2 * most) * 1.001
+    row_step = max(numbers.abs().max().item() / MOST_SIGNED, most_together(numbers) / MOST_TOGETHER)
+    for values, right, step in (
+        (row_values, numbers, row_step),
+        (weight_values, weights, weights.abs().max().item() / MOST),
+    ):
+        assert np.abs(values - right.numpy()).max() <= step / 2 * 1.001
     width = len(matrix) * LANES
     bias, right = random_numbers(seed + 2, width).numpy(), row_values @ weight_values.T
 
@@ -118,6 +129,20 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
     np.testing.assert_allclose(sums, 1 + right, rtol=1e-5, atol=1e-4)
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1000), values=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=4))
+def test_sums_as_large_as_they_get(seed: int, values: list[float]) -> None:
+    """All weights are the largest, with the signs of a row's numbers: where sums are in 16 bits, they hardly fit."""
+    rng = np.random.default_rng(seed)
+    numbers = torch.from_numpy(rng.choice(np.float32(values), (LANES, 2 * LINE)))
+    signs = torch.where(numbers < 0, -1.0, 1.0)
+    rows, matrix = rows_of(numbers), matrix_of(signs)
+    out = np.zeros((LANES, LANES), np.float32)
+    project(counters(2)[0], 2, rows, LANES, matrix, np.zeros(LANES, np.float32), out)
+    right = row_numbers(rows, LANES) @ matrix_numbers(matrix, LANES).T
+    np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-4)
+
+
 def test_numbers_that_are_all_zero() -> None:
     rows, matrix = rows_of(torch.zeros(3, LINE)), matrix_of(torch.zeros(5, LINE))
     assert (row_numbers(rows, 3) == 0).all()
@@ -126,7 +151,7 @@ def test_numbers_that_are_all_zero() -> None:
 
 def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "has_feature", lambda _name: False)
-    tile = int8_tiles.tile_of(8)
+    tile = int8_tiles.tile_of(8, int8_tiles._sums)
 
     @numba.njit
     def run(rows, matrix, bias, out):  # type: ignore[no-untyped-def]

@@ -14,8 +14,11 @@ import pytest
 from conftest import TINY, pipeline, save_model, save_tokenizer, settings
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+import draft_worker.__main__
+import target_worker.__main__
+from bough import process
 from bough.client import Client
-from bough.errors import InvalidRequest, NotFound
+from bough.errors import BoughError, InvalidRequest, NotFound
 from bough.generation import (
     ChatPrompt,
     Finished,
@@ -411,19 +414,20 @@ async def test_heartbeats_tell_how_busy_a_worker_is_and_rounds_which_prefixes_it
     assert 0 < shortest <= median <= longest
 
 
-async def test_a_target_that_takes_what_is_free_waits_for_the_draft(tiny: Path) -> None:
+async def test_a_target_that_takes_what_is_free_waits_for_the_draft(tiny_cluster: Cluster, tiny: Path) -> None:
     """Both took their measure at once, and a GPU had no room for the draft any more."""
-    starts_first = settings(tiny, tiny, "--resident-layers", "0", drops="2")
-    waits = settings(tiny, tiny, "--resident-layers", "-1", drops="2")
-    for config, names in (
-        (starts_first, ["target_worker", "draft_worker"]),
-        (waits, ["draft_worker", "target_worker"]),
-    ):
-        async with pipeline(config) as cluster:
-            assert [name for name in cluster.children if "worker" in name] == names  # in the order of their starts
+
+    def workers(cluster: Cluster) -> list[str]:
+        return [name for name in cluster.children if "worker" in name]  # in the order of their starts
+
+    assert workers(tiny_cluster) == ["target_worker", "draft_worker"]  # of which the target streams all layers
+    async with pipeline(settings(tiny, tiny, "--resident-layers", "-1", drops="2")) as cluster:
+        assert workers(cluster) == ["draft_worker", "target_worker"]
 
 
-async def test_workers_that_cannot_start_say_why(tiny_cluster: Cluster, tiny: Path, tmp_path: Path) -> None:
+async def test_workers_that_cannot_start_say_why(
+    tiny_cluster: Cluster, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = ("--index-url", tiny_cluster.index_url)
     port = (await worker_address(tiny_cluster, "target")).split(":")[1]
     other = save_model(tmp_path / "other", TINY)
@@ -432,24 +436,30 @@ async def test_workers_that_cannot_start_say_why(tiny_cluster: Cluster, tiny: Pa
     victim = sorted(broken.glob("*.safetensors"))[0]
     victim.write_bytes(victim.read_bytes()[:-10])
     streaming = ["--model", str(tiny), "--resident-layers", "0"]
-    cases = (
-        ("target_worker", ["--model", str(tmp_path / "nowhere")], "nowhere is not there"),
-        ("target_worker", ["--model", str(broken)], f"{victim.name}"),
-        ("target_worker", ["--model", str(tiny), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
-        ("target_worker", ["--model", str(tiny), "--kv-memory", "1KB"], "--kv-memory: 1000 bytes hold no session"),
-        ("target_worker", [*streaming, "--ring-memory", "1KB"], "--ring-memory: 0.00 MB"),
-        ("target_worker", [*streaming, "--device-memory", "10MB"], "but 2 layers of 0.13 MB must fit"),
-        ("draft_worker", ["--model", str(tiny), "--drop-layers", "7"], "--drop-layers: 7"),
-        ("draft_worker", ["--model", str(tiny), "--kv-memory", "1KB"], "--kv-memory: 1000 bytes hold no session"),
-        ("draft_worker", ["--model", str(other)], "token 5 is"),
-        ("target_worker", ["--model", str(other)], "token 5 is"),
-    )
-    at_once = asyncio.Semaphore(2)
-
-    async def check(module: str, flags: list[str], message: str) -> None:
-        async with at_once:
-            ended = await asyncio.to_thread(run_worker, module, *flags, *index)
-        assert ended.returncode == 2, ended.stderr
-        assert message in ended.stderr.splitlines()[-1]
-
-    await asyncio.gather(*(check(*case) for case in cases))
+    monkeypatch.setattr(process, "stop_event", asyncio.Event)  # signals stay this process's own
+    for module, flags, message in (
+        (target_worker.__main__, ["--model", str(broken)], f"{victim.name}"),
+        (target_worker.__main__, ["--model", str(tiny), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
+        (
+            target_worker.__main__,
+            ["--model", str(tiny), "--kv-memory", "1KB"],
+            "--kv-memory: 1000 bytes hold no session",
+        ),
+        (target_worker.__main__, [*streaming, "--ring-memory", "1KB"], "--ring-memory: 0.00 MB"),
+        (target_worker.__main__, [*streaming, "--device-memory", "10MB"], "but 2 layers of 0.13 MB must fit"),
+        (draft_worker.__main__, ["--model", str(tiny), "--drop-layers", "7"], "--drop-layers: 7"),
+        (
+            draft_worker.__main__,
+            ["--model", str(tiny), "--kv-memory", "1KB"],
+            "--kv-memory: 1000 bytes hold no session",
+        ),
+        (draft_worker.__main__, ["--model", str(other)], "token 5 is"),
+        (target_worker.__main__, ["--model", str(other)], "token 5 is"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["worker", "--dtype", "float32", *flags, *index])
+        with pytest.raises(BoughError) as raised:
+            await module.main()
+        assert message in str(raised.value)
+    # What is raised becomes a line and a status.
+    ended = await asyncio.to_thread(run_worker, "target_worker", "--model", str(tmp_path / "nowhere"), *index)
+    assert (ended.returncode, "nowhere is not there" in ended.stderr.splitlines()[-1]) == (2, True), ended.stderr

@@ -21,7 +21,7 @@ from bough.model import amx
 from bough.model.amx import ROW_BYTES, ROWS, TILE_BYTES
 from bough.model.int8_tiles import multiply_int8
 from bough.model.int8_tiles import tile_of as int8_tile_of
-from bough.model.operands import LINE, LINE_WORDS, ZERO
+from bough.model.operands import LINE, LINE_WORDS, PARTS, ZERO
 from bough.model.tiles import GROUP, LINE_BYTES, WORD_BYTES, Tile, compiled, multiply_groups, tile_of
 from bough.model.vectors import (
     FLOATS,
@@ -221,7 +221,8 @@ def _coded_rows(numbers: Any) -> Any:
     lines = numbers.reshape(len(numbers), -1, LINE)
     offsets = (-ZERO * lines.sum(axis=2, keepdims=True)).astype(np.int32)
     scales = np.ones_like(offsets, np.float32).view(np.int32)
-    words = np.concatenate((lines.astype(np.int8).view(np.int32), scales, offsets), axis=2)
+    unused = np.zeros((*lines.shape[:2], PARTS), np.int32)
+    words = np.concatenate((lines.astype(np.int8).view(np.int32), scales, offsets, unused), axis=2)
     return _by_lanes(words.reshape(len(numbers), -1)).view(np.uint32)
 
 

@@ -12,24 +12,30 @@ from typing import Any
 
 import numba
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bough.model.operands import LINE, LINE_WORDS
+from bough.model.operands import LINE, LINE_WORDS, PART, PARTS
 from bough.model.tiles import WORD_BYTES, by_lanes, compiled
 from bough.model.vectors import (
+    ADDS_TWOS,
     FLOATS,
     I32,
     I64,
     LANES,
     NUM_VECTORS,
     SECOND_LEVEL,
+    SHORTS,
     WORDS,
+    add_neighbours,
     array_of,
     at,
     dot_bytes,
+    dot_twos,
     multiply_add,
     prefetch,
     shuffled,
+    spaced,
     splat,
     store,
 )
@@ -82,6 +88,51 @@ def _sums(b: ir.IRBuilder, num_rows: int, words: Any, _codes: Any, group: Any, g
             phi.add_incoming(last, back)
     scales_of_outputs = b.load(at(b, group, inputs_end), typ=FLOATS, align=4)
     return [b.fmul(total, scales_of_outputs) for total in line_totals]
+
+
+def _sums_by_twos(b: ir.IRBuilder, num_rows: int, words: Any, _codes: Any, group: Any, group_bytes: Any) -> list[Any]:
+    """As `_sums`, where products are added by twos: a part of a line's in 16 bits, and one row after another.
+
+    A part of the matrix stays in registers for all rows, whose sums are put aside.
+    """
+    sums, totals = (cgutils.alloca_once(b, kind, num_rows) for kind in (WORDS, FLOATS))
+    inputs_end, count = b.sub(group_bytes, ir.Constant(I64, _WORD)), ir.Constant(I64, num_rows)
+
+    def times(number: Any, size: int) -> Any:
+        return b.mul(number, ir.Constant(I64, size))
+
+    def lanes(place: Any, word: int, kind: ir.Type = I32) -> Any:
+        return splat(b, b.load(at(b, place, ir.Constant(I64, _WORD * word)), typ=kind, align=4))
+
+    def add_part(part: int, begin: Any, row_begin: Any) -> None:
+        places = spaced(b, at(b, begin, ir.Constant(I64, part * PART * _WORD)), ir.Constant(I64, _WORD), PART)
+        for place in places:
+            prefetch(b, at(b, place, group_bytes), SECOND_LEVEL)  # of the next group
+        numbers = [b.load(place, typ=WORDS, align=4) for place in places]
+        with cgutils.for_range(b, count) as row:
+            of_row = at(b, row_begin, times(row.index, WORD_BYTES))
+            shorts = b.bitcast(lanes(of_row, LINE // 4 + 2 + part), SHORTS)
+            for word, some in enumerate(numbers, part * PART):
+                shorts = dot_twos(b, shorts, lanes(of_row, word), some)
+            own_sums, own_total = (at(b, place, times(row.index, _WORD)) for place in (sums, totals))
+            added = add_neighbours(b, shorts)
+            if part > 0:
+                added = b.add(b.load(own_sums, typ=WORDS), added)
+            if part < PARTS - 1:
+                b.store(added, own_sums)
+            else:
+                scale, before = lanes(of_row, LINE // 4, ir.FloatType()), b.load(own_total, typ=FLOATS)
+                b.store(multiply_add(b, before, b.sitofp(added, FLOATS), scale), own_total)
+
+    with cgutils.for_range(b, count) as row:
+        b.store(ir.Constant(FLOATS, [0.0] * LANES), at(b, totals, times(row.index, _WORD)))
+    with cgutils.for_range(b, b.udiv(inputs_end, ir.Constant(I64, _CODES))) as line:
+        begin, row_begin = at(b, group, times(line.index, _CODES)), at(b, words, times(line.index, LINE_WORDS * _WORD))
+        for part in range(PARTS):
+            add_part(part, begin, row_begin)
+    scales_of_outputs = b.load(at(b, group, inputs_end), typ=FLOATS, align=4)
+    places = spaced(b, totals, ir.Constant(I64, _WORD), num_rows)
+    return [b.fmul(b.load(place, typ=FLOATS), scales_of_outputs) for place in places]
 
 
 def _put_rows(b: ir.IRBuilder, sums: Sequence[Any], bias: Any, out: Any, out_row_bytes: Any) -> None:
@@ -142,13 +193,14 @@ def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
 # Registers hold a line's sums of so many rows, beside what they are made of; those of lines before are put aside.
 # A tile reads its group once: the more rows it has, the less it asks of memory, and of the caches for each product.
 _MOST_ROWS = NUM_VECTORS // 2
-_tile_1, _tile_2, _tile_4, _tile_8, _tile_16 = map(tile_of, (1, 2, 4, 8, 16))
+_tile_1, _tile_2, _tile_4, _tile_8 = map(tile_of, (1, 2, 4, 8))
+_tile_16 = tile_of(LANES, _sums_by_twos if ADDS_TWOS else _sums)
 
 
 @compiled
 def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: ignore[no-untyped-def]
     """Some of the rows from `row` on, or all that are left; how many."""
-    if _MOST_ROWS >= 16 and num_left > 12:
+    if (_MOST_ROWS >= LANES or ADDS_TWOS) and num_left > 12:
         _tile_16(rows, rows, row, matrix, group, bias, out)
         return 16
     if _MOST_ROWS >= 8 and num_left > 4:

@@ -4,7 +4,9 @@ In 16 bits, rows are (blocks, words, LANES) int32, two bfloat16 a word, and matr
 bits, as a checkpoint has them. In 8 bits, each line of LINE numbers of a row has a scale, and each output of a matrix:
 
 - rows (blocks, lines * LINE_WORDS, LANES) uint32: for each line LINE / 4 words of four codes with their signs, then the
-  bits of a float32, which is the scale, and an int32, which makes up for ZERO in the matrix;
+  bits of a float32, which is the scale, and an int32, which makes up for ZERO in the matrix. Where products are added
+  by twos (ADDS_TWOS), what makes up for it in each part of a line follows: two numbers of 16 bits, for the first two
+  codes of the part's words and for the last two;
 - matrices (groups, inputs / 4 + 1, LANES) int32: outputs are lanes. Each group has words of four codes without signs,
   of which ZERO counts as 0, then the bits of the scales.
 
@@ -22,12 +24,16 @@ from numba.extending import overload
 from bough.model.lanes import all_lanes, larger, load, magnitude, nearest, pair, store, where_positive
 from bough.model.numbers import widened
 from bough.model.tiles import LINE_BYTES, compiled
-from bough.model.vectors import LANES, MOST_SIGNED
+from bough.model.vectors import ADDS_TWOS, LANES, MOST_SIGNED
 
 LINE = LINE_BYTES  # numbers that have a scale together, in 8 bits, and that are put together
-LINE_WORDS = LINE // 4 + 2
 MOST = 127  # of a matrix's code with its sign, which is from ZERO
 ZERO = 128  # one factor of the instruction for products of bytes has no sign
+PART = 4  # words whose products are added up in 16 bits, where they are added by twos
+PARTS = LINE // 4 // PART if ADDS_TWOS else 0  # of a line
+LINE_WORDS = LINE // 4 + 2 + PARTS
+# Of magnitudes of a part's first or last two codes of each word: their sum, rounded, times MOST must fit in 16 bits.
+MOST_TOGETHER = 2**15 // MOST - PART * 2 // 2
 
 
 def are_codes(rows: Any) -> bool:
@@ -49,20 +55,42 @@ def _put_words(values, words):  # type: ignore[no-untyped-def]
 @compiled
 def _put_codes(values, words):  # type: ignore[no-untyped-def]
     """A line of numbers, (LINE, LANES), in LINE_WORDS words."""
-    zero, peak, total = all_lanes(np.float32(0)), all_lanes(np.float32(0)), all_lanes(np.int32(0))
-    for i in range(LINE):
-        peak = larger(peak, magnitude(load(values, i)))
+    zero, peak = all_lanes(np.float32(0)), _peak_of(values)
     factor = where_positive(peak, all_lanes(np.float32(MOST_SIGNED)) / peak, zero)
-    lowest = all_lanes(np.int32(0xFF))
-    for word in range(LINE // 4):
-        packed = all_lanes(np.int32(0))
-        for byte in range(4):
-            code = nearest(load(values, 4 * word + byte) * factor)
-            total = total + code
-            packed = packed | (code & lowest) << all_lanes(np.int32(8 * byte))
-        store(words, word, packed)
+    total, lowest, offset = all_lanes(np.int32(0)), all_lanes(np.int32(0xFF)), all_lanes(np.int32(-ZERO))
+    for part in range(LINE // 4 // PART):
+        first = last = all_lanes(np.int32(0))
+        for word in range(part * PART, (part + 1) * PART):
+            packed = all_lanes(np.int32(0))
+            for byte in range(4):
+                code = nearest(load(values, 4 * word + byte) * factor)
+                packed = packed | (code & lowest) << all_lanes(np.int32(8 * byte))
+                if byte < 2:
+                    first = first + code
+                else:
+                    last = last + code
+            store(words, word, packed)
+        total = total + first + last
+        if PARTS:
+            first, last = first * offset & all_lanes(np.int32(0xFFFF)), last * offset << all_lanes(np.int32(16))
+            store(words, LINE // 4 + 2 + part, first | last)
     store(words, LINE // 4, peak / all_lanes(np.float32(MOST_SIGNED)))
-    store(words, LINE // 4 + 1, total * all_lanes(np.int32(-ZERO)))
+    store(words, LINE // 4 + 1, total * offset)
+
+
+@compiled
+def _peak_of(values):  # type: ignore[no-untyped-def]
+    """What the largest code stands for."""
+    peak, share = all_lanes(np.float32(0)), all_lanes(np.float32(MOST_SIGNED / MOST_TOGETHER if PARTS else 0))
+    for part in range(LINE // 4 // PART):
+        for half in range(2):
+            together = all_lanes(np.float32(0))
+            for word in range(part * PART, (part + 1) * PART):
+                for byte in range(2):
+                    size = magnitude(load(values, 4 * word + 2 * half + byte))
+                    peak, together = larger(peak, size), together + size
+            peak = larger(peak, together * share)
+    return peak
 
 
 def put(values: Any, rows: Any, block: int, begin: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from numba.core import cgutils
 
 LANES = 16  # float32 that a vector register holds
 I16, I32, I64, POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
-FLOATS, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES)
+FLOATS, WORDS, SHORTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES), ir.VectorType(I16, 2 * LANES)
 FIRST_LEVEL, SECOND_LEVEL = 3, 2  # of caches, as LLVM's prefetch counts them
 
 
@@ -67,9 +67,8 @@ def multiplies_and_adds() -> bool:
 
 
 _ADD_FOURS = "avx512vnni", "avxvnni"
-# Of bytes with signs in products: without such an instruction two, times up to 255, must fit in 16 bits.
-MOST_IN_FOURS, _MOST_IN_TWOS = 127, 64
-MOST_SIGNED = MOST_IN_FOURS if any(map(has_feature, _ADD_FOURS)) else _MOST_IN_TWOS
+ADDS_TWOS = has_feature("avx2") and not any(map(has_feature, _ADD_FOURS))  # at most, of bytes' products
+MOST_SIGNED = 64 if ADDS_TWOS else 127  # of bytes with signs in products: two of them, times 255, must fit in 16 bits
 # Vectors of LANES that registers hold; where a register is shorter, several of them make a vector.
 NUM_VECTORS = 32 if has_feature("avx512f") else 8
 
@@ -98,13 +97,11 @@ def dot_bytes(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> A
 
     Bytes with signs are from -MOST_SIGNED to MOST_SIGNED.
     """
-    if has_feature("avx512vnni") or has_feature("avx512bw"):
-        return _dot_whole(builder, sums, signed, unsigned)
+    if any(map(has_feature, _ADD_FOURS)):
+        return _by_registers(builder, has_feature("avx512vnni"), _add_fours, sums, unsigned, signed)
     if has_feature("avx2"):
-        places = range(LANES // 2), range(LANES // 2, LANES)
-        halves = [[shuffled(builder, words, words, half) for words in (sums, signed, unsigned)] for half in places]
-        low, high = (_dot_whole(builder, *half) for half in halves)
-        return shuffled(builder, low, high, range(LANES))
+        zero = ir.Constant(SHORTS, [0] * 2 * LANES)
+        return builder.add(sums, add_neighbours(builder, dot_twos(builder, zero, signed, unsigned)))
 
     def constant(number: int) -> ir.Constant:
         return ir.Constant(WORDS, [number] * LANES)
@@ -116,24 +113,52 @@ def dot_bytes(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> A
     return sums
 
 
-_SHORT_PRODUCTS = {  # by lanes: bytes by twos in 16 bits, then these by twos
-    16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
-    8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
-}
+def dot_twos(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
+    """SHORTS sums + the dot product of each two neighbouring bytes of words; what does not fit in 16 bits goes round.
+
+    Only where ADDS_TWOS; bytes with signs are from -MOST_SIGNED to MOST_SIGNED.
+    """
+    return builder.add(sums, _by_registers(builder, has_feature("avx512bw"), _multiply_twos, unsigned, signed))
 
 
-def _dot_whole(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
-    """As `dot_bytes`, of vectors that fill a register."""
-    lanes = sums.type.count
-    words, shorts, bytes_ = (ir.VectorType(ir.IntType(8 * size), 4 // size * lanes) for size in (4, 2, 1))
-    factors = [builder.bitcast(numbers, bytes_) for numbers in (unsigned, signed)]
-    if MOST_SIGNED == MOST_IN_FOURS:
-        kind = ir.FunctionType(words, [words, bytes_, bytes_])
-        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", kind, [sums, *factors])
-    of_bytes, of_shorts = _SHORT_PRODUCTS[lanes]
-    twos = call(builder, of_bytes, ir.FunctionType(shorts, [bytes_, bytes_]), factors)
-    ones = ir.Constant(shorts, [1] * 2 * lanes)
-    return builder.add(sums, call(builder, of_shorts, ir.FunctionType(words, [shorts, shorts]), [twos, ones]))
+def add_neighbours(builder: ir.IRBuilder, shorts: Any) -> Any:
+    """WORDS of the sum of each two neighbours of SHORTS, which have signs. Only where ADDS_TWOS."""
+    return _by_registers(builder, has_feature("avx512bw"), _add_neighbours, shorts)
+
+
+def _by_registers(builder: ir.IRBuilder, are_long: bool, code: Callable[..., Any], *vectors: Any) -> Any:
+    """An instruction for vectors that registers hold whole, or else by halves."""
+    if are_long:
+        return code(builder, *vectors)
+
+    def half(vector: Any, second: int) -> Any:
+        count = vector.type.count // 2
+        return shuffled(builder, vector, vector, range(second * count, (second + 1) * count))
+
+    low, high = (code(builder, *(half(vector, second) for vector in vectors)) for second in range(2))
+    return shuffled(builder, low, high, range(2 * low.type.count))
+
+
+def _add_fours(builder: ir.IRBuilder, sums: Any, unsigned: Any, signed: Any) -> Any:
+    bits, bytes_ = 32 * sums.type.count, ir.VectorType(ir.IntType(8), 4 * sums.type.count)
+    factors = [builder.bitcast(words, bytes_) for words in (unsigned, signed)]
+    kind = ir.FunctionType(sums.type, [sums.type, bytes_, bytes_])
+    return call(builder, f"llvm.x86.avx512.vpdpbusd.{bits}", kind, [sums, *factors])
+
+
+def _multiply_twos(builder: ir.IRBuilder, unsigned: Any, signed: Any) -> Any:
+    count = unsigned.type.count
+    shorts, bytes_ = ir.VectorType(I16, 2 * count), ir.VectorType(ir.IntType(8), 4 * count)
+    name = "llvm.x86.avx512.pmaddubs.w.512" if count == LANES else "llvm.x86.avx2.pmadd.ub.sw"
+    factors = [builder.bitcast(words, bytes_) for words in (unsigned, signed)]
+    return call(builder, name, ir.FunctionType(shorts, [bytes_, bytes_]), factors)
+
+
+def _add_neighbours(builder: ir.IRBuilder, shorts: Any) -> Any:
+    count = shorts.type.count // 2
+    name = "llvm.x86.avx512.pmaddw.d.512" if count == LANES else "llvm.x86.avx2.pmadd.wd"
+    kind = ir.FunctionType(ir.VectorType(I32, count), [shorts.type, shorts.type])
+    return call(builder, name, kind, [shorts, ir.Constant(shorts.type, [1] * 2 * count)])
 
 
 def widened(builder: ir.IRBuilder, words: Any) -> tuple[Any, Any]:
