@@ -16,7 +16,7 @@ demo: $(READY)  ## the whole pipeline on a real model: build, start, generate wi
 # Two of everything compute at once here, so threads that wait make room sooner than in service (docs/decisions.md).
 test: $(READY)  ## the whole suite
 	@PYTHONPATH=. $(BIN)/python tests/compile_kernels.py
-	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: $(READY)  ## formatting, lint, types, import rules
 	@$(BIN)/ruff format --check .
