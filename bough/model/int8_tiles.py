@@ -192,6 +192,7 @@ def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
 
 # Registers hold a line's sums of so many rows, beside what they are made of; those of lines before are put aside.
 # A tile reads its group once: the more rows it has, the less it asks of memory, and of the caches for each product.
+# By twos, no sums stay there, and a whole block of rows can be computed at once.
 _MOST_ROWS = NUM_VECTORS // 2
 _tile_1, _tile_2, _tile_4, _tile_8 = map(tile_of, (1, 2, 4, 8))
 _tile_16 = tile_of(LANES, _sums_by_twos if ADDS_TWOS else _sums)
