@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.model import few_rows, tiles, vectors
-from bough.model.attention_tiles import WIDTH, weigh_values
 from bough.model.project import Alike, project
 from bough.model.row_products import numbers
 from bough.model.shares import counters, take
@@ -86,31 +85,6 @@ def test_no_rows_leave_no_trace(kind: torch.dtype) -> None:
     blocks = blocks_of(random_numbers(2, 0, 64).to(kind))
     project(counters(2)[0], 2, blocks, 0, matrix, np.zeros(GROUP, np.float32), around[:0])
     assert (around == 7).all()
-
-
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("num_keys", [0, 1, 22])
-def test_weights_times_values(num_keys: int, kind: torch.dtype) -> None:
-    """Right, and the same bits however the keys are divided among calls."""
-    weights, values = random_numbers(1, 24, num_keys + 4).float(), random_numbers(2, num_keys, 3, 2 * WIDTH).to(kind)
-    lanes, numbers_of_values = blocks_of(weights), numbers(values)[:, 1]
-    whole, parts = (np.ones((2 * LANES, 2 * WIDTH), np.float32) for _ in range(2))
-    weigh_values(lanes, 4, numbers_of_values, 24, whole)
-    right = weights[:, 4:].double() @ values[:, 1].double()
-    np.testing.assert_allclose(whole[:24], 1 + right.numpy(), rtol=1e-4, atol=1e-3)
-    weigh_values(lanes, 4, numbers_of_values[:7], 24, parts)
-    weigh_values(lanes, 11, numbers_of_values[7:], 24, parts)
-    assert (parts == whole).all()
-
-
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 9, 13])
-def test_values_of_few_rows_have_the_bits_of_many(num_rows: int, kind: torch.dtype) -> None:
-    weights, values = random_numbers(1, LANES, 33).float(), numbers(random_numbers(2, 33, WIDTH).to(kind))
-    few, many = (np.ones((LANES, WIDTH), np.float32) for _ in range(2))
-    weigh_values(blocks_of(weights), 0, values, num_rows, few)
-    weigh_values(blocks_of(weights), 0, values, LANES, many)
-    assert (few[:num_rows] == many[:num_rows]).all()
 
 
 @pytest.mark.parametrize("num_rows", [1, 20])

@@ -1,8 +1,8 @@
-"""Tree attention on the CPU: rows are lanes, and each row's sums go key by key along its path.
+"""Tree attention on the CPU: each row's sums go key by key along its path.
 
-Rows of a tree share the keys that are committed; the few others are put together after them, ancestors first, and what
-a row does not see weighs exactly 0. So a row's sums are those of its path alone, in the order of its positions: the
-same bits in any tree, beside any other rows.
+Rows of a tree share the keys that are committed; the few others come after them, ancestors first, and what a row does
+not see weighs exactly 0. So a row's sums are those of its path alone, in the order of its positions: the same bits in
+any tree, beside any other rows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numba
 import numpy as np
 import torch
 
-from bough.model.attention_tiles import WIDTH, put_head, weigh_scores, weigh_values
+from bough.model.attention_scores import KEYS_AHEAD, WIDTH, put_scores, rows_of, whole
+from bough.model.attention_tiles import lanes_of, put_head, weigh_scores, weigh_values
 from bough.model.batch import Chunk, Piece
-from bough.model.lanes import all_lanes, larger, load, store
 from bough.model.shares import as_thread, counters, take, take_next, wait_for_all
 from bough.model.spans import Place, Spans, layer_rows
-from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
+from bough.model.tiles import GROUP, compiled, parallel
 from bough.model.vectors import LANES
 
 # The types of numbers that the kernel reads; bfloat16 comes as its bits.
@@ -58,65 +58,56 @@ def _gather(spans, piece, begin, end, start, count, kept, place_of):  # type: ig
 
 
 @compiled
-def _hide(spans, piece, begin, end, window, group, start, num_shared, place_of, num_copied, scores):  # type: ignore[no-untyped-def]
-    """-inf for whatever a row does not see, of num_shared keys from `start` on and num_copied after them.
+def _hide(spans, piece, begin, end, window, group, start, num_committed, place_of, scores):  # type: ignore[no-untyped-def]
+    """-inf for whatever a row does not see, of num_committed keys from `start` on and all that follow them.
 
-    scores (blocks, keys, LANES); the query heads of a row are neighbours.
+    scores (blocks, keys, lanes); the query heads of a row are neighbours.
     """
-    hidden, base = np.full((len(scores), num_copied, LANES), -np.inf, np.float32), spans.ranges[piece, 2]
+    _, num_keys, lanes = scores.shape
+    base, hidden = spans.ranges[piece, 2], np.full((len(scores), num_keys - num_committed, lanes), -np.inf, np.float32)
     for row in range(begin, end):
         first, length = _reach(spans, row, window)
         tail = _tail_of(spans, piece, row)
         for i in range((row - begin) * group, (row - begin + 1) * group):
-            block, lane = i // LANES, i % LANES
-            for j in range(max(0, first - start)):
+            block, lane = i // lanes, i % lanes
+            for j in range(min(first - start, num_committed)):
                 scores[block, j, lane] = -np.inf
-            for j in range(max(0, length - start), num_shared):
+            for j in range(length - start, num_committed):
                 scores[block, j, lane] = -np.inf
-            for position in range(max(first, start + num_shared), min(base, length)):
-                hidden[block, position - start - num_shared, lane] = 0
             for position in range(max(base, first), length):
-                hidden[block, place_of[spans.tails[tail + position]], lane] = 0
+                hidden[block, place_of[spans.tails[tail + position]] - num_committed, lane] = 0
     for block in range(len(scores)):
-        for j in range(num_copied):
-            store(scores[block], num_shared + j, load(scores[block], num_shared + j) + load(hidden[block], j))
+        for j in range(num_keys - num_committed):
+            for lane in range(lanes):
+                scores[block, num_committed + j, lane] += hidden[block, j, lane]
 
 
 @compiled
-def _softmax(scores, scale, softcap, sinks, totals):  # type: ignore[no-untyped-def]
-    """Weights of a block's scores (keys, LANES) in their place, and their sums in `totals` (LANES,), which are zeros.
+def _find_keys(spans, piece, begin, end, window, place_of):  # type: ignore[no-untyped-def]
+    """Slot rows of the keys that some of the rows [begin, end) see, and the last of them over and over beyond these.
 
-    Sinks (1, LANES) weigh along, and become what they weigh.
+    Returns them with where they start, how many of them are committed, one after another, and how many there are.
     """
-    peak, factor = load(sinks, 0), all_lanes(scale)
-    for j in range(len(scores)):
-        store(scores, j, load(scores, j) * factor)
-        if softcap > 0:
-            for lane in range(LANES):
-                if scores[j, lane] > -np.inf:
-                    scores[j, lane] = softcap * np.tanh(scores[j, lane] / softcap)
-        peak = larger(peak, load(scores, j))
-    peaks = np.empty(LANES, np.float32)
-    store(peaks, 0, peak)
-    weigh_scores(sinks, peaks, totals)
-    weigh_scores(scores, peaks, totals)
+    longest, shortest = np.int64(spans.lengths[begin:end].max()), np.int64(spans.lengths[begin:end].min())
+    start = max(0, shortest - window) if window > 0 else 0
+    num_committed = max(0, min(spans.ranges[piece, 2], longest) - start)
+    most = num_committed + spans.ranges[piece, 4] * (end - begin)
+    kept = np.empty(whole(most, GROUP) + KEYS_AHEAD, np.int64)
+    for j in range(num_committed):
+        kept[j] = start + j
+    num_kept = _gather(spans, piece, begin, end, start, num_committed, kept, place_of)
+    kept[num_kept:] = kept[num_kept - 1]
+    return kept, start, num_committed, num_kept
 
 
 @compiled
-def _whole(number, step):  # type: ignore[no-untyped-def]
-    return (number + step - 1) // step * step
-
-
-@compiled
-def _laid_out(queries, begin, end, kv_head, group, num_words):  # type: ignore[no-untyped-def]
-    """The query heads of a KV head as blocks of rows, (blocks, num_words, LANES)."""
-    num_rows = (end - begin) * group
-    asked = np.zeros((_whole(num_rows, LANES) // LANES, num_words, LANES), queries.dtype)
-    for i in range(num_rows):
-        words = queries[begin + i // group, (kv_head * group + i % group) * num_words :]
-        for word in range(num_words):
-            asked[i // LANES, word, i % LANES] = words[word]
-    return asked
+def _in_whole_lines(numbers, kept, num_kept):  # type: ignore[no-untyped-def]
+    """The rows that are kept, with zeros behind them, of numbers (rows, head_dim)."""
+    copies = np.zeros((num_kept, whole(numbers.shape[1], WIDTH)), numbers.dtype)
+    for j in range(num_kept):
+        for d in range(numbers.shape[1]):
+            copies[j, d] = numbers[kept[j], d]
+    return copies
 
 
 @compiled
@@ -124,39 +115,34 @@ def _attend_together(queries, keys, values, spans, task, scale, window, softcap,
     """The query heads of one KV head, for some rows; `place_of` is -1 everywhere, and is left so."""
     piece, begin, end, kv_head = spans.tasks[task]
     _, num_kv_heads, head_dim = keys.shape
-    group, base = len(sinks) // num_kv_heads, spans.ranges[piece, 2]
-    longest, shortest = np.int64(spans.lengths[begin:end].max()), np.int64(spans.lengths[begin:end].min())
-    start = max(0, shortest - window) if window > 0 else 0
-    num_committed = max(0, min(base, longest) - start)
-    # Keys that are read where they stand, in whole groups; the rest is copied together, wide enough for `weigh_values`.
-    num_shared = num_committed // GROUP * GROUP if head_dim % WIDTH == 0 else 0
-    kept = np.empty(num_committed - num_shared + spans.ranges[piece, 4] * (end - begin), np.int64)
-    for j in range(num_committed - num_shared):
-        kept[j] = start + num_shared + j
-    num_kept = _gather(spans, piece, begin, end, start, num_committed - num_shared, kept, place_of)
-    num_copied, num_rows = _whole(num_kept, GROUP), (end - begin) * group
-    copied = np.zeros((2, num_copied, _whole(head_dim, WIDTH)), keys.dtype)
-    for j in range(num_kept):
-        key, value = keys[kept[j], kv_head], values[kept[j], kv_head]
-        for d in range(head_dim):  # sooner than slices of so few numbers are assigned
-            copied[0, j, d], copied[1, j, d] = key[d], value[d]
-    asked = _laid_out(queries, begin, end, kv_head, group, queries.shape[1] // len(sinks))
-    scores = np.zeros((len(asked), num_shared + num_copied, LANES), np.float32)
-    multiply_groups(asked, keys[start : start + num_shared, kv_head], 0, num_shared // GROUP, None, scores)
-    multiply_groups(asked, copied[0], 0, num_copied // GROUP, None, scores[:, num_shared:])
-    _hide(spans, piece, begin, end, window, group, start, num_shared, place_of, num_copied, scores)
-    for j in range(num_committed - num_shared, num_kept):
+    group = len(sinks) // num_kv_heads
+    kept, start, num_committed, num_kept = _find_keys(spans, piece, begin, end, window, place_of)
+    num_keys, num_rows, width = whole(num_kept, GROUP), (end - begin) * group, whole(head_dim, WIDTH)
+    asked = rows_of(queries, begin, end, kv_head, group, queries.shape[1] // len(sinks), width)
+    lanes = lanes_of(num_rows)
+    num_blocks = whole(num_rows, lanes) // lanes
+    scores = np.empty((num_blocks, num_keys, lanes), np.float32)
+    scores[num_blocks - 1, :, len(asked) - (num_blocks - 1) * lanes :] = 0
+    heads = np.empty((num_blocks * lanes, width), np.float32)
+    if width == head_dim:
+        own_values, order = values[:, kv_head], kept
+        put_scores(asked, keys[:, kv_head], kept, scores)
+    else:  # nothing may be read beyond them
+        order = np.minimum(np.arange(len(kept)), num_kept - 1)
+        put_scores(asked, _in_whole_lines(keys[:, kv_head], kept, num_kept), order, scores)
+        own_values = _in_whole_lines(values[:, kv_head], kept, num_kept)
+    _hide(spans, piece, begin, end, window, group, start, num_committed, place_of, scores)
+    for j in range(num_committed, num_kept):
         place_of[kept[j]] = -1
-    totals, own_sinks = np.zeros((len(asked), LANES), np.float32), np.zeros((len(asked), 1, LANES), np.float32)
+    totals, own_sinks = np.empty((num_blocks, lanes), np.float32), np.empty(LANES, np.float32)
+    for block in range(num_blocks):
+        for place in range(LANES):
+            i = block * lanes + place % lanes
+            own_sinks[place] = sinks[kv_head * group + i % group] if i < num_rows else 0
+        weigh_scores(scores[block], scale, softcap, own_sinks, totals[block])
+    weigh_values(scores, own_values, order, num_committed, num_kept, num_rows, heads)
     for i in range(num_rows):
-        own_sinks[i // LANES, 0, i % LANES] = sinks[kv_head * group + i % group]
-    for block in range(len(asked)):
-        _softmax(scores[block], scale, softcap, own_sinks[block], totals[block])
-    heads = np.zeros((totals.size, copied.shape[2]), np.float32)
-    weigh_values(scores, 0, values[start : start + num_shared, kv_head], num_rows, heads)
-    weigh_values(scores, num_shared, copied[1], num_rows, heads)
-    for i in range(num_rows):
-        total, place = totals[i // LANES, i % LANES], (kv_head * group + i % group) * head_dim
+        total, place = totals[i // lanes, i % lanes], (kv_head * group + i % group) * head_dim
         put_head(heads[i, :head_dim], total, begin + i // group, place, out)
 
 

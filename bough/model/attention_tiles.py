@@ -2,187 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from bough.model.attention_scores import KEYS_AHEAD, ROWS
+from bough.model.lanes import all_lanes, larger, load
+from bough.model.lanes import exp_below_zero as exp
+from bough.model.lanes import store as put
 from bough.model.numbers import rounded
-from bough.model.tiles import LINE_BYTES, WORD_BYTES, compiled
+from bough.model.tiles import WORD_BYTES, compiled
 from bough.model.vectors import (
+    FIRST_LEVEL,
     FLOATS,
     I32,
     I64,
     LANES,
     NUM_VECTORS,
-    SECOND_LEVEL,
-    WORDS,
+    SHORT,
+    array_of,
     at,
     exp_below_zero,
     multiply_add,
     prefetch,
     shuffled,
+    spaced,
     splat,
     store,
     widened,
 )
 
-WIDTH = 2 * LANES  # dimensions of a head that are computed together
-ROWS = NUM_VECTORS // 4  # and rows, whose sums are half of what registers hold
-FEW_ROWS = ROWS // 2  # of one token few heads share their keys
-KEYS_AHEAD = 32  # whose values are fetched: they stand apart, where no processor looks for more of them
+_LENGTH = LANES if NUM_VECTORS > 16 else SHORT  # of one register
+_SUMS = ir.VectorType(ir.FloatType(), _LENGTH)
+_WIDTH = 2 * _LENGTH  # dimensions of a head that are computed together
+_MANY = ROWS  # and rows, whose sums are half of what registers hold
+_FEW = _MANY // 2  # of one token few heads share their keys
 
 
-def _weights(_context, scores, peaks, totals):  # type: ignore[no-untyped-def]
-    """scores (keys, LANES) become e to what they lie below `peaks` (LANES,), which is added to `totals`, key by key."""
-    signature = numba.types.void(scores, peaks, totals)
+def _weigher_of(num_lanes: int) -> Any:
+    """A function that compiled code may call, for keys of so many lanes; see `weigh_scores`."""
 
-    def codegen(context, builder, signature, given):  # type: ignore[no-untyped-def]
-        scores, peaks, totals = (context.make_array(signature.args[i])(context, builder, given[i]) for i in range(3))
-        (num_keys, _), (key_bytes, _) = (cgutils.unpack_tuple(builder, part) for part in (scores.shape, scores.strides))
-        peak, total = (
-            builder.load(at(builder, part.data, ir.Constant(I64, 0)), typ=FLOATS, align=4) for part in (peaks, totals)
-        )
-        held = cgutils.alloca_once_value(builder, total)
-        with cgutils.for_range(builder, num_keys) as loop:
-            place = at(builder, scores.data, builder.mul(loop.index, key_bytes))
-            weight = exp_below_zero(builder, builder.fsub(builder.load(place, typ=FLOATS, align=4), peak))
-            store(builder, weight, place)
-            builder.store(builder.fadd(builder.load(held), weight), held)
-        store(builder, builder.load(held), totals.data)
-        return context.get_dummy_value()
+    def weights(_context, scores, peaks, totals):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, given):  # type: ignore[no-untyped-def]
+            (begin, _, (size,)), (peaks, _, _), (out, _, _) = (
+                array_of(context, builder, signature.args[place], given[place]) for place in range(3)
+            )
+            peak = builder.load(peaks, typ=FLOATS, align=4)
+            few = ir.VectorType(ir.FloatType(), num_lanes)
+            held = cgutils.alloca_once(builder, few)
+            builder.store(builder.load(out, typ=few, align=4), held)
+            step = ir.Constant(I64, LANES)
+            with cgutils.for_range_slice(builder, ir.Constant(I64, 0), size, step) as (number, _):
+                place = at(builder, begin, builder.mul(number, ir.Constant(I64, WORD_BYTES)))
+                weight = exp_below_zero(builder, builder.fsub(builder.load(place, typ=FLOATS, align=4), peak))
+                store(builder, weight, place)
+                for lane in range(0, LANES, num_lanes):  # of one key after another
+                    own = shuffled(builder, weight, weight, range(lane, lane + num_lanes))
+                    builder.store(builder.fadd(builder.load(held), own), held)
+            store(builder, builder.load(held), out)
+            return context.get_dummy_value()
 
-    return signature, codegen
+        return numba.types.void(scores, peaks, totals), codegen
+
+    return intrinsic(weights)
 
 
-weigh_scores: Any = intrinsic(_weights)
+_weigh_4, _weigh_8, _weigh_16 = map(_weigher_of, (4, 8, LANES))
+
+
+@compiled
+def lanes_of(num_rows):  # type: ignore[no-untyped-def]
+    """So many lanes have the keys of some rows: no more than LANES, where rows then fill several blocks."""
+    lanes = LANES
+    while lanes // 2 >= max(ROWS, num_rows):
+        lanes //= 2
+    return lanes
+
+
+@compiled
+def weigh_scores(scores, scale, softcap, sinks, totals):  # type: ignore[no-untyped-def]
+    """Scores (keys, lanes) become weights, which are added to `totals` (lanes,), key by key.
+
+    Keys in whole GROUPs, lanes of `lanes_of`. Sinks (LANES,), the same for every key that a vector has, weigh along.
+    """
+    flat, lanes = scores.reshape(scores.size), scores.shape[1]
+    peak, factor, peaks = load(sinks, 0), all_lanes(scale), np.empty(LANES, np.float32)
+    for begin in range(0, len(flat), LANES):
+        put(flat, begin, load(flat, begin) * factor)
+    if softcap > 0:
+        for place in range(len(flat)):
+            if flat[place] > -np.inf:
+                flat[place] = softcap * np.tanh(flat[place] / softcap)
+    for begin in range(0, len(flat), LANES):
+        peak = larger(peak, load(flat, begin))
+    put(peaks, 0, peak)
+    for place in range(lanes, LANES):
+        peaks[place % lanes] = max(peaks[place % lanes], peaks[place])
+    for place in range(lanes, LANES):
+        peaks[place] = peaks[place % lanes]
+    weights_of_sinks = np.empty(LANES, np.float32)
+    put(weights_of_sinks, 0, exp(load(sinks, 0) - load(peaks, 0)))
+    totals[:] = weights_of_sinks[:lanes]
+    if lanes == 4:
+        _weigh_4(flat, peaks, totals)
+    elif lanes == 8:
+        _weigh_8(flat, peaks, totals)
+    else:
+        _weigh_16(flat, peaks, totals)
 
 
 class _Pair:
-    """How the code has WIDTH numbers in two vectors: those of bfloat16, which come by twos, in even and odd places."""
+    """How the code has _WIDTH numbers in two vectors: those of bfloat16, which come by twos, in even and odd places."""
 
     def __init__(self, builder: ir.IRBuilder, is_bf16: bool) -> None:
         self._builder, self._is_bf16 = builder, is_bf16
 
-    def _load(self, address: Any, kind: Any) -> tuple[Any, Any]:
-        addresses = (at(self._builder, address, ir.Constant(I64, offset)) for offset in (0, WORD_BYTES * LANES))
-        first, second = (self._builder.load(one, typ=kind, align=2) for one in addresses)
-        return first, second
-
     def values(self, address: Any) -> tuple[Any, Any]:
         """From memory, as float32."""
+        b = self._builder
         if self._is_bf16:
-            return widened(self._builder, self._builder.load(address, typ=WORDS, align=2))
-        return self._load(address, FLOATS)
-
-    def fetch(self, address: Any) -> None:
-        """Brings what `values` will want nearer."""
-        for line in range(0, WIDTH * (2 if self._is_bf16 else 4), LINE_BYTES):
-            prefetch(self._builder, at(self._builder, address, ir.Constant(I64, line)), SECOND_LEVEL)
-
-    def sums(self, address: Any) -> tuple[Any, Any]:
-        """From float32 in memory."""
-        first, second = self._load(address, FLOATS)
-        if not self._is_bf16:
-            return first, second
-        even, odd = (shuffled(self._builder, first, second, range(begin, WIDTH, 2)) for begin in range(2))
-        return even, odd
+            return widened(b, b.load(address, typ=ir.VectorType(I32, _LENGTH), align=2))
+        addresses = (at(b, address, ir.Constant(I64, offset)) for offset in (0, WORD_BYTES * _LENGTH))
+        first, second = (b.load(one, typ=_SUMS, align=2) for one in addresses)
+        return first, second
 
     def put(self, first: Any, second: Any, address: Any) -> None:
-        """To where `sums` came from."""
+        """Into float32 in memory, in their order."""
+        b = self._builder
         if self._is_bf16:
-            by_turns = [place for pair in zip(range(LANES), range(LANES, WIDTH), strict=True) for place in pair]
-            halves = by_turns[:LANES], by_turns[LANES:]
-            first, second = (shuffled(self._builder, first, second, half) for half in halves)
-        store(self._builder, first, address)
-        store(self._builder, second, at(self._builder, address, ir.Constant(I64, WORD_BYTES * LANES)))
-
-
-def _weigh_keys(
-    b: ir.IRBuilder, form: _Pair, weight: Any, weight_bytes: Any, value: Any, value_bytes: Any, num_keys: Any, outs: Any
-) -> None:
-    """The loop over keys, one after another, with all sums in registers."""
-    before = [sums for out in outs for sums in form.sums(out)]
-    entry, body, done = b.block, b.append_basic_block("key"), b.append_basic_block("done")
-    b.cbranch(b.icmp_signed("<", ir.Constant(I64, 0), num_keys), body, done)
-    b.position_at_end(body)
-    key, begins = b.phi(I64), [b.phi(FLOATS) for _ in before]
-    form.fetch(at(b, value, b.mul(b.add(key, ir.Constant(I64, KEYS_AHEAD)), value_bytes)))
-    pair, here = form.values(at(b, value, b.mul(key, value_bytes))), at(b, weight, b.mul(key, weight_bytes))
-    after = []
-    for row in range(len(outs)):
-        number = splat(b, b.load(at(b, here, ir.Constant(I64, WORD_BYTES * row)), typ=I32, align=WORD_BYTES))
-        after += [multiply_add(b, begins[2 * row + place], pair[place], number) for place in range(2)]
-    following = b.add(key, ir.Constant(I64, 1))
-    b.cbranch(b.icmp_signed("<", following, num_keys), body, done)
-    key.add_incoming(ir.Constant(I64, 0), entry)
-    key.add_incoming(following, body)
-    b.position_at_end(done)
-    results = [b.phi(FLOATS) for _ in before]
-    for result, begin, first, last in zip(results, begins, before, after, strict=True):
-        begin.add_incoming(first, entry)
-        begin.add_incoming(last, body)
-        result.add_incoming(first, entry)
-        result.add_incoming(last, body)
-    for row, out in enumerate(outs):
-        form.put(results[2 * row], results[2 * row + 1], out)
+            by_turns = [place for pair in zip(range(_LENGTH), range(_LENGTH, _WIDTH), strict=True) for place in pair]
+            halves = by_turns[:_LENGTH], by_turns[_LENGTH:]
+            first, second = (shuffled(b, first, second, half) for half in halves)
+        store(b, first, address)
+        store(b, second, at(b, address, ir.Constant(I64, WORD_BYTES * _LENGTH)))
 
 
 def _tile_of(num_rows: int) -> Any:
-    """A function that compiled code may call: as many rows by WIDTH, from a block's row and a column on."""
+    """A function that compiled code may call: as many rows by _WIDTH, from a block's row and a column on."""
 
-    def tile(_context, weights, block, row, key, values, column, out):  # type: ignore[no-untyped-def]
-        return _tile(num_rows, numba.types.void(weights, block, row, key, values, column, out))
+    def tile(_context, weights, block, row, values, column, kept, num_first, num_keys, out):  # type: ignore[no-untyped-def]
+        types = weights, block, row, values, column, kept, num_first, num_keys, out
+        return numba.types.void(*types), partial(_weigh_keys, num_rows)
 
     return intrinsic(tile)
 
 
-def _tile(num_rows: int, signature: Any) -> tuple[Any, Callable[..., Any]]:
-    """Of one kind of arguments, as numba wants it: their types, and what puts the code there."""
+def _weigh_keys(num_rows: int, context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Any]) -> Any:
+    """The code of a tile: keys one after another, with all sums in registers."""
+    b, (_, block, row, _, column, _, num_first, num_keys, _) = builder, given
+    arrays = {place: array_of(context, b, signature.args[place], given[place]) for place in (0, 3, 5, 8)}
 
-    def codegen(context, builder, signature, given):  # type: ignore[no-untyped-def]
-        def made(place: int) -> Any:
-            return context.make_array(signature.args[place])(context, builder, given[place])
+    def number(count: int) -> ir.Value:
+        return ir.Constant(I64, count)
 
-        def entry(place: int, *indices: ir.Value) -> tuple[ir.Value, ir.Value]:
-            """Its address, and bytes from it to the next along the last axis but one."""
-            steps, address = cgutils.unpack_tuple(builder, made(place).strides), made(place).data
-            for index, step in zip(indices, steps, strict=True):
-                address = at(builder, address, builder.mul(index, step))
-            return address, steps[-2]
+    (weights, weight_steps, (_, _, lanes)), (values, value_steps, _) = arrays[0], arrays[3]
+    for index, step in zip((block, number(0), row), weight_steps, strict=True):
+        weights = at(b, weights, b.mul(index, step))
+    values, form = at(b, values, b.mul(column, value_steps[1])), _Pair(b, signature.args[3].dtype == numba.types.uint16)
+    held = [cgutils.alloca_once(b, _SUMS) for _ in range(2 * num_rows)]
+    for sums in held:
+        b.store(ir.Constant(_SUMS, [0.0] * _LENGTH), sums)
 
-        _, block, row, key, _, column, _ = given
-        first_row = builder.add(builder.mul(block, ir.Constant(I64, LANES)), row)
-        out, row_bytes = entry(6, first_row, column)
-        outs = [at(builder, out, builder.mul(row_bytes, ir.Constant(I64, index))) for index in range(num_rows)]
-        weights, values = entry(0, block, key, row), entry(4, ir.Constant(I64, 0), column)
-        num_keys = cgutils.unpack_tuple(builder, made(4).shape)[0]
-        form = _Pair(builder, signature.args[4].dtype == numba.types.uint16)
-        _weigh_keys(builder, form, *weights, *values, num_keys, outs)
-        return context.get_dummy_value()
+    def add_key(key: Any, value: Any) -> None:
+        pair, here = form.values(value), at(b, weights, b.mul(key, weight_steps[1]))
+        for place in range(num_rows):
+            weight = b.load(at(b, here, number(WORD_BYTES * place)), typ=I32, align=WORD_BYTES)
+            for sums, some in zip(held[2 * place : 2 * place + 2], pair, strict=True):
+                b.store(multiply_add(b, b.load(sums), some, splat(b, weight, _LENGTH)), sums)
 
-    return signature, codegen
+    order = arrays[5][0]
+    first = at(b, values, b.mul(b.load(order, typ=I64, align=8), value_steps[0]))
+    with cgutils.for_range(b, num_first) as key:
+        here = at(b, first, b.mul(key.index, value_steps[0]))
+        prefetch(b, at(b, here, b.mul(number(KEYS_AHEAD), value_steps[0])), FIRST_LEVEL)
+        add_key(key.index, here)
+    with cgutils.for_range(b, b.sub(num_keys, num_first)) as key:
+        which = b.add(num_first, key.index)
+        place = b.load(at(b, order, b.mul(which, number(8))), typ=I64, align=8)
+        add_key(which, at(b, values, b.mul(place, value_steps[0])))
+    out, (row_bytes, _), _ = arrays[8]
+    out = at(b, at(b, out, b.mul(b.add(b.mul(block, lanes), row), row_bytes)), b.mul(column, number(WORD_BYTES)))
+    for place, address in enumerate(spaced(b, out, row_bytes, num_rows)):
+        form.put(b.load(held[2 * place]), b.load(held[2 * place + 1]), address)
+    return context.get_dummy_value()
 
 
-_weigh, _weigh_few = map(_tile_of, (ROWS, FEW_ROWS))
+_weigh, _weigh_few = map(_tile_of, (_MANY, _FEW))
 
 
 @compiled
-def weigh_values(weights, key, values, num_rows, out):  # type: ignore[no-untyped-def]
-    """out += weights times values, key by key: where a weight is 0, nothing changes.
+def weigh_values(weights, values, kept, num_first, num_keys, num_rows, out):  # type: ignore[no-untyped-def]
+    """out = weights times the values that are `kept`, key by key: where a weight is 0, nothing changes.
 
-    weights (blocks, keys, LANES) float32, of which those from `key` on belong to the values (keys, dimensions), float32
-    or bfloat16's bits; out (rows in whole blocks, dimensions) float32; dimensions in whole WIDTHs.
+    weights (blocks, keys, lanes) float32; values (rows, dimensions), float32 or bfloat16's bits, in whole WIDTHs; out
+    (rows in whole blocks, dimensions) float32. `kept` names `num_keys` rows, the `num_first` first of which are
+    neighbours.
     """
-    for begin in range(0, num_rows, ROWS):
-        for column in range(0, values.shape[1], WIDTH):
-            if num_rows - begin <= FEW_ROWS:
-                _weigh_few(weights, begin // LANES, begin % LANES, key, values, column, out)
+    lanes = weights.shape[2]
+    for begin in range(0, num_rows, _MANY):
+        for column in range(0, values.shape[1], _WIDTH):
+            if num_rows - begin <= _FEW:
+                _weigh_few(weights, begin // lanes, begin % lanes, values, column, kept, num_first, num_keys, out)
             else:
-                _weigh(weights, begin // LANES, begin % LANES, key, values, column, out)
+                _weigh(weights, begin // lanes, begin % lanes, values, column, kept, num_first, num_keys, out)
 
 
 def put_head(head: Any, total: Any, row: int, begin: int, out: Any) -> None:

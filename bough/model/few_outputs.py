@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from bough.model.few_rows import MOST, num_few
-from bough.model.numbers import widened
+from bough.model.numbers import widened as widened_number
 from bough.model.tiles import GROUP, compiled
 from bough.model.vectors import (
     FLOATS,
@@ -24,43 +24,22 @@ from bough.model.vectors import (
     I64,
     LANES,
     SECOND_LEVEL,
+    SHORT,
     array_of,
     at,
-    call,
+    multiply_add,
     prefetch,
     rounded,
     shuffled,
     spaced,
+    splat,
     store,
+    turned,
+    widened,
 )
 
-SHORT = 8  # outputs that are computed together, and words of each that are turned together
 _SHORTS, _SHORT_WORDS = ir.VectorType(ir.FloatType(), SHORT), ir.VectorType(I32, SHORT)
 _WORD_BYTES, _FLOAT_BYTES = 4, 4
-
-
-def _turned(b: ir.IRBuilder, lines: Sequence[Any]) -> list[Any]:
-    """From SHORT words of each of SHORT outputs, vectors of the first word of each, of the second, and so on."""
-    words: dict[int, Any] = {}
-    for half in range(2):
-        # Within halves of a register, as instructions have it: two outputs of a word, then four; then all eight.
-        i = 2 * half
-        by_two = (i, 8 + i, i + 1, 9 + i, i + 4, 12 + i, i + 5, 13 + i)
-        twos = [shuffled(b, lines[place], lines[place + 1], by_two) for place in range(0, SHORT, 2)]
-        for k in (0, 2):
-            by_four = (k, k + 1, 8 + k, 9 + k, k + 4, k + 5, 12 + k, 13 + k)
-            upper, lower = (shuffled(b, twos[place], twos[place + 1], by_four) for place in (0, 2))
-            word = 2 * half + k // 2
-            words[word] = shuffled(b, upper, lower, (0, 1, 2, 3, 8, 9, 10, 11))
-            words[word + 4] = shuffled(b, upper, lower, (4, 5, 6, 7, 12, 13, 14, 15))
-    return [words[word] for word in range(SHORT)]
-
-
-def _added(b: ir.IRBuilder, sums: Any, number: Any, weights: Any) -> Any:
-    """sums + number * weights, rounded once."""
-    undefined = ir.Constant(_SHORTS, ir.Undefined)
-    alike = shuffled(b, b.insert_element(undefined, number, ir.Constant(I32, 0)), undefined, [0] * SHORT)
-    return call(b, "llvm.fma.v8f32", ir.FunctionType(_SHORTS, [_SHORTS] * 3), [alike, weights, sums])
 
 
 def _sums(
@@ -75,21 +54,19 @@ def _sums(
     for weights in parts:
         for weight in weights:
             prefetch(b, at(b, at(b, weight, offset), ahead), SECOND_LEVEL)
-    turned = [
-        _turned(b, [b.load(at(b, weight, offset), typ=_SHORT_WORDS, align=2) for weight in weights])
-        for weights in parts
+    words_of = [
+        turned(b, [b.load(at(b, weight, offset), typ=_SHORT_WORDS, align=2) for weight in weights]) for weights in parts
     ]
     sums = [list(some) for some in begins]
-    sixteen, upper = (ir.Constant(_SHORT_WORDS, [number] * SHORT) for number in (16, 0xFFFF0000))
     for index in range(SHORT):
+        weights_of = [widened(b, words[index]) for words in words_of]
         for odd in range(2):
             place = b.add(b.mul(offset, ir.Constant(I64, 2)), ir.Constant(I64, _FLOAT_BYTES * (2 * index + odd)))
-            numbers = [b.load(at(b, row, place), typ=ir.FloatType(), align=4) for row in rows]
-            for part, words in enumerate(turned):
-                bits = b.and_(words[index], upper) if odd else b.shl(words[index], sixteen)
-                weights = b.bitcast(bits, _SHORTS)
+            loaded = [b.load(at(b, row, place), typ=ir.FloatType(), align=4) for row in rows]
+            numbers = [splat(b, number, SHORT) for number in loaded]
+            for part, weights in enumerate(weights_of):
                 pairs = zip(sums[part], numbers, strict=True)
-                sums[part] = [_added(b, some, number, weights) for some, number in pairs]
+                sums[part] = [multiply_add(b, some, number, weights[odd]) for some, number in pairs]
     following = b.add(word, ir.Constant(I64, SHORT))
     b.cbranch(b.icmp_signed("<", following, num_words), line, done)
     word.add_incoming(ir.Constant(I64, 0), entry)
@@ -160,8 +137,8 @@ def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
     for word in range(blocks.shape[1] if count else 0):
         for row in range(count):
             pair = blocks[0, word, row]
-            rows[row, 2 * word] = widened(np.uint16(pair & 0xFFFF))
-            rows[row, 2 * word + 1] = widened(np.uint16((pair >> 16) & 0xFFFF))
+            rows[row, 2 * word] = widened_number(np.uint16(pair & 0xFFFF))
+            rows[row, 2 * word + 1] = widened_number(np.uint16((pair >> 16) & 0xFFFF))
     return rows
 
 

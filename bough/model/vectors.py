@@ -14,6 +14,7 @@ from numba.core import cgutils
 LANES = 16  # float32 that a vector register holds
 I16, I32, I64, POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
 FLOATS, WORDS, SHORTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES), ir.VectorType(I16, 2 * LANES)
+SHORT = 8  # words of a shorter vector, which registers hold everywhere
 FIRST_LEVEL, SECOND_LEVEL = 3, 2  # of caches, as LLVM's prefetch counts them
 
 
@@ -163,9 +164,11 @@ def _add_neighbours(builder: ir.IRBuilder, shorts: Any) -> Any:
 
 def widened(builder: ir.IRBuilder, words: Any) -> tuple[Any, Any]:
     """The first and the second of each lane's two as float32."""
-    sixteen, upper = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [0xFFFF0000] * LANES)
-    first = builder.bitcast(builder.shl(words, sixteen), FLOATS)
-    return first, builder.bitcast(builder.and_(words, upper), FLOATS)
+    count = words.type.count
+    sixteen, upper = ir.Constant(words.type, [16] * count), ir.Constant(words.type, [0xFFFF0000] * count)
+    floats = ir.VectorType(ir.FloatType(), count)
+    first = builder.bitcast(builder.shl(words, sixteen), floats)
+    return first, builder.bitcast(builder.and_(words, upper), floats)
 
 
 def rounded(builder: ir.IRBuilder, floats: Any) -> Any:
@@ -182,8 +185,9 @@ def rounded(builder: ir.IRBuilder, floats: Any) -> Any:
 
 def multiply_add(builder: ir.IRBuilder, sums: Any, first: Any, second: Any) -> Any:
     """sums + first * second in float32, rounded once."""
-    factors = [builder.bitcast(words, FLOATS) for words in (first, second)]
-    return call(builder, "llvm.fma.v16f32", ir.FunctionType(FLOATS, [FLOATS] * 3), [*factors, sums])
+    factors = [builder.bitcast(words, sums.type) for words in (first, second)]
+    kind = ir.FunctionType(sums.type, [sums.type] * 3)
+    return call(builder, f"llvm.fma.v{sums.type.count}f32", kind, [*factors, sums])
 
 
 def exp_below_zero(builder: ir.IRBuilder, x: Any) -> Any:
@@ -217,10 +221,27 @@ def shuffled(builder: ir.IRBuilder, first: Any, second: Any, places: Sequence[in
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), list(places)))
 
 
-def splat(builder: ir.IRBuilder, number: Any) -> Any:
+def turned(b: ir.IRBuilder, lines: Sequence[Any]) -> list[Any]:
+    """From SHORT words of each of SHORT lines, vectors of the first word of each, of the second, and so on."""
+    words: dict[int, Any] = {}
+    for half in range(2):
+        # Within halves of a register, as instructions have it: two lines of a word, then four; then all eight.
+        i = 2 * half
+        by_two = (i, 8 + i, i + 1, 9 + i, i + 4, 12 + i, i + 5, 13 + i)
+        twos = [shuffled(b, lines[place], lines[place + 1], by_two) for place in range(0, SHORT, 2)]
+        for k in (0, 2):
+            by_four = (k, k + 1, 8 + k, 9 + k, k + 4, k + 5, 12 + k, 13 + k)
+            upper, lower = (shuffled(b, twos[place], twos[place + 1], by_four) for place in (0, 2))
+            word = 2 * half + k // 2
+            words[word] = shuffled(b, upper, lower, (0, 1, 2, 3, 8, 9, 10, 11))
+            words[word + 4] = shuffled(b, upper, lower, (4, 5, 6, 7, 12, 13, 14, 15))
+    return [words[word] for word in range(SHORT)]
+
+
+def splat(builder: ir.IRBuilder, number: Any, count: int = LANES) -> Any:
     """The same number in all lanes."""
-    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
-    return shuffled(builder, builder.insert_element(undefined, number, ir.Constant(I32, 0)), undefined, [0] * LANES)
+    undefined = ir.Constant(ir.VectorType(number.type, count), ir.Undefined)
+    return shuffled(builder, builder.insert_element(undefined, number, ir.Constant(I32, 0)), undefined, [0] * count)
 
 
 def at(builder: ir.IRBuilder, base: Any, offset: Any) -> Any:
