@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from fake_fleet import Fleet, fleet
@@ -20,6 +21,10 @@ from bough.tokenizer import TokenizerFiles
 from loadtest.tiny_model import TINY, save_model, save_tokenizer
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
+
+# Time never decides a test: neither an example's, nor that of making them.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fake_draft import PLAN, VOCAB, FakeModel, fake_log_probs, grow_call, grow_now, grown_alone, new_engine, started
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.growth import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
@@ -66,7 +66,6 @@ def test_a_likely_outcome_is_grown_before_it_is_asked_for(plan: TreePlan, params
     assert engine.num_warm_trees >= 5
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 12),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, VOCAB - 1)), min_size=1, max_size=4),

@@ -35,7 +35,7 @@ def scores_of(queries: torch.Tensor, keys: np.ndarray, kept: list[int]) -> np.nd
 
 
 @KINDS
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.integers(1, 3 * LANES),

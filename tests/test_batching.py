@@ -95,7 +95,7 @@ knees = st.sampled_from([inf, 40.0, 20.0, 0.5])
 sizes = st.lists(st.tuples(st.integers(0, 300), st.integers(1, MAX_NODES)), min_size=1, max_size=12)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(sizes, knees)
 def test_everyone_who_waits_gets_on_within_as_many_sweeps_as_there_are_calls(
     mix: list[tuple[int, int]], knee: float
@@ -108,7 +108,7 @@ def test_everyone_who_waits_gets_on_within_as_many_sweeps_as_there_are_calls(
         assert max(gaps) <= len(calls)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, MAX_NODES), min_size=1, max_size=10), st.lists(st.integers(1, 400), max_size=4), knees)
 def test_nobody_starves_where_others_come_again_and_again(trees: list[int], prompts: list[int], knee: float) -> None:
     """Sessions that decode without end, and prompts among them: a fixed order once kept the last ones out for good."""
@@ -198,7 +198,7 @@ families = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(families)
 def test_sharing_never_computes_more_nor_passes_anyone_over_for_long(mix: list[tuple[int, int, int, int]]) -> None:
     """Texts of three families, each a beginning in common of some length and an end of their own."""
@@ -217,7 +217,7 @@ def test_sharing_never_computes_more_nor_passes_anyone_over_for_long(mix: list[t
     assert all(call.answered is not None for call in together)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(2, 10), st.integers(0, 400), st.integers(0, 40), st.integers(1, MAX_NODES))
 def test_waiting_for_anothers_work_makes_nobody_later(num_calls: int, common: int, own: int, nodes: int) -> None:
     """Calls that begin alike: in time, by what sweeps take, no later than had each computed all of it."""

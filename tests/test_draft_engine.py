@@ -15,7 +15,7 @@ from fake_draft import (
     new_engine,
     started,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, NotFound, PrefixMissing, Unavailable
@@ -141,7 +141,6 @@ calls = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(calls, min_size=1, max_size=6), st.lists(st.integers(0, 3), min_size=6, max_size=6))
 def test_sessions_that_grow_together_grow_what_they_would_alone(
     asked: list[tuple[list[int], float, Growth, Scheme, Guess]], steps_between: list[int]

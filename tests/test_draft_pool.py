@@ -64,7 +64,7 @@ def grown_alone_in(window: Window, call):  # type: ignore[no-untyped-def]
 steps = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 90), st.booleans(), st.booleans()), max_size=8)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(steps)
 def test_trees_are_those_grown_alone_whoever_gives_way(calls: list[tuple[int, int, bool, bool]]) -> None:
     """Room for three; texts that share beginnings; growing ahead in between. Keys are tokens: a wrong row shows."""

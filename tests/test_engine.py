@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_target import CPU, LIMITS, SHAPE, VOCAB, Clock, FakeModel, new_pool, running, verify_call
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import Exhausted, InvalidRequest, NotFound, PrefixMissing, StaleEpoch, StreamError, Unavailable
@@ -230,7 +230,6 @@ def test_logits_that_are_no_numbers_fail_their_call_alone(engine: Engine, model:
     assert engine.verify(verify_call("b", [1])).result(5).verdict.bonus_token == 2
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 63), min_size=1, max_size=12, unique=True), st.integers(0, 10))
 def test_compaction_moves_exactly_the_accepted_rows(rows: list[int], start: int) -> None:
     slot = KVSlot(SHAPE, 64, CPU)

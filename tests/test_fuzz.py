@@ -17,7 +17,7 @@ import grpc
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from stack import MAX_CONTEXT, Stack, stack
 
@@ -33,7 +33,7 @@ from bough.tree import Tree
 
 TIMEOUT_SECONDS = 20.0
 NAMES_OF_ERRORS = {kind.__name__: code for kind, code in STATUS_OF.items()}
-FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+FUZZ = settings(max_examples=80, derandomize=True)
 TREE = Tree.of([7, 8, 9, 10], [-1, 0, 0, 2], [0, -1, -2, -1])
 SAMPLING = SamplingParams(temperature=0.7, seed=3, logit_bias={5: 1.0}, logprobs=1, stop_token_ids=frozenset({4}))
 CONTEXT = Context.of("fuzzed", [1, 2, 3, 7], 0, 2)

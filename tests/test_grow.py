@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from fake_draft import VOCAB, fake_log_probs, grow_call
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest
@@ -50,7 +50,6 @@ def best_first(limits: BestFirst, closed: Sequence[int] = ()) -> BestFirstGrower
     return BestFirstGrower(ROOT, limits, VOCAB, np.array(closed, np.int32))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4))
 def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth: int) -> None:
     """Brute force over every path up to `depth`; a wide frontier leaves nothing to luck."""
@@ -64,7 +63,6 @@ def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth:
     assert sorted(tree.scores().tolist(), reverse=True) == pytest.approx(best, abs=1e-4)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 40), st.integers(1, 5), st.integers(1, 5), st.floats(1e-4, 0.9), st.floats(0.01, 1.5))
 def test_nothing_is_grown_that_is_not_worth_its_price(
     budget: int, width: int, depth: int, node_price: float, step_price: float
@@ -92,7 +90,6 @@ def path_to(grower: Grower, node: int) -> list[int]:
     return path[::-1]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 6))
 def test_limits_hold_and_siblings_are_best_first(budget: int, width: int, depth: int) -> None:
     widths: list[int] = []
@@ -138,7 +135,6 @@ def shaped(growth: Growth, scheme: Scheme, seed: int = 1, stops: Sequence[int] =
     return grower_for(grow_call([3, 1, ROOT], sampling=params, plan=TreePlan(growth, scheme)), 4, VOCAB)
 
 
-@settings(deadline=None)
 @given(shapes, st.sampled_from(Scheme))
 def test_a_shape_is_filled_a_level_per_step(shape: StaticShape, scheme: Scheme) -> None:
     """Where the vocabulary is large enough for it, the tree is the shape, whatever fills it; merged samples aside."""

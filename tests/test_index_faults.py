@@ -154,7 +154,7 @@ FOREIGN = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(KEYS), FOREIGN, min_size=1), st.permutations(sorted(OPERATIONS)), st.booleans())
 def test_foreign_values_under_our_keys_raise_nothing_and_do_not_stay_in_the_way(
     server: Server, foreign: dict[str, tuple[Any, ...]], order: list[str], ours_before: bool

@@ -93,7 +93,7 @@ def random_numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.sampled_from([1, 2, 3, 4, 7, 8, 13, 16, 40]),
@@ -129,7 +129,7 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
     np.testing.assert_allclose(sums, 1 + right, rtol=1e-5, atol=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), values=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=4))
 def test_sums_as_large_as_they_get(seed: int, values: list[float]) -> None:
     """All weights are the largest, with the signs of a row's numbers: where sums are in 16 bits, they hardly fit."""
@@ -155,7 +155,7 @@ def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pyt
 
     @numba.njit
     def run(rows, matrix, bias, out):  # type: ignore[no-untyped-def]
-        tile(rows, rows, 8, matrix, 0, bias, out)
+        tile(rows, rows, 8, 8, matrix, 0, bias, out)
 
     rows, matrix = rows_of(random_numbers(0, LANES, 2 * LINE)), matrix_of(random_numbers(1, LANES, 2 * LINE))
     out = np.zeros((LANES, LANES), np.float32)

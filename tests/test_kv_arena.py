@@ -35,7 +35,7 @@ def require_whole(slot: KVSlot, mark: int) -> None:
         assert torch.equal(slot.values[layer, : slot.length, 0, 0], rows - 1000.0 * mark + 0.25 * layer)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("trg"), st.integers(0, 9), st.integers(1, 20)), max_size=40))
 def test_slots_keep_what_they_hold_wherever_they_are_moved(steps: list[tuple[str, int, int]]) -> None:
     """Whatever is asked for succeeds as long as there are enough free rows in all, however they lie."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from draft_worker.explored import LEVELS, ROOM, Explored, Wanted
@@ -35,7 +35,6 @@ def paths_of(explored: Explored, wanted: Wanted) -> list[tuple[int, ...]]:
     return [tuple(tokens[: depth + 1]) for tokens, depth in rows]
 
 
-@settings(deadline=None)  # the first compiles
 @given(steps)
 def test_every_expansion_is_found_below_its_parent_and_no_other(steps: list[list[Place]]) -> None:
     explored, index = explored_in(steps)
@@ -44,7 +43,6 @@ def test_every_expansion_is_found_below_its_parent_and_no_other(steps: list[list
     assert explored.find(parents, tokens).tolist() == [index.get(place, -1) for place in places]
 
 
-@settings(deadline=None)  # the first compiles
 @given(steps, nodes)
 def test_a_trees_nodes_are_found_as_far_as_they_are_explored(steps: list[list[Place]], nodes: list[Place]) -> None:
     explored, index = explored_in(steps)
@@ -57,7 +55,6 @@ def test_a_trees_nodes_are_found_as_far_as_they_are_explored(steps: list[list[Pl
     assert explored.find_tree(parents, tokens).tolist() == expected
 
 
-@settings(deadline=None)  # the first compiles
 @given(steps, st.lists(st.integers(0, VOCAB - 1), max_size=6))
 def test_a_walk_ends_where_nothing_is_explored(steps: list[list[Place]], tokens: list[int]) -> None:
     explored, index = explored_in(steps)
@@ -67,7 +64,6 @@ def test_a_walk_ends_where_nothing_is_explored(steps: list[list[Place]], tokens:
     assert explored.walk(tokens) == path
 
 
-@settings(deadline=None)
 @given(steps, st.integers(0, 10**6))
 def test_paths_of_what_is_wanted_and_of_what_remains_below_an_expansion(steps: list[list[Place]], which: int) -> None:
     explored, index = explored_in(steps)

@@ -41,7 +41,7 @@ def least_error(options: dict[str, list[Option]], most_bits: float) -> float:
     return min((error for bits, error in sums if bits <= most_bits), default=math.inf)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), num=st.integers(1, 5), bits=st.floats(4.25, 9))
 def test_the_choice_fits_and_none_that_is_a_step_smaller_is_better(seed: int, num: int, bits: float) -> None:
     options = matrices(seed, num)

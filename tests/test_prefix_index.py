@@ -14,7 +14,7 @@ texts = st.lists(pieces, max_size=5).map(lambda parts: [token for token, count i
 changes = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80), texts), max_size=20)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(changes, texts)
 def test_the_index_finds_what_comparing_with_everybody_finds(changes: list, wanted: list[int]) -> None:
     index: PrefixIndex[int] = PrefixIndex()

@@ -36,7 +36,7 @@ def blocks_of(rows: torch.Tensor) -> np.ndarray:
     return blocks
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.sampled_from([1, 2, 4, 8, 13, 16, 40, 70]),
@@ -59,7 +59,7 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
         np.testing.assert_allclose(sums, 1 + right[:, :whole], rtol=1e-4, atol=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), num_rows=st.integers(1, 8), outputs=st.integers(GROUP, 90), words=st.integers(1, 70))
 def test_few_rows_have_the_bits_of_many(seed: int, num_rows: int, outputs: int, words: int) -> None:
     """Whatever form the result has, and where inputs do not fill lines."""

@@ -194,7 +194,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STEPS)
 def test_the_index_never_holds_what_nobody_wrote(server: Server, steps: list[tuple[str, int, int]]) -> None:
     """Two holders claim, write, repeat old writes and drop, and it may be flushed: what is loaded is always the newest
@@ -297,7 +297,7 @@ async def test_of_too_many_prefixes_the_oldest_go(registry: Registry, monkeypatc
     assert await registry.find_prefix("m", new) == ("a", 5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=5), st.lists(st.integers(0, 1), max_size=6))
 def test_the_longest_prefix_is_found(server: Server, held: list[list[int]], wanted: list[int]) -> None:
     asyncio.run(_longest_prefix(server, held, wanted))

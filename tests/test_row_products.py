@@ -27,7 +27,7 @@ def matrices(seed: int, num_rows: int, outputs: int, inputs: int, dtype: torch.d
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.integers(0, 5 * LANES + 3),
@@ -45,7 +45,7 @@ def test_a_product_is_right(
     torch.testing.assert_close(mine, right.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     cuts=st.lists(st.integers(0, 90), max_size=6),

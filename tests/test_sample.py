@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.draft_probs import normalised
@@ -127,7 +127,6 @@ def test_no_two_rounds_or_places_share_numbers(seed: int, round_: int, index: in
     assert not mine & set(np.concatenate(list(noise)).tolist())
 
 
-@settings(deadline=None)  # the first compiles
 @given(
     st.lists(st.floats(-50, 50) | st.just(-np.inf), min_size=1, max_size=12),
     st.sampled_from([0.0, 0.3, 1.5]),

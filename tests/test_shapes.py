@@ -65,7 +65,7 @@ def worth(forest: tuple[object, ...], acceptance: Acceptance, depth: int = 0) ->
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(acceptances, st.integers(1, 7), st.integers(1, 6))
 def test_no_shape_is_better_than_the_optimal_one(acceptance: Acceptance, nodes: int, levels: int) -> None:
     shape = optimal(acceptance, nodes, levels)
@@ -76,7 +76,6 @@ def test_no_shape_is_better_than_the_optimal_one(acceptance: Acceptance, nodes: 
     assert expected_tokens(shape, acceptance) == pytest.approx(1 + best, rel=1e-12)
 
 
-@settings(deadline=None)
 @given(acceptances, st.integers(1, 80), st.integers(1, 12))
 def test_best_first_is_optimal_for_monotone_vectors(acceptance: Acceptance, nodes: int, levels: int) -> None:
     monotone = smoothed(acceptance)
@@ -168,7 +167,7 @@ def test_the_best_chains_are_within_their_sizes_and_never_beat_the_best_shape(
             assert expected_tokens_of_chains(Chains(num, length), acceptance) <= best + 1e-12
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     acceptances.flatmap(lambda rows: st.sampled_from([rows, smoothed(rows)])),
     st.lists(st.floats(0, 1), min_size=1, max_size=12),

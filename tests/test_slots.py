@@ -52,7 +52,7 @@ def require_spelled(session: HeldSession) -> None:
     assert slot.values[0, : slot.length, 0, 0].tolist() == [-token for token in slot.tokens]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.lists(
         st.tuples(st.sampled_from("ccccrgt"), st.integers(0, 5), st.integers(0, 2), st.integers(1, 120)), max_size=40

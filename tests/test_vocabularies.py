@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import save_model, save_tokenizer
 from fake_draft import VOCAB, FakeModel, grow_call, grow_now, new_engine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from stack import SMALLEST, Stack, stack
 from transformers import AutoModelForCausalLM
@@ -35,7 +35,6 @@ def grown(call: GrowCall) -> Tree:
     return grow_now(new_engine(FakeModel()), call).tree
 
 
-@settings(deadline=None)
 @given(st.data(), st.sampled_from(PLANS), st.integers(2, VOCAB + 4), st.sampled_from([0.0, 0.8]), st.booleans())
 def test_a_draft_guesses_tokens_that_the_target_has_after_any_that_it_has(
     data: st.DataObject, plan: TreePlan, vocab_size: int, temperature: float, is_penalised: bool

@@ -93,7 +93,9 @@ class _Tile(Tile):
         return [row for place in places for row in amx.rows_at(b, place, FLOATS)]
 
 
-def _int8_sums(b: ir.IRBuilder, num_rows: int, words: Any, codes: Any, group: Any, group_bytes: Any) -> list[Any]:
+def _int8_sums(
+    b: ir.IRBuilder, num_rows: int, _count: Any, words: Any, codes: Any, group: Any, group_bytes: Any
+) -> list[Any]:
     """As `bough.model.int8_tiles` has them, of a whole block, whose `codes` have been turned round."""
     room, word_bytes = _room(b, 1), LANES * WORD_BYTES
     scales_end = b.sub(group_bytes, ir.Constant(I64, word_bytes))
@@ -189,7 +191,7 @@ def multiply_int8_by_tiles(rows, codes, num_rows, matrix, begin, end, bias, out)
     _begin()
     for group in range(begin, end):
         for block in range(len(codes)):
-            _int8_tile(rows, codes, block * LANES, matrix, group, bias, out)
+            _int8_tile(rows, codes, block * LANES, LANES, matrix, group, bias, out)
     _end()
 
 

@@ -44,7 +44,9 @@ _WORD = LANES * WORD_BYTES  # bytes from one word of a block, or of a group, to 
 _CODES = LINE // 4 * _WORD  # bytes of a line's codes
 
 
-def _sums(b: ir.IRBuilder, num_rows: int, words: Any, _codes: Any, group: Any, group_bytes: Any) -> list[Any]:
+def _sums(
+    b: ir.IRBuilder, num_rows: int, _count: Any, words: Any, _codes: Any, group: Any, group_bytes: Any
+) -> list[Any]:
     """A vector of sums for each of some rows, the first of which stands at `words`, with a group of outputs."""
     rows, inputs_end = range(num_rows), b.sub(group_bytes, ir.Constant(I64, _WORD))
 
@@ -90,13 +92,16 @@ def _sums(b: ir.IRBuilder, num_rows: int, words: Any, _codes: Any, group: Any, g
     return [b.fmul(total, scales_of_outputs) for total in line_totals]
 
 
-def _sums_by_twos(b: ir.IRBuilder, num_rows: int, words: Any, _codes: Any, group: Any, group_bytes: Any) -> list[Any]:
+def _sums_by_twos(
+    b: ir.IRBuilder, num_rows: int, count: Any, words: Any, _codes: Any, group: Any, group_bytes: Any
+) -> list[Any]:
     """As `_sums`, where products are added by twos: a part of a line's in 16 bits, and one row after another.
 
-    A part of the matrix stays in registers for all rows, whose sums are put aside.
+    A part of the matrix stays in registers for all rows, whose sums are put aside. Of rows that do not count the sums
+    are 0.
     """
     sums, totals = (cgutils.alloca_once(b, kind, num_rows) for kind in (WORDS, FLOATS))
-    inputs_end, count = b.sub(group_bytes, ir.Constant(I64, _WORD)), ir.Constant(I64, num_rows)
+    inputs_end = b.sub(group_bytes, ir.Constant(I64, _WORD))
 
     def times(number: Any, size: int) -> Any:
         return b.mul(number, ir.Constant(I64, size))
@@ -124,14 +129,14 @@ def _sums_by_twos(b: ir.IRBuilder, num_rows: int, words: Any, _codes: Any, group
                 scale, before = lanes(of_row, LINE // 4, ir.FloatType()), b.load(own_total, typ=FLOATS)
                 b.store(multiply_add(b, before, b.sitofp(added, FLOATS), scale), own_total)
 
-    with cgutils.for_range(b, count) as row:
-        b.store(ir.Constant(FLOATS, [0.0] * LANES), at(b, totals, times(row.index, _WORD)))
+    places = spaced(b, totals, ir.Constant(I64, _WORD), num_rows)
+    for place in places:
+        b.store(ir.Constant(FLOATS, [0.0] * LANES), place)
     with cgutils.for_range(b, b.udiv(inputs_end, ir.Constant(I64, _CODES))) as line:
         begin, row_begin = at(b, group, times(line.index, _CODES)), at(b, words, times(line.index, LINE_WORDS * _WORD))
         for part in range(PARTS):
             add_part(part, begin, row_begin)
     scales_of_outputs = b.load(at(b, group, inputs_end), typ=FLOATS, align=4)
-    places = spaced(b, totals, ir.Constant(I64, _WORD), num_rows)
     return [b.fmul(b.load(place, typ=FLOATS), scales_of_outputs) for place in places]
 
 
@@ -152,11 +157,12 @@ def _add_lanes(b: ir.IRBuilder, sums: Sequence[Any], out: Any) -> None:
 def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
     """A function that compiled code may call: some rows with one group of outputs; see `multiply_int8`.
 
-    `codes` are what `sums_of` wants of the rows beside themselves, of the block where they stand.
+    `codes` are what `sums_of` wants of the rows beside themselves, of the block where they stand. No more than the
+    first `count` of them need be computed.
     """
 
-    def tile(_context, rows, codes, row, matrix, group, bias, out):  # type: ignore[no-untyped-def]
-        signature = numba.types.void(rows, codes, row, matrix, group, bias, out)
+    def tile(_context, rows, codes, row, count, matrix, group, bias, out):  # type: ignore[no-untyped-def]
+        signature = numba.types.void(rows, codes, row, count, matrix, group, bias, out)
 
         def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
             def array(place: int) -> tuple[Any, list[Any]]:
@@ -166,21 +172,22 @@ def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
             def entry(begin: Any, stride: Any, index: Any) -> Any:
                 return at(builder, begin, builder.mul(stride, index))
 
-            _, _, row, _, group, _, _ = values
+            _, _, row, count, _, group, _, _ = values
             lanes = ir.Constant(I64, LANES)
             block, lane = builder.udiv(row, lanes), builder.urem(row, lanes)
             lane_bytes = builder.mul(lane, ir.Constant(I64, WORD_BYTES))
-            (words, (block_bytes, *_)), (more, (more_bytes, *_)), (groups, (group_bytes, *_)) = map(array, (0, 1, 3))
+            (words, (block_bytes, *_)), (more, (more_bytes, *_)), (groups, (group_bytes, *_)) = map(array, (0, 1, 4))
             first = at(builder, entry(words, block_bytes, block), lane_bytes)
             of_block = entry(more, more_bytes, block)
-            sums = sums_of(builder, num_rows, first, of_block, entry(groups, group_bytes, group), group_bytes)
-            result, steps = array(6)
+            of_group = entry(groups, group_bytes, group)
+            sums = sums_of(builder, num_rows, count, first, of_block, of_group, group_bytes)
+            result, steps = array(7)
             output = builder.mul(group, lanes)
-            if signature.args[6].ndim == 3:
+            if signature.args[7].ndim == 3:
                 begin = entry(entry(result, steps[0], block), steps[1], output)
                 _add_lanes(builder, sums, at(builder, begin, lane_bytes))
             else:
-                added, (float_bytes,) = array(5)
+                added, (float_bytes,) = array(6)
                 begin = entry(entry(result, steps[0], row), steps[1], output)
                 _put_rows(builder, sums, entry(added, float_bytes, output), begin, steps[0])
             return context.get_dummy_value()
@@ -192,28 +199,29 @@ def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
 
 # Registers hold a line's sums of so many rows, beside what they are made of; those of lines before are put aside.
 # A tile reads its group once: the more rows it has, the less it asks of memory, and of the caches for each product.
-# By twos, no sums stay there, and a whole block of rows can be computed at once.
+# By twos, no sums stay there, and a whole block of rows can be computed at once, or as many of it as there are.
 _MOST_ROWS = NUM_VECTORS // 2
 _tile_1, _tile_2, _tile_4, _tile_8 = map(tile_of, (1, 2, 4, 8))
 _tile_16 = tile_of(LANES, _sums_by_twos if ADDS_TWOS else _sums)
+_HAS_16, _MOST_WITHOUT = ADDS_TWOS or _MOST_ROWS >= LANES, 4 if ADDS_TWOS else 12  # rows for which others are faster
 
 
 @compiled
 def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: ignore[no-untyped-def]
     """Some of the rows from `row` on, or all that are left; how many."""
-    if (_MOST_ROWS >= LANES or ADDS_TWOS) and num_left > 12:
-        _tile_16(rows, rows, row, matrix, group, bias, out)
+    if _HAS_16 and num_left > _MOST_WITHOUT:
+        _tile_16(rows, rows, row, min(num_left, LANES), matrix, group, bias, out)
         return 16
     if _MOST_ROWS >= 8 and num_left > 4:
-        _tile_8(rows, rows, row, matrix, group, bias, out)
+        _tile_8(rows, rows, row, 8, matrix, group, bias, out)
         return 8
     if num_left > 2:
-        _tile_4(rows, rows, row, matrix, group, bias, out)
+        _tile_4(rows, rows, row, 4, matrix, group, bias, out)
         return 4
     if num_left > 1:
-        _tile_2(rows, rows, row, matrix, group, bias, out)
+        _tile_2(rows, rows, row, 2, matrix, group, bias, out)
         return 2
-    _tile_1(rows, rows, row, matrix, group, bias, out)
+    _tile_1(rows, rows, row, 1, matrix, group, bias, out)
     return 1
 
 
