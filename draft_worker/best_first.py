@@ -17,9 +17,8 @@ class BestFirstGrower:
     """Expands the best nodes first (SpecExec, arXiv 2406.02532, section 4.2 and algorithm 2).
 
     Each draft step expands the `width` best open nodes by the log-probability of their paths; the `budget` best nodes
-    are the tree. Ends when no open node is among them, after `depth` steps, or where a step cannot be worth its price:
-    it adds at most as many expected tokens as the nodes that it expands are probable. A node has at most `branch`
-    children, one with a token in `closed` none.
+    are the tree. Ends when no open node is among them, after `depth` steps, or where a step cannot be worth its price.
+    A node has at most `branch` children, one with a token in `closed` none.
     """
 
     def __init__(self, root_token: int, limits: BestFirst, branch: int, closed: NDArray[np.int32]) -> None:
@@ -39,9 +38,9 @@ class BestFirstGrower:
         if self._limits.budget == 1 or self._num_steps == self._limits.depth:
             return NO_NODES
         scores = self.tree.scores[: self.tree.num_nodes]
-        best: NDArray[np.intp] = _best_open(scores, self._is_open, self._limits.budget, self._width)
-        price = self._limits.step_price
-        return best if price <= 0 or np.exp(scores[best]).sum() >= price else NO_NODES
+        best: NDArray[np.intp]
+        best, gain = _best_open(scores, self._is_open, self._limits.budget, self._width)
+        return best if gain >= self._limits.step_price else NO_NODES
 
     def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
         """Adds the children whose score could still be among the best."""
@@ -66,9 +65,15 @@ def _largest(scores, number):  # type: ignore[no-untyped-def]
 
 @compiled
 def _best_open(scores, is_open, budget, width):  # type: ignore[no-untyped-def]
-    """Open nodes, ascending. One that is no better than the `budget`-th best cannot have children in the tree."""
-    nodes = np.flatnonzero(is_open[: len(scores)] & (scores > _largest(scores, budget)))
-    return np.sort(nodes[np.argsort(-scores[nodes], kind="mergesort")[:width]])  # of equals the first
+    """Open nodes, ascending, and how many expected tokens it can add at most to expand them.
+
+    One that is no better than the `budget`-th best cannot have children in the tree. All children of another are
+    together no more probable than it, and each takes the place of a node that is no less probable than that last one.
+    """
+    last = _largest(scores, budget)
+    nodes = np.flatnonzero(is_open[: len(scores)] & (scores > last))
+    nodes = np.sort(nodes[np.argsort(-scores[nodes], kind="mergesort")[:width]])  # of equals the first
+    return nodes, (np.exp(scores[nodes]) - np.exp(last)).sum()
 
 
 @compiled

@@ -83,6 +83,17 @@ def test_nothing_is_grown_that_is_not_worth_its_price(
     assert len(grower.finished()) > 1 or step_price > 1
 
 
+def test_a_step_is_worth_what_it_can_add_to_a_full_tree() -> None:
+    """Children take the place of nodes that are there already."""
+    limits = BestFirst(budget=4, width=1, depth=9)
+    grower = best_first(limits)
+    grower.take(grower.frontier(), Candidates(np.arange(4)[None], np.log(np.float32([[0.4, 0.3, 0.2, 0.1]]))))
+    open_node, last = 0.4, 0.2
+    for step_price, is_made in ((0.99 * (open_node - last), True), (1.01 * (open_node - last), False)):
+        grower._limits = limits._replace(step_price=step_price)
+        assert (len(grower.frontier()) > 0) is is_made
+
+
 def path_to(grower: Grower, node: int) -> list[int]:
     path = [node]
     while (parent := int(grower.tree.parents[path[-1]])) >= 0:
