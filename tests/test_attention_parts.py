@@ -62,7 +62,8 @@ def test_nothing_is_read_beyond_keys_and_values(kind: torch.dtype) -> None:
     queries, every = random_numbers(2, 3, WIDTH).to(kind), list(range(21))
     assert (scores_of(queries, guarded, every) == scores_of(queries, numbers(rows), every)).all()
     weights = random_numbers(3, 3, 21).float()
-    assert (weighed(weights, guarded, every, 21) == weighed(weights, numbers(rows), every, 21)).all()
+    for num_first in (0, 21):
+        assert (weighed(weights, guarded, every, num_first) == weighed(weights, numbers(rows), every, num_first)).all()
 
 
 def weighed(weights: torch.Tensor, values: np.ndarray, kept: list[int], num_first: int) -> np.ndarray:

@@ -15,7 +15,8 @@ from bough.model.vectors import has_feature
 HERE = Path(__file__).parent
 FEATURES = "sse sse2 sse3 ssse3 sse4.1 sse4.2 popcnt avx avx2 fma f16c bmi bmi2 lzcnt movbe"
 IN_8_BITS = "test_int8.py::test_products_of_any_number_of_rows"
-TESTS = {"": ["test_row_products.py", "test_project.py", IN_8_BITS], "avxvnni": [IN_8_BITS]}
+IN_16_BITS = ["test_row_products.py", "test_project.py", "test_attention_parts.py"]
+TESTS = {"": [*IN_16_BITS, IN_8_BITS], "avxvnni": [IN_8_BITS]}
 
 
 @pytest.mark.skipif(not has_feature("avx512f"), reason="this processor runs the other tests with the same instructions")

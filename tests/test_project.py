@@ -1,4 +1,4 @@
-"""Products by all threads, of many rows and of few, into rows and into lanes; weighted sums of values."""
+"""Products by all threads, of many rows and of few, into rows and into lanes."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _turn_keys(_context, keys, kept, first, into):  # type: ignore[no-untyped-de
 
 
 def _score_rows(_context, numbers, asked, row, scores, block, key, lane):  # type: ignore[no-untyped-def]
-    """Of ROWS rows of `asked` with GROUP keys, onto scores from [block, key, lane] on."""
+    """Puts products of ROWS rows of `asked` with GROUP keys, into scores from [block, key, lane] on."""
 
     def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
         b, (_, _, row, _, block, key, lane) = builder, values

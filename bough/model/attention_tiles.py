@@ -87,9 +87,10 @@ def lanes_of(num_rows):  # type: ignore[no-untyped-def]
 
 @compiled
 def weigh_scores(scores, scale, softcap, sinks, totals):  # type: ignore[no-untyped-def]
-    """Scores (keys, lanes) become weights, which are added to `totals` (lanes,), key by key.
+    """Scores (keys, lanes) become weights; `totals` (lanes,) takes their sums, key by key after the sinks' weights.
 
-    Keys in whole GROUPs, lanes of `lanes_of`. Sinks (LANES,), the same for every key that a vector has, weigh along.
+    Scores one after another in memory, keys in whole GROUPs, lanes of `lanes_of`. Sinks (LANES,), the same for every
+    key that a vector has, weigh along.
     """
     flat, lanes = scores.reshape(scores.size), scores.shape[1]
     peak, factor, peaks = load(sinks, 0), all_lanes(scale), np.empty(LANES, np.float32)
@@ -201,8 +202,8 @@ def weigh_values(weights, values, kept, num_first, num_keys, num_rows, out):  # 
     """out = weights times the values that are `kept`, key by key: where a weight is 0, nothing changes.
 
     weights (blocks, keys, lanes) float32; values (rows, dimensions), float32 or bfloat16's bits, in whole WIDTHs; out
-    (rows in whole blocks, dimensions) float32. `kept` names `num_keys` rows, the `num_first` first of which are
-    neighbours.
+    (rows in whole blocks, dimensions) float32. `kept` names `num_keys` rows, one at least, the `num_first` first of
+    which are neighbours.
     """
     lanes = weights.shape[2]
     for begin in range(0, num_rows, _MANY):

@@ -158,7 +158,7 @@ def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
     """A function that compiled code may call: some rows with one group of outputs; see `multiply_int8`.
 
     `codes` are what `sums_of` wants of the rows beside themselves, of the block where they stand. No more than the
-    first `count` of them need be computed.
+    first `count` of the rows need be computed.
     """
 
     def tile(_context, rows, codes, row, count, matrix, group, bias, out):  # type: ignore[no-untyped-def]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from bough.model.batch import Piece
 
-SPAN_ROWS = 16  # rows that attend together: whatever the number of heads, lanes are then full
+SPAN_ROWS = 16  # rows that attend together: all lanes are then full, whatever the number of heads
 
 
 class Place(NamedTuple):
