@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_project import before_a_wall, random_numbers, words_of
 
 from bough.model.attention_scores import KEYS_AHEAD, ROWS, WIDTH, put_scores, rows_of, whole
 from bough.model.attention_tiles import lanes_of, weigh_scores, weigh_values
 from bough.model.row_products import numbers
 from bough.model.tiles import GROUP
 from bough.model.vectors import LANES
-from tests.test_project import before_a_wall, random_numbers, words_of
 
 KINDS = pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 

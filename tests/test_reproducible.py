@@ -203,16 +203,17 @@ def test_a_tree_sweep_equals_generate(family: str, tmp_path: Path) -> None:
     assert [int(logits[node].argmax()) for node in tree.path(spine)] == wanted
 
 
+@pytest.mark.parametrize("head_dim", [16, 64])  # whose keys and values are copied, and read where they stand
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 5.0), (70, 5.0)])
-def test_the_kernel_equals_attention_by_mask(window: int, softcap: float, has_sinks: bool) -> None:
+def test_the_kernel_equals_attention_by_mask(window: int, softcap: float, has_sinks: bool, head_dim: int) -> None:
     rng = np.random.default_rng(3)
     torch.manual_seed(3)
     tree = random_tree(rng, 30, root=1)
-    keys, values = torch.randn(160, 2, 16), torch.randn(160, 2, 16)
+    keys, values = torch.randn(160, 2, head_dim), torch.randn(160, 2, head_dim)
     slot = KVSlot.__new__(KVSlot)
     piece = Piece(0, Segment.tree(slot, 100, tree))
-    queries = torch.randn(30, 6, 16)
+    queries = torch.randn(30, 6, head_dim)
     sinks = torch.randn(6) if has_sinks else None
     mine = attend_on_cpu(queries, keys, values, piece, 0.25, window, softcap, sinks)
     theirs = attend_by_mask(queries, keys, values, PathArrays.of([piece], [0]).on(CPU), 0.25, window, softcap, sinks)

@@ -41,7 +41,8 @@ from bough.model.vectors import (
 ROWS = min(8, NUM_VECTORS // 2)
 WIDTH = 2 * LANES  # dimensions of a head that are turned together: whole lines, and as many numbers as are unrolled
 KEYS_AHEAD = GROUP  # that are fetched: those of a head stand apart, where no processor looks for more of them
-_SHORT_WORDS, _VECTOR = ir.VectorType(I32, SHORT), LANES * WORD_BYTES
+INDEX_BYTES = 8  # of a number of a row
+_SHORT_WORDS, _VECTOR_BYTES = ir.VectorType(I32, SHORT), LANES * WORD_BYTES
 _UNROLLED = 4  # numbers of a row at a time: a row has whole lines of them
 
 
@@ -55,36 +56,36 @@ def _turn_keys(_context, keys, kept, first, into):  # type: ignore[no-untyped-de
         b = builder
         arrays = (array_of(context, b, signature.args[place], values[place]) for place in (0, 1, 3))
         (begin, (key_bytes, number_bytes), (_, num_numbers)), (order, _, _), (out, _, _) = arrays
-        lines_bytes = b.mul(number_bytes, num_numbers)
+        length = b.mul(number_bytes, num_numbers)
         is_widened = signature.args[0].dtype == numba.types.uint16 and not multiplies_pairs()
 
         def key_of(index: Any) -> Any:
-            place = at(b, order, b.mul(b.add(values[2], index), ir.Constant(I64, 8)))
-            return at(b, begin, b.mul(b.load(place, typ=I64, align=8), key_bytes))
+            place = at(b, order, b.mul(b.add(values[2], index), ir.Constant(I64, INDEX_BYTES)))
+            return at(b, begin, b.mul(b.load(place, typ=I64, align=INDEX_BYTES), key_bytes))
 
         with cgutils.for_range(b, ir.Constant(I64, GROUP)) as key:
             ahead = key_of(b.add(key.index, ir.Constant(I64, KEYS_AHEAD)))
             line_bytes = ir.Constant(I64, LINE_BYTES)
-            with cgutils.for_range_slice(b, ir.Constant(I64, 0), lines_bytes, line_bytes) as (line, _):
+            with cgutils.for_range_slice(b, ir.Constant(I64, 0), length, line_bytes) as (line, _):
                 prefetch(b, at(b, ahead, line), FIRST_LEVEL)
         keys = [key_of(ir.Constant(I64, index)) for index in range(GROUP)]
         step = ir.Constant(I64, SHORT * WORD_BYTES)
-        with cgutils.for_range_slice(b, ir.Constant(I64, 0), lines_bytes, step) as (offset, _):
-            lines = [b.load(at(b, key, offset), typ=_SHORT_WORDS, align=2) for key in keys]
-            words = zip(turned(b, lines[:SHORT]), turned(b, lines[SHORT:]), strict=True)
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), length, step) as (offset, _):
+            pieces = [b.load(at(b, key, offset), typ=_SHORT_WORDS, align=2) for key in keys]
+            words = zip(turned(b, pieces[:SHORT]), turned(b, pieces[SHORT:]), strict=True)
             vectors = [shuffled(b, low, high, range(LANES)) for low, high in words]
             if is_widened:
                 vectors = [part for vector in vectors for part in widened(b, vector)]
-            here = at(b, out, b.mul(offset, ir.Constant(I64, len(vectors) * _VECTOR // (SHORT * WORD_BYTES))))
+            here = at(b, out, b.mul(offset, ir.Constant(I64, len(vectors) * _VECTOR_BYTES // (SHORT * WORD_BYTES))))
             for index, vector in enumerate(vectors):
-                store(b, vector, at(b, here, ir.Constant(I64, index * _VECTOR)))
+                store(b, vector, at(b, here, ir.Constant(I64, index * _VECTOR_BYTES)))
         return context.get_dummy_value()
 
     return numba.types.void(keys, kept, first, into), codegen
 
 
 def _score_rows(_context, numbers, asked, row, scores, block, key, lane):  # type: ignore[no-untyped-def]
-    """Puts products of ROWS rows of `asked` with GROUP keys, into scores from [block, key, lane] on."""
+    """Puts products of ROWS rows of `asked` with GROUP keys into scores from [block, key, lane] on."""
 
     def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
         b, (_, _, row, _, block, key, lane) = builder, values
@@ -97,9 +98,9 @@ def _score_rows(_context, numbers, asked, row, scores, block, key, lane):  # typ
             b.store(ir.Constant(FLOATS, [0.0] * LANES), sums)
         step = ir.Constant(I64, _UNROLLED)
         with cgutils.for_range_slice(b, ir.Constant(I64, 0), num_numbers, step) as (begin, _):
-            line = at(b, keys, b.mul(begin, ir.Constant(I64, _VECTOR)))
+            line = at(b, keys, b.mul(begin, ir.Constant(I64, _VECTOR_BYTES)))
             for index in range(_UNROLLED):
-                own = b.load(at(b, line, ir.Constant(I64, index * _VECTOR)), typ=FLOATS, align=4)
+                own = b.load(at(b, line, ir.Constant(I64, index * _VECTOR_BYTES)), typ=FLOATS, align=4)
                 offset = b.mul(b.add(begin, ir.Constant(I64, index)), ir.Constant(I64, WORD_BYTES))
                 for query, sums in zip(queries, held, strict=True):
                     number = splat(b, b.load(at(b, query, offset), typ=I32, align=4))

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from bough.model.attention_scores import KEYS_AHEAD, ROWS
+from bough.model.attention_scores import INDEX_BYTES, KEYS_AHEAD, ROWS
 from bough.model.lanes import all_lanes, larger, load
 from bough.model.lanes import exp_below_zero as exp
 from bough.model.lanes import store as put
@@ -40,7 +40,7 @@ from bough.model.vectors import (
 
 _LENGTH = LANES if NUM_VECTORS > 16 else SHORT  # of one register
 _SUMS = ir.VectorType(ir.FloatType(), _LENGTH)
-_WIDTH = 2 * _LENGTH  # dimensions of a head that are computed together
+_COLUMNS = 2 * _LENGTH  # dimensions of a head that are computed together
 _MANY = ROWS  # and rows, whose sums are half of what registers hold
 _FEW = _MANY // 2  # of one token few heads share their keys
 
@@ -119,7 +119,7 @@ def weigh_scores(scores, scale, softcap, sinks, totals):  # type: ignore[no-unty
 
 
 class _Pair:
-    """How the code has _WIDTH numbers in two vectors: those of bfloat16, which come by twos, in even and odd places."""
+    """_COLUMNS numbers in two vectors: those of bfloat16, which come by twos, are in even and odd places."""
 
     def __init__(self, builder: ir.IRBuilder, is_bf16: bool) -> None:
         self._builder, self._is_bf16 = builder, is_bf16
@@ -137,7 +137,7 @@ class _Pair:
         """Into float32 in memory, in their order."""
         b = self._builder
         if self._is_bf16:
-            by_turns = [place for pair in zip(range(_LENGTH), range(_LENGTH, _WIDTH), strict=True) for place in pair]
+            by_turns = [place for pair in zip(range(_LENGTH), range(_LENGTH, _COLUMNS), strict=True) for place in pair]
             halves = by_turns[:_LENGTH], by_turns[_LENGTH:]
             first, second = (shuffled(b, first, second, half) for half in halves)
         store(b, first, address)
@@ -145,7 +145,7 @@ class _Pair:
 
 
 def _tile_of(num_rows: int) -> Any:
-    """A function that compiled code may call: as many rows by _WIDTH, from a block's row and a column on."""
+    """A function that compiled code may call: as many rows by _COLUMNS, from a block's row and a column on."""
 
     def tile(_context, weights, block, row, values, column, kept, num_first, num_keys, out):  # type: ignore[no-untyped-def]
         types = weights, block, row, values, column, kept, num_first, num_keys, out
@@ -178,14 +178,14 @@ def _weigh_keys(num_rows: int, context: Any, builder: ir.IRBuilder, signature: A
                 b.store(multiply_add(b, b.load(sums), some, splat(b, weight, _LENGTH)), sums)
 
     order = arrays[5][0]
-    first = at(b, values, b.mul(b.load(order, typ=I64, align=8), value_steps[0]))
+    first = at(b, values, b.mul(b.load(order, typ=I64, align=INDEX_BYTES), value_steps[0]))
     with cgutils.for_range(b, num_first) as key:
         here = at(b, first, b.mul(key.index, value_steps[0]))
         prefetch(b, at(b, here, b.mul(number(KEYS_AHEAD), value_steps[0])), FIRST_LEVEL)
         add_key(key.index, here)
     with cgutils.for_range(b, b.sub(num_keys, num_first)) as key:
         which = b.add(num_first, key.index)
-        place = b.load(at(b, order, b.mul(which, number(8))), typ=I64, align=8)
+        place = b.load(at(b, order, b.mul(which, number(INDEX_BYTES))), typ=I64, align=INDEX_BYTES)
         add_key(which, at(b, values, b.mul(place, value_steps[0])))
     out, (row_bytes, _), _ = arrays[8]
     out = at(b, at(b, out, b.mul(b.add(b.mul(block, lanes), row), row_bytes)), b.mul(column, number(WORD_BYTES)))
@@ -201,13 +201,13 @@ _weigh, _weigh_few = map(_tile_of, (_MANY, _FEW))
 def weigh_values(weights, values, kept, num_first, num_keys, num_rows, out):  # type: ignore[no-untyped-def]
     """out = weights times the values that are `kept`, key by key: where a weight is 0, nothing changes.
 
-    weights (blocks, keys, lanes) float32; values (rows, dimensions), float32 or bfloat16's bits, in whole WIDTHs; out
-    (rows in whole blocks, dimensions) float32. `kept` names `num_keys` rows, one at least, the `num_first` first of
-    which are neighbours.
+    weights (blocks, keys, lanes) float32; values (rows, dimensions), float32 or bfloat16's bits, dimensions in whole
+    _COLUMNS; out (rows in whole blocks, dimensions) float32. `kept` names `num_keys` rows, one at least, the
+    `num_first` first of which are neighbours.
     """
     lanes = weights.shape[2]
     for begin in range(0, num_rows, _MANY):
-        for column in range(0, values.shape[1], _WIDTH):
+        for column in range(0, values.shape[1], _COLUMNS):
             if num_rows - begin <= _FEW:
                 _weigh_few(weights, begin // lanes, begin % lanes, values, column, kept, num_first, num_keys, out)
             else:
