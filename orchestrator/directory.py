@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 SWEEP_SECONDS = 5.0  # between two tidyings of the index
+FIRST_LOOK_SECONDS = 3.0  # that a start waits for the workers already there to say what they are
 FIRST_PAUSE_SECONDS = 1.0  # after a fault a worker is left alone for so long,
 LONGEST_PAUSE_SECONDS = 30.0  # then twice as long each time
 
@@ -85,13 +86,20 @@ class Directory:
         self._targets: dict[str, Known[TargetClient]] = {}
         self._drafts: dict[str, Known[DraftClient]] = {}
         self._next_sweep = 0.0  # seconds on the monotonic clock
-        self._meetings: dict[str, asyncio.Task[None]] = {}  # with workers that are new, by id
+        self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # with workers that are new, by kind and id
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Polls the index for as long as the block runs."""
-        task = asyncio.create_task(self._poll())
+        """Polls the index for as long as the block runs.
+
+        Who is there already has been met when it begins: a process that has just started does not turn away its first
+        request. One that does not answer is met later, beside the others' requests.
+        """
+        task = asyncio.create_task(self._poll(looked := asyncio.Event()))
         try:
+            await looked.wait()
+            if self._meetings:
+                await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
             yield
         finally:
             await end(task)
@@ -173,14 +181,16 @@ class Directory:
         if self.index_problem:
             return f"no target worker is known, and {self.index_problem}"
         problems = [f"{k.record.worker_id}: {k.problem or 'does not answer'}" for k in self._targets.values()]
+        problems += [f"{name}: has not said yet what it serves" for kind, name in self._meetings if kind == "target"]
         return "no target worker can be used: " + ("; ".join(problems) or "none is registered in the index")
 
-    async def _poll(self) -> None:
+    async def _poll(self, looked: asyncio.Event) -> None:
         while True:
             try:
                 await self._refresh()
             except Exception:  # whatever a worker or the index has made it stumble over, it goes on looking
                 logger.exception("the list of workers could not be refreshed")
+            looked.set()
             await asyncio.sleep(POLL_SECONDS)
 
     async def _refresh(self) -> None:
@@ -212,10 +222,9 @@ class Directory:
             known.last_listed = time.monotonic()
             if known.record.address == record.address:
                 known.record = record
-        elif record.worker_id not in self._meetings:
-            meeting = asyncio.create_task(self._meet(record))
-            self._meetings[record.worker_id] = meeting
-            meeting.add_done_callback(lambda _: self._meetings.pop(record.worker_id))
+        elif (key := (record.kind, record.worker_id)) not in self._meetings:
+            self._meetings[key] = asyncio.create_task(self._meet(record))
+            self._meetings[key].add_done_callback(lambda _: self._meetings.pop(key))
 
     async def _meet(self, record: WorkerRecord) -> None:
         """A new worker is asked what it is; who had its address before has left it."""

@@ -1,4 +1,4 @@
-"""How long a worker is left alone after faults."""
+"""Which workers are known, from the first moment on, and how long one is left alone after faults."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_fleet import Fleet
+from fake_fleet import FakeTarget, Fleet
 
+from bough.errors import Unavailable
 from bough.messages import WorkerInfo
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad, WorkerRecord
-from orchestrator.directory import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Known
+from orchestrator import directory as module
+from orchestrator.directory import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Directory, Known
 
 
 @pytest.fixture
@@ -65,3 +67,31 @@ async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fl
                     await fakes.registry.register(WorkerRecord("target", worker_id, there, load))
                 await asyncio.sleep(0.05)
         assert directory.target(preferred_id=busy).record.address == address
+
+
+async def test_who_is_there_already_is_known_from_the_start(fakes: Fleet) -> None:
+    """Otherwise an orchestrator just started would send its first requests away for want of a target."""
+    await fakes.target("early")
+    directory = Directory(fakes.registry)
+    async with directory.running():
+        assert directory.target().record.worker_id == "early"
+
+
+async def test_a_worker_that_does_not_answer_holds_up_no_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 0.1)
+    patient = asyncio.Event()
+
+    class Silent(FakeTarget):
+        async def GetServerInfo(self, request: object, context: object) -> object:
+            await patient.wait()
+            return await super().GetServerInfo(request, context)
+
+    await fakes.worker(Silent("silent", fakes.tokenizer))
+    directory = Directory(fakes.registry)
+    async with directory.running(), asyncio.timeout(10):
+        with pytest.raises(Unavailable, match="no target worker can be used: silent: has not said yet"):
+            directory.target()
+        patient.set()
+        while not directory.has_target:
+            await asyncio.sleep(0.02)
+        assert directory.target().record.worker_id == "silent"

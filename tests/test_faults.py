@@ -145,6 +145,9 @@ async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_kill
     await registry.close()
     addresses.remove(cluster.address)
     assert not victim.has_ended()
+    async with asyncio.timeout(20), Client(*addresses) as new:
+        while not await is_whole(new):
+            await asyncio.sleep(0.1)
     async with Client(*addresses, cluster.address) as client:
         undisturbed, _ = await run(client, LONG, 0, None)
         assert client.address == addresses[0]
