@@ -48,6 +48,9 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "bos_token_id": None,  # of which defaults would be no tokens of so few
+    "eos_token_id": None,
+    "pad_token_id": None,
 }
 SMALL = LlamaConfig(**SIZES), Olmo2Config(**SIZES)  # layers that are compiled whole, and attention alone
 PACKED_BITS = (4, 8)
