@@ -85,6 +85,12 @@ class DraftConfig(WorkerConfig):
         "Llama's build",
     )
     branch: int = setting(16, parse_count, "most children of a node")
+    sharpness: float = setting(
+        0.0,
+        number(float, 0, 4),
+        "power of the draft's own probabilities by which guesses are judged: 1 takes them as they are, 0 learns it "
+        "from what the target says",
+    )
     ahead_steps: int = setting(
         -1,
         number(int, -1),

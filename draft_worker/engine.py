@@ -29,6 +29,7 @@ from draft_worker.job import Job, Stepping
 from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS
 from draft_worker.shaped import grower_for
+from draft_worker.sharpness import Sharpnesses
 from draft_worker.top import largest
 
 logger = logging.getLogger(__name__)
@@ -87,10 +88,11 @@ class Engine:
         branch: int,
         pool: SessionPool,
         ahead_steps: int,
+        sharpnesses: Sharpnesses,
     ) -> None:
         """`ahead_steps`: at most so many draft steps between two calls of a session, 0 for none."""
         self._model, self._vocab_size, self._branch = model, vocab_size, branch
-        self.pool, self._ahead_steps = pool, ahead_steps
+        self.pool, self._ahead_steps, self.sharpnesses = pool, ahead_steps, sharpnesses
         self._running: dict[str, _Running] = {}
         self._waiting: deque[Request] = deque()  # while every session that there is room for has a tree growing
         self._ahead: OrderedDict[str, Ahead] = OrderedDict()
@@ -124,9 +126,8 @@ class Engine:
             if session is None:
                 self._waiting.append(request)
                 return
-            running = _Running(
-                request, Job(session, request.call, self._branch, self._vocab_size, request.arrived_ns), began_ns
-            )
+            job = Job(session, request.call, self._branch, self._vocab_size, self.sharpnesses, request.arrived_ns)
+            running = _Running(request, job, began_ns)
             self.pool.borrow(session)
         except Exception as exc:
             settle(request.future, exc)

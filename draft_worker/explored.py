@@ -15,6 +15,7 @@ from bough.model.batch import Segment
 from bough.model.kv import KVSlot
 from draft_worker import links
 from draft_worker.grow import Candidates
+from draft_worker.sharpness import sharpened
 
 ROOM, LEVELS = 64, 8  # expansions, and levels of them, that there is room for from the first on
 
@@ -34,6 +35,7 @@ class Explored:
     def __init__(self, base: int) -> None:
         """`base` is the slot row of the root."""
         self.base = base
+        self.power = 1.0  # of the draft's probabilities (`draft_worker.sharpness`)
         self._num, self._num_levels = 0, 0  # of what the arrays hold; they have room to spare
         self._tokens, self._parents, self._depths, self._following = (np.zeros(ROOM, np.int32) for _ in range(4))
         self._first = np.zeros(1 + ROOM, np.int32)  # this and `_following` as `draft_worker.links` has them
@@ -107,9 +109,14 @@ class Explored:
         for held, own in zip(self._candidates, candidates, strict=True):
             held[new] = own
 
-    def following(self, expansions: NDArray[np.int32]) -> Candidates:
-        """What may follow these."""
+    def learnt(self, expansions: NDArray[np.int32]) -> Candidates:
+        """What the draft has said may follow these."""
         return Candidates(self._candidates.tokens[expansions], self._candidates.log_probs[expansions])
+
+    def following(self, expansions: NDArray[np.int32]) -> Candidates:
+        """What may follow these, and how surely."""
+        said = self.learnt(expansions)
+        return Candidates(said.tokens, sharpened(said.log_probs, self.power))
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """Expansions along these tokens from the root down, as far as there are any."""
@@ -127,7 +134,7 @@ class Explored:
         parents = np.where(kept == expansion, -1, new_number[np.maximum(self._parents[kept], 0)]).astype(np.int32)
         explored = Explored(base)
         wanted = explored.wanted(parents, self._tokens[kept], self._num_levels - depth)
-        explored.learn(wanted, self.following(kept))
+        explored.learn(wanted, self.learnt(kept))
         return explored, kept
 
 

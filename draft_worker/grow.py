@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -48,6 +50,17 @@ class GrowingTree:
         _append(*held, new.start, parents, tokens, log_probs)
         self.num_nodes = new.stop
         return np.arange(new.start, new.stop)
+
+    def expanded_along(self, tokens: Sequence[int]) -> list[int]:
+        """Expansions of the root and of the nodes along these tokens below it, as far as they were expanded."""
+        parents, held = self.parents[: self.num_nodes], self.tokens[: self.num_nodes]
+        path = [0]
+        for token in tokens:
+            below = np.flatnonzero((parents == path[-1]) & (held == token))
+            if len(below) == 0:
+                break
+            path.append(int(below[0]))
+        return [*takewhile(lambda expansion: expansion >= 0, self.expansions[path].tolist())]
 
     def tree(self) -> Tree:
         """All nodes."""

@@ -18,6 +18,7 @@ from draft_worker.explored import Wanted
 from draft_worker.guess import Guessing
 from draft_worker.session import DraftSession
 from draft_worker.shaped import grower_for
+from draft_worker.sharpness import Sharpnesses
 from draft_worker.walk import Walk
 
 
@@ -46,7 +47,15 @@ class Stepping(Protocol):
 class Job:
     """Grows the tree of one call."""
 
-    def __init__(self, session: DraftSession, call: GrowCall, branch: int, vocab_size: int, arrived_ns: int) -> None:
+    def __init__(
+        self,
+        session: DraftSession,
+        call: GrowCall,
+        branch: int,
+        vocab_size: int,
+        sharpnesses: Sharpnesses,
+        arrived_ns: int,
+    ) -> None:
         """Raises InvalidRequest or PrefixMissing."""
         self.session, self.call = session, call
         growth = call.plan.growth
@@ -54,7 +63,9 @@ class Job:
         self._deadline_ns = arrived_ns + 1e9 * seconds if seconds else math.inf
         self.num_passes = 0
         grower = grower_for(call, branch, vocab_size)
-        session.stand_on(call, Guessing.of(call))
+        guessing = Guessing.of(call)
+        session.stand_on(call, guessing, sharpnesses.of(guessing))
+        session.grown = grower.tree
         self._walk = Walk(grower, session.explored)
         self._num_context = 0  # pending tokens in this step
         self._wanted: Wanted | None = None

@@ -14,8 +14,10 @@ from bough.model.batch import Segment
 from bough.model.kv import KVSlot
 from bough.prefix import prefix_hash
 from draft_worker.explored import Explored, Wanted
+from draft_worker.grow import GrowingTree
 from draft_worker.guess import Guessing
 from draft_worker.penalties import Past
+from draft_worker.sharpness import Sharpness
 
 MAX_EXPANSIONS = 2048  # nodes expanded for one tree: each takes a row of the session's slot
 CONTEXT_CHUNK = 512  # tokens of a context that one draft step runs at most: others' trees grow in the same step
@@ -57,11 +59,15 @@ class DraftSession:
         self.start = 0
         self.explored = Explored(0)
         self._window = window
+        self.grown: GrowingTree | None = None  # the last call's, as it grew
         self._guessing: Guessing | None = None
+        self._sharpness = Sharpness(is_learnt=False)
         self._past = Past.of((), 0)
 
-    def stand_on(self, call: GrowCall, guessing: Guessing) -> None:
+    def stand_on(self, call: GrowCall, guessing: Guessing, sharpness: Sharpness) -> None:
         """Takes over the call's context, and what of earlier trees lies on it.
+
+        `sharpness` is that of such guesses; what followed the last tree's is learnt first.
 
         Raises:
             PrefixMissing: this worker holds less of the session, or something else, than the caller believes.
@@ -72,7 +78,9 @@ class DraftSession:
         is_same = tokens[: len(self.tokens)] == self.tokens
         stands = is_same and self.num_pending == 0  # whether what was explored is still below the text
         if stands:
-            self._follow([*tokens[len(self.tokens) :], call.root_token])
+            new_tokens = [*tokens[len(self.tokens) :], call.root_token]
+            self._observe(new_tokens)
+            self._follow(new_tokens)
         elif not is_same:
             is_in_window = context.context_start >= self.start
             self.slot.roll_back(min(self.slot.length, context.context_start - self.start) if is_in_window else 0)
@@ -86,7 +94,8 @@ class DraftSession:
         # Not num_pending: of a shorter text, or of a window that keeps nothing, no token need be run again.
         if not stands or guessing != self._guessing or not self.has_rows(growth.max_expansions):
             self.explored = Explored(len(tokens) - self.start)
-        self._guessing = guessing
+        self.explored.power, self._sharpness = sharpness.power, sharpness
+        self._guessing, self.grown = guessing, None
         self._past = Past.of(tokens if guessing.params.has_penalties else (), guessing.prompt_length)
 
     def has_room(self, depth: int) -> bool:
@@ -139,6 +148,17 @@ class DraftSession:
             len(self.tokens),
             prefix_hash(self.tokens),
         )
+
+    def _observe(self, tokens: list[int]) -> None:
+        """The last tree's root, and what followed it: where the draft had been asked, it learns how sure it may be.
+
+        What was explored without being asked for does not count, so that equal calls grow equal trees either way.
+        """
+        if self.grown is None or self.grown.tokens[0] != tokens[0] or len(tokens) == 1:
+            return
+        expansions = self.grown.expanded_along(tokens[1:-1])
+        right = np.array(tokens[1 : 1 + len(expansions)], np.int32)
+        self._sharpness.observe(self.explored.learnt(np.array(expansions, np.int32)), right)
 
     def _follow(self, tokens: list[int]) -> None:
         """Commits the KV of what has been accepted, all but the last of these tokens, and keeps what lies below it."""

@@ -12,6 +12,7 @@ from draft_worker.best_first import BestFirstGrower
 from draft_worker.engine import NUM_CONSIDERED
 from draft_worker.explored import Explored
 from draft_worker.guess import Guessing
+from draft_worker.sharpness import Sharpness, sharpened
 from draft_worker.top import largest
 from draft_worker.walk import Walk
 
@@ -30,3 +31,5 @@ def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
     explored.learn(explored.wanted(*walk.missing()), likely)
     walk.advance()
     explored.walk([0])
+    Sharpness().observe(likely, np.zeros(1, np.int32))
+    sharpened(likely.log_probs, 2.0)

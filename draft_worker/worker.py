@@ -29,6 +29,7 @@ from draft_worker.ahead import MAX_ROWS, num_steps
 from draft_worker.engine import Engine, Request
 from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS, Window
+from draft_worker.sharpness import Sharpnesses
 from draft_worker.sources import load_draft
 from draft_worker.warm_up import warm_up_choosing
 
@@ -61,7 +62,9 @@ class DraftWorker:
 
         pool = on_a_passing_thread(load)
         self.vocab_size = self._model.skeleton.vocab_size
-        self._engine = Engine(self._model, self.vocab_size, config.branch, pool, self._ahead_steps)
+        self._engine = Engine(
+            self._model, self.vocab_size, config.branch, pool, self._ahead_steps, Sharpnesses(config.sharpness)
+        )
         self._unanswered = Unanswered(config.max_waiting)
         self._is_draining = False
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -122,6 +125,7 @@ class DraftWorker:
                 if self._ahead_steps
                 else []
             ),
+            *self._engine.sharpnesses.notes(),
             *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
         )
         return WorkerInfo(

@@ -6,7 +6,8 @@ Draft and target run in this process; the target is the unexpanded demonstration
 one's. Trees are grown by the draft worker as it is, all prompts in step, and judged by the target worker's own code;
 only, the target computes logits where the walk through a tree asks for them, not at every node. So tokens per round are
 what the pipeline gives, and the sweeps that they would have cost are not paid for. With --crossed the same of ways that
-the papers do not compare; with --contestants of those alone whose names hold what it says. Ends with one JSON line:
+the papers do not compare; with --contestants of those alone whose names hold what it says. Drafts learn how sure they
+may be as in service, but SpecExec's takes its probabilities as they are, as the paper does. Ends with one JSON line:
 
 tokens_per_round   by temperature, contestant and nodes: [mean over prompts, half the width of its 95 % confidence
                    interval (bootstrap over prompts)]
@@ -25,7 +26,8 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +66,7 @@ class Contestant(NamedTuple):
     scheme: Scheme
     guess: Guess
     growth: Callable[[Acceptance, int], Growth]
+    is_calibrated: bool = True  # the draft learns how sure it may be; otherwise its probabilities are taken as they are
 
     def plan(self, acceptance: Acceptance, nodes: int) -> TreePlan:
         """For trees of so many nodes."""
@@ -91,12 +94,16 @@ def _chain(_: Acceptance, nodes: int) -> Growth:
 DRAWN = {  # above temperature 0
     "bough: target, best-first, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, grown_best_first),
     "target, optimal shape, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _shape),
-    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
+    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first, False),
     "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
     "Sequoia: without replacement, optimal shape": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _shape),
     "SpecInfer: multi-round, k chains": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chains),
 }
 DRAWN_CROSSED = {  # the other growths of each scheme
+    "target, best-first, shared noise, as sure as the draft": Contestant(
+        Scheme.TARGET, Guess.SAMPLE, grown_best_first, False
+    ),
+    "target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
     "target, k chains, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _chains),
     "target, one chain, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _chain),
     "traversal, optimal shape": Contestant(Scheme.TRAVERSAL, Guess.SAMPLE, _shape),
@@ -105,7 +112,8 @@ DRAWN_CROSSED = {  # the other growths of each scheme
     "multi-round, one chain": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chain),
 }
 GREEDY = {  # at temperature 0, where all schemes agree
-    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
+    "bough: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
+    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first, False),
     "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
     "greedy k chains": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chains),
 }
@@ -119,13 +127,17 @@ def contestants_at(temperature: float, arguments: argparse.Namespace) -> dict[st
     return {name: one for name, one in of_table if any(wanted in name for wanted in arguments.contestants)}
 
 
-def measure(bench: Bench, temperature: float, arguments: argparse.Namespace, rows: list[Row]) -> None:
-    """The contestants at one temperature, but for what is among the rows already; adds to these."""
+def measure(benches: Mapping[bool, Bench], temperature: float, arguments: argparse.Namespace, rows: list[Row]) -> None:
+    """The contestants at one temperature, but for what is among the rows already; adds to these.
+
+    The benches are one with a calibrated draft, and one whose draft takes its probabilities as they are.
+    """
     params, other_seed = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
     for name, contestant in contestants_at(temperature, arguments).items():
         done = {row["nodes"] for row in rows if (row["temperature"], row["contestant"]) == (temperature, name)}
         if done.issuperset(arguments.nodes):
             continue
+        bench = benches[contestant.is_calibrated]
         # Shapes are chosen by what other random numbers came to, as they are in use.
         before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, other_seed))
         last_plan: TreePlan | None = None
@@ -191,14 +203,17 @@ def main() -> None:
     flags = ["--model", str(folder), *draft_flags(arguments.drop_layers), "--bits", arguments.bits]
     sizes = ["--max-nodes", "1024", "--branch", str(RANKS), "--max-context", "512", "--threads", str(arguments.threads)]
     config = parse(DraftConfig, "bench", [*flags, *sizes], {})
-    draft = DraftWorker(config, "bench")
-    tokenizer = Tokenizer(draft.tokenizer)
+    drafts = {True: DraftWorker(config, "bench"), False: DraftWorker(replace(config, sharpness=1.0), "as it is")}
+    tokenizer, target = Tokenizer(drafts[True].tokenizer), LazyTarget(folder, 1024)
     texts = load_prompts(arguments.prompts)[: arguments.num]
     prompts = [tokenizer.encode_chat([("user", text)]) for text in texts]
-    bench = Bench(draft, LazyTarget(folder, 1024), prompts, arguments.max_tokens)
+    benches = {which: Bench(draft, target, prompts, arguments.max_tokens) for which, draft in drafts.items()}
     for temperature in arguments.temperatures:
-        measure(bench, temperature, arguments, rows)
-    draft.close()
+        measure(benches, temperature, arguments, rows)
+    for note in drafts[True].info().notes:
+        print(note, file=sys.stderr)
+    for draft in drafts.values():
+        draft.close()
     for temperature in arguments.temperatures:
         print(table(rows, temperature, arguments.nodes) + "\n")
     if arguments.plot:

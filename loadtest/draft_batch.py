@@ -59,7 +59,8 @@ def main() -> None:
     arguments = _arguments()
     ensure_demonstration(0)
     flags = ["--model", str(demonstration_folder(0)), "--drop-layers", arguments.drop_layers]
-    draft = DraftWorker(parse(DraftConfig, "bench", flags, {}), "bench")
+    config = parse(DraftConfig, "bench", [*flags, "--sharpness", str(arguments.sharpness)], {})
+    draft = DraftWorker(config, "bench")
     tokenizer = Tokenizer(draft.tokenizer)
     texts = load_prompts() * (1 + max(arguments.sessions) // 16)
     prompts = [tokenizer.encode("\n".join(texts[i:] + texts[:i]))[:PROMPT] for i in range(max(arguments.sessions))]
@@ -95,6 +96,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=16, help="nodes that a draft step expands")
     parser.add_argument("--depth", type=int, default=7, help="levels of a tree")
     parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="substitute: layers left out")
+    parser.add_argument(
+        "--sharpness",
+        type=float,
+        default=1.0,
+        help="of guesses: there is no target to learn it from. 1.5 is what it comes to greedily (docs/measurements.md)",
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--temperature", type=float, default=0.0)
     return parser.parse_args()

@@ -18,6 +18,7 @@ from bough.sampling import SamplingParams
 from draft_worker.engine import Engine, Request
 from draft_worker.pool import SessionPool
 from draft_worker.session import Window
+from draft_worker.sharpness import Sharpnesses
 
 VOCAB = 6
 PLAN = TreePlan(BestFirst(12, 3, 4))
@@ -59,12 +60,14 @@ class FakeModel:
         return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
 
 
-def new_engine(model: FakeModel, num_rows: int = 0, window: Window | None = None, ahead_steps: int = 0) -> Engine:
-    """With windows of 100 tokens, and room for a hundred of the longest by default."""
+def new_engine(
+    model: FakeModel, num_rows: int = 0, window: Window | None = None, ahead_steps: int = 0, power: float = 1.0
+) -> Engine:
+    """With windows of 100 tokens, and room for a hundred of the longest by default. Power 0 is learnt."""
     window = window or Window(100, 200)
     shape, num_rows = KVShape(1, 1, 1, torch.float32), num_rows or 100 * window.max_rows
     arena = KVArena(shape, shape.empty(num_rows, model.device), rows_to_keep=lambda slot: slot.num_rows)
-    return Engine(model, VOCAB, branch=4, pool=SessionPool(arena, window), ahead_steps=ahead_steps)
+    return Engine(model, VOCAB, 4, SessionPool(arena, window), ahead_steps, Sharpnesses(power))
 
 
 def grow_call(

@@ -66,7 +66,7 @@ def test_contestants_run_alone_by_a_part_of_their_names() -> None:
         arguments = arguments_from(flags)
         return [[*contestants_at(temperature, arguments)] for temperature in arguments.temperatures]
 
-    assert [len(of_one) for of_one in names()] == [3, 6, 6]
+    assert [len(of_one) for of_one in names()] == [4, 6, 6]
     assert names("--contestants", "SpecInfer") == [[], *[["SpecInfer: multi-round, k chains"]] * 2]
     alone = names("--contestants", "greedy", "Sequoia", "--temperatures", "0", "1")
     assert alone == [["greedy k chains"], ["Sequoia: without replacement, optimal shape"]]
