@@ -30,6 +30,7 @@ from orchestrator.workers import DraftClient, TargetClient
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # looks in a row without a worker before it is forgotten
 SWEEP_SECONDS = 5.0  # between two tidyings of the index
 FIRST_LOOK_SECONDS = 3.0  # that a start waits for the workers already there to say what they are
 FIRST_PAUSE_SECONDS = 1.0  # after a fault a worker is left alone for so long,
@@ -48,7 +49,7 @@ class Known(Generic[AnyClient]):
     tokenizer: TokenizerFiles
     problem: str = ""  # why it is not used, as long as it is there
     num_running: int = 0
-    last_listed: float = 0.0  # seconds on the monotonic clock
+    num_missing: int = 0  # looks in a row at which the index did not name it
     num_faults: int = 0  # in a row
     paused_until: float = 0.0
     tokens: Tokenizer = field(init=False)
@@ -203,6 +204,8 @@ class Directory:
             return
         self.index_problem = ""
         await self._sweep()
+        for known in self._everyone():
+            known.num_missing += 1
         for record in records:
             self._note(record)
         await self._forget_unlisted()
@@ -219,7 +222,7 @@ class Directory:
         """A listed worker is there; a new one is met beside the polling, which it may not hold up."""
         known = self.find(record.worker_id)
         if known is not None:
-            known.last_listed = time.monotonic()
+            known.num_missing = 0
             if known.record.address == record.address:
                 known.record = record
         elif (key := (record.kind, record.worker_id)) not in self._meetings:
@@ -249,14 +252,14 @@ class Directory:
         logger.info("%s at %s", record.worker_id, record.address)
 
     async def _forget_unlisted(self) -> None:
-        oldest = time.monotonic() - LEASE_SECONDS
+        """Not by the clock: an index that comes back empty, or a pause of this process, has nobody forgotten."""
         tables: tuple[dict[str, Known[TargetClient]] | dict[str, Known[DraftClient]], ...] = (
             self._targets,
             self._drafts,
         )
         for table in tables:
             # A channel with calls in flight stays open: a worker that only lost the index still answers them.
-            gone = [name for name, known in table.items() if known.last_listed < oldest and known.num_running == 0]
+            gone = [name for name, known in table.items() if known.num_missing > MOST_MISSING and not known.num_running]
             for worker_id in gone:
                 logger.warning("%s is gone", worker_id)
                 await table.pop(worker_id).client.close()
@@ -275,7 +278,7 @@ async def _introduce(record: WorkerRecord, client: AnyClient) -> Known[AnyClient
             raise Unavailable(f"{info.worker_id} is at its address")
         async with open_channel(record.address) as channel:
             tokenizer = await fetch_tokenizer(channel, record.kind)
-        known = Known(record, client, info, tokenizer, last_listed=time.monotonic())
+        known = Known(record, client, info, tokenizer)
     except BaseException as exc:
         await client.close()
         if isinstance(exc, BoughError | grpc.aio.AioRpcError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from fake_fleet import FakeTarget, Fleet
@@ -14,7 +15,7 @@ from bough.messages import WorkerInfo
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad, WorkerRecord
 from orchestrator import directory as module
-from orchestrator.directory import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Directory, Known
+from orchestrator.directory import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_MISSING, Directory, Known
 
 
 @pytest.fixture
@@ -69,8 +70,9 @@ async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fl
         assert directory.target(preferred_id=busy).record.address == address
 
 
-async def test_who_is_there_already_is_known_from_the_start(fakes: Fleet) -> None:
+async def test_who_is_there_already_is_known_from_the_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise an orchestrator just started would send its first requests away for want of a target."""
+    monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 60.0)
     await fakes.target("early")
     directory = Directory(fakes.registry)
     async with directory.running():
@@ -95,3 +97,23 @@ async def test_a_worker_that_does_not_answer_holds_up_no_start(fakes: Fleet, mon
         while not directory.has_target:
             await asyncio.sleep(0.02)
         assert directory.target().record.worker_id == "silent"
+
+
+async def test_a_worker_is_forgotten_when_the_index_has_not_named_it_for_a_while(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks in a row count, and not the clock: an index may be away for long and come back empty before it hears of
+    the workers again, or this process may have been stopped."""
+    await fakes.target("t")
+    directory = Directory(fakes.registry)
+    await directory._refresh()
+    await asyncio.wait(directory._meetings.values())
+    assert directory.has_target
+    named = await fakes.registry.workers()
+    for answers in ([[]] * MOST_MISSING, [named], [[]] * MOST_MISSING):
+        for answer in answers:
+            monkeypatch.setattr(fakes.registry, "workers", AsyncMock(return_value=answer))
+            await directory._refresh()
+            assert directory.has_target
+    await directory._refresh()
+    assert not directory.has_target

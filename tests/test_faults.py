@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,18 +42,19 @@ async def cluster(shared: Cluster) -> Cluster:
         if child.has_ended():
             shared.start(name, child.command)
     async with asyncio.timeout(60), Client(shared.address) as client:
-        while not await is_whole(client):
+        while not await is_whole(client, shared):
             await asyncio.sleep(0.1)
     return shared
 
 
-async def is_whole(client: Client) -> bool:
+async def is_whole(client: Client, cluster: Cluster) -> bool:
     """Whether nobody is missing, and nobody who has ended is still taken for alive."""
+    running = {str(child.process.pid) for child in cluster.children.values()}
     try:
         info = await client.server_info()
     except Unavailable:
         return False
-    in_use = [worker.info.kind for worker in info.workers if not worker.problem]
+    in_use = [w.info.kind for w in info.workers if not w.problem and w.info.worker_id.split("-")[1] in running]
     return not info.index_problem and len(info.workers) == 2 and sorted(in_use) == ["draft", "target"]
 
 
@@ -65,8 +65,11 @@ async def client(cluster: Cluster) -> AsyncIterator[Client]:
 
 
 def end(cluster: Cluster, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-    """Sends a signal to one process that the test started."""
-    os.kill(cluster.children[name].process.pid, number)
+    """Sends a signal to one process that the test started; one that is killed has ended then."""
+    process = cluster.children[name].process
+    process.send_signal(number)
+    if number is signal.SIGKILL:
+        process.wait()
 
 
 async def run(client: Client, options: GenerateOptions, after: int, act: object) -> tuple[list[int], Finished]:
@@ -146,7 +149,7 @@ async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_kill
     addresses.remove(cluster.address)
     assert not victim.has_ended()
     async with asyncio.timeout(20), Client(*addresses) as new:
-        while not await is_whole(new):
+        while not await is_whole(new, cluster):
             await asyncio.sleep(0.1)
     async with Client(*addresses, cluster.address) as client:
         undisturbed, _ = await run(client, LONG, 0, None)
@@ -239,10 +242,10 @@ async def test_bough_up_leaves_no_process_behind(
         process.communicate(timeout=30)
     finally:
         process.kill()  # one that hangs is not to be the next tests' concern
-    for _ in range(100):
+    for _ in range(600):
         if not alive(str(marker)) and not alive(f"{tmp_path}"):
             return
-        time.sleep(0.1)
+        await asyncio.sleep(0.1)
     pytest.fail(f"still running: {alive(str(marker))}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -177,11 +178,10 @@ def test_details_that_cannot_be_read_are_no_delay(details: bytes | str | None) -
 async def test_a_deadline_ends_the_request_and_frees_everything(stage: Stage, orchestrator: Orchestrator) -> None:
     stage.target.may_answer.clear()
     async with open_channel(orchestrator.address) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(request(), timeout=0.5)
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(request(), timeout=2.0)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: stage.target.released)
-    assert stage.target.cancelled == stage.target.released == stage.target.asked
-    assert stage.target.time_limits[0] < 2.0  # the target was told too, not 600 s
+    await until(lambda: stage.target.cancelled == stage.target.released == stage.target.asked != [])
+    assert stage.target.time_limits[0] < 5.0  # the target was told too, not 600 s
     await eventually(orchestrator, running=0, waiting=0)
     stage.target.may_answer.set()
     assert (await finish(orchestrator)).finish_reason == "length"  # at once: the target has done nothing wrong
@@ -189,12 +189,11 @@ async def test_a_deadline_ends_the_request_and_frees_everything(stage: Stage, or
 
 async def test_the_deadline_holds_whatever_the_front_door_speaks(stage: Stage, orchestrator: Orchestrator) -> None:
     stage.target.may_answer.clear()
-    events = orchestrator.requests.generate(PROMPT, LONG, timeout_seconds=0.3)
+    events = orchestrator.requests.generate(PROMPT, LONG, timeout_seconds=2.0)
     assert (await anext(events)).prompt_tokens == 5  # type: ignore[union-attr]
     with pytest.raises(DeadlineExceeded, match="deadline"):
         await anext(events)
-    await until(lambda: stage.target.released)
-    assert stage.target.cancelled == stage.target.released
+    await until(lambda: stage.target.cancelled == stage.target.released == stage.target.asked != [])
 
 
 async def test_a_deadline_passes_in_the_queue_too(stage: Stage) -> None:
@@ -276,7 +275,7 @@ async def test_a_stalled_stream_is_ended_and_holds_nothing(stage: Stage, session
         wordy = wire.request_to_wire(TokenPrompt((1, 2)), replace(WORDY, session_id=session_id))
         call = generation_pb2_grpc.GenerationStub(channel).Generate(wordy)
         await call.read()
-        await eventually(orchestrator, running=1, waiting=0)
+        await until(lambda: stage.target.asked)
         await eventually(orchestrator, running=0, waiting=0)
         num_read = await count_to_the_end(call)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -293,9 +292,9 @@ async def test_a_stalled_stream_is_ended_and_holds_nothing(stage: Stage, session
 
 
 async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
-    async with orchestrating(stage, "--stalled-timeout", "1") as orchestrator, slow_channel(orchestrator.address) as ch:
+    async with orchestrating(stage, "--stalled-timeout", "5") as orchestrator, slow_channel(orchestrator.address) as ch:
         call = generation_pb2_grpc.GenerationStub(ch).Generate(request(replace(WORDY, max_tokens=1000)))
-        assert await count_to_the_end(call, pause_seconds=0.003) == 1002
+        assert await count_to_the_end(call, pause_seconds=0.006) == 1002
 
 
 # Sizes
@@ -382,7 +381,7 @@ async def test_loads_tell_how_long_one_would_wait(stage: Stage) -> None:
 
 async def test_a_target_that_leaves_no_room_gives_a_delay_too(stage: Stage) -> None:
     stage.target.refusal = Exhausted("every slot is in use")
-    async with orchestrating(stage, "--queue-timeout", "0.3") as orchestrator:
+    async with orchestrating(stage, "--queue-timeout", "3") as orchestrator:
         task = asyncio.create_task(finish(orchestrator))
         await eventually(orchestrator, running=0, waiting=1)
         with pytest.raises(Exhausted, match="every slot is in use; another orchestrator would do") as caught:
@@ -394,6 +393,6 @@ async def test_an_unknown_target_is_no_overload(stage: Stage) -> None:
     """Only what may succeed later is RESOURCE_EXHAUSTED."""
     async with orchestrating(stage) as orchestrator:
         known = next(iter(orchestrator.requests.directory._targets.values()))
-        known.report(is_fault=True)
+        known.paused_until = math.inf
         with pytest.raises(Unavailable, match="no target worker can be used"):
             await finish(orchestrator)
