@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -28,9 +28,12 @@ from bough.pb import common_pb2
 from bough.records import WorkerLoad, WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, serving
+from bough.tasks import end
 from bough.tokenizer import TokenizerFiles
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 EXIT_CONFIG = 2
 EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
@@ -65,6 +68,18 @@ def stop_event() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     return event
+
+
+async def unless_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
+    """A step of the start, which nobody depends on yet: told to stop, the process ends without finishing it."""
+    working, told = asyncio.ensure_future(step), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            os._exit(0)  # a thread that loads a model would be waited for
+        return await working
+    finally:
+        await end(working, told)
 
 
 def new_worker_id(kind: str) -> str:
@@ -152,10 +167,10 @@ async def serve_worker(
     async with AsyncExitStack() as stack:
         registry = Registry(config.index_url, config.namespace)
         stack.push_async_callback(registry.close)
-        await registry.wait()
+        await unless_stopped(stop, registry.wait())
         serves = serving(config.host, config.port, service, lambda server: add(servicer, server), gate)
         served = await stack.enter_async_context(serves)
-        worker = await asyncio.to_thread(load)
+        worker = await unless_stopped(stop, asyncio.to_thread(load))
         stack.callback(worker.close)
         await refuse_misfits(registry, kind, worker.tokenizer)
         servicer.loaded = worker

@@ -13,7 +13,7 @@ from bough.config import OrchestratorConfig, parse
 from bough.gate import Gate
 from bough.heartbeat import registered
 from bough.pb import generation_pb2, generation_pb2_grpc
-from bough.process import advertised, configure_logging, new_worker_id, run, stop_event
+from bough.process import advertised, configure_logging, new_worker_id, run, stop_event, unless_stopped
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, service_name, serving
@@ -31,7 +31,7 @@ async def main() -> None:
     stop = stop_event()
     registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
     worker_id = new_worker_id("orchestrator")
-    await registry.wait()
+    await unless_stopped(stop, registry.wait())
     directory = Directory(registry)
     requests = Requests(config, directory, worker_id)
     service = GenerationService(requests)
