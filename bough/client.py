@@ -45,6 +45,8 @@ class Client:
         if not addresses or not all(addresses):
             raise ConfigError(f"addresses: {', '.join(addresses)!r}; one or more such as 127.0.0.1:7411 would do")
         for address in addresses:
+            if not address.isprintable():
+                raise ConfigError(f"addresses: {address!r}; one such as 127.0.0.1:7411 would do")
             port = address.rpartition(":")[2]
             if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would take the rest of it by 65536
                 raise ConfigError(f"addresses: {address!r}; a port from 1 to {MAX_PORT} would do")

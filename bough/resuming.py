@@ -26,6 +26,7 @@ class ResumableStream:
         self._num_before = options.resume.num_tokens if options.resume else 0
         self._num_seen = self._num_before
         self._is_started = False
+        self._is_broken = False
         self._num_calls = 0
         self._seams: list[str] = []
 
@@ -41,6 +42,7 @@ class ResumableStream:
         """An event as the caller is to see it; None for one that it has seen."""
         match event:
             case g.Started():
+                self._is_broken = False
                 is_first, self._is_started = not self._is_started, True
                 return event if is_first else None
             case g.Tokens():
@@ -51,10 +53,11 @@ class ResumableStream:
                 return replace(event, warnings=(*self._seams, *event.warnings))
 
     def broke(self, exc: BoughError) -> None:
-        """A call has ended too early; where it had begun, the last event will tell."""
-        if self._is_started:
+        """A call has ended too early; where it had begun, the last event will tell, once until it has begun again."""
+        if self._is_started and not self._is_broken:
             num_tokens = self._num_seen - self._num_before
             self._seams.append(f"the stream broke after {num_tokens} tokens and was resumed: {exc}")
+            self._is_broken = True
 
 
 class Patience:

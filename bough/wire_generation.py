@@ -19,7 +19,7 @@ from bough.wire import (
     round_timings_from_wire,
     round_timings_to_wire,
 )
-from bough.wire_numbers import require_numbers
+from bough.wire_numbers import require_numbers, require_texts
 from bough.wire_trees import SCHEMES, growth_from_wire, growth_to_wire, guess_from_wire, scheme_from_wire
 
 # Optional fields: unset means the default of GenerateOptions. The names are the same on both sides.
@@ -41,9 +41,11 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
     """A request; fields at their default are left unset.
 
     Raises:
-        InvalidRequest: naming a number that the protocol cannot carry; all others are for the orchestrator to check.
+        InvalidRequest: naming a number or a text that the protocol cannot carry; the rest is for the orchestrator to
+            check.
     """
     require_numbers(prompt, options)
+    require_texts(prompt, options)
     message = pb.GenerateRequest(
         request_id=options.request_id,
         session_id=options.session_id,

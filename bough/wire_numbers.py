@@ -1,9 +1,10 @@
-"""What the protocol's whole numbers cannot carry, by name: protobuf says neither which field nor what would do."""
+"""What the protocol's whole numbers and texts cannot carry, by name: protobuf says neither which field nor what would
+do."""
 
 from __future__ import annotations
 
 from bough.errors import InvalidRequest
-from bough.generation import GenerateOptions, Prompt, TokenPrompt
+from bough.generation import ChatPrompt, GenerateOptions, Prompt, TextPrompt, TokenPrompt
 from bough.growth import require_growth
 from bough.sampling import MAX_SEED
 
@@ -27,3 +28,23 @@ def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
             raise InvalidRequest(f"{name}: {value}; 0 to {most} would do")
     if speculation.growth is not None:
         require_growth("speculation.growth", speculation.growth, MAX_UINT32)
+
+
+def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
+    """Raises InvalidRequest: Python gives bytes that are not UTF-8 a place in a text, from which none can be sent."""
+    texts = [("request_id", options.request_id), ("session_id", options.session_id)]
+    texts += [(f"stop[{i}]", stop) for i, stop in enumerate(options.stop)]
+    match prompt:
+        case TextPrompt(text):
+            texts.append(("text", text))
+        case ChatPrompt(messages):
+            for i, message in enumerate(messages):
+                texts += [(f"messages[{i}].role", message.role), (f"messages[{i}].content", message.content)]
+    for name, text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as exc:
+            raise InvalidRequest(
+                f"{name}: {text[exc.start : exc.start + 16]!r} at character {exc.start} is not UTF-8; text in UTF-8 "
+                "would do"
+            ) from exc

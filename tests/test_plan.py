@@ -368,3 +368,11 @@ def test_a_disk_is_measured_and_left_clean(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="--link-speed"):
         disk_speed(tmp_path / "missing", 2)
+
+
+@pytest.mark.parametrize("num_layers", [0, -1])
+def test_a_model_without_layers_is_refused_by_name(tiny: Path, tmp_path: Path, num_layers: int) -> None:
+    config = json.loads((tiny / "config.json").read_text()) | {"num_hidden_layers": num_layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"config.json: num_hidden_layers: {num_layers}; 1 or more would do"):
+        load_config(tmp_path)

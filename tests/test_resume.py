@@ -166,7 +166,7 @@ async def test_the_client_hides_that_its_orchestrator_died(fakes: Fleet) -> None
         assert client.address == second.address
     assert seen.token_ids == expected(fakes)
     assert [type(event).__name__ for event in seen.events].count("Started") == 1
-    assert any("the stream broke after" in warning for warning in seen.end.warnings)
+    assert [warning[:22] for warning in seen.end.warnings] == ["the stream broke after"], "once, not for every attempt"
     assert seen.end.usage.completion_tokens == 60
 
 
@@ -201,6 +201,11 @@ async def test_requests_without_names_get_one(fakes: Fleet) -> None:
 def test_a_client_needs_an_address() -> None:
     with pytest.raises(ConfigError, match="addresses: ''; one or more"):
         Client("")
+
+
+def test_an_address_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"addresses: .*; one such as 127\.0\.0\.1:7411 would do"):
+        Client("caf\udce9:7411")
 
 
 async def test_a_stream_that_breaks_after_a_long_sweep_is_gone_on_with(fakes: Fleet) -> None:

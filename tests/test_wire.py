@@ -167,6 +167,21 @@ def test_numbers_that_no_message_can_carry_are_refused_by_name(options: dict[str
         wg.request_to_wire(g.TokenPrompt((1, 2, -7)), g.GenerateOptions())
 
 
+@pytest.mark.parametrize(
+    ("prompt", "options", "name"),
+    [
+        (g.TextPrompt("caf\udce9"), {}, "text: "),
+        (g.ChatPrompt((g.Message("user", "a"), g.Message("user", "caf\udce9"))), {}, r"messages\[1\]\.content: "),
+        (g.TextPrompt("a"), {"stop": ("b", "caf\udce9")}, r"stop\[1\]: "),
+        (g.TextPrompt("a"), {"session_id": "caf\udce9"}, "session_id: "),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused_by_name(prompt: g.Prompt, options: dict[str, Any], name: str) -> None:
+    """What Python makes of a command line, or of a file, in Latin-1."""
+    with pytest.raises(InvalidRequest, match=name + r"'\\udce9' at character 3 is not UTF-8; text in UTF-8 would do"):
+        wg.request_to_wire(prompt, g.GenerateOptions(**options))
+
+
 @given(st.lists(logprobs, max_size=2).map(tuple))
 def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> None:
     times, metrics = m.RoundTimings(*range(9)), g.SpeculationMetrics(1, 2, 3, 1.5, (0, 1), 4, 2)

@@ -37,8 +37,13 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
     """What a configuration says of a language model: all of it, but of one that also sees or hears a part.
 
     How weights are stored, and whether the head is the embeddings, is said of the whole.
+
+    Raises:
+        CheckpointError: it has no layers.
     """
     part: PretrainedConfig = config.get_text_config(decoder=True)
+    if (num_layers := getattr(part, "num_hidden_layers", 1)) < 1:
+        raise CheckpointError(f"config.json: num_hidden_layers: {num_layers}; 1 or more would do")
     for name in ("dtype", "tie_word_embeddings", "quantization_config"):
         if part is not config and getattr(config, name, None) is not None:
             setattr(part, name, getattr(config, name))
