@@ -16,9 +16,8 @@ from bough.wire import (
     info_to_wire,
     logprobs_from_wire,
     logprobs_to_wire,
-    round_timings_from_wire,
-    round_timings_to_wire,
 )
+from bough.wire_costs import round_timings_from_wire, round_timings_to_wire
 from bough.wire_numbers import require_numbers, require_texts
 from bough.wire_trees import SCHEMES, growth_from_wire, growth_to_wire, guess_from_wire, scheme_from_wire
 
