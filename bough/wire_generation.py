@@ -7,10 +7,10 @@ from dataclasses import asdict, fields
 
 from bough import generation as g
 from bough.acceptance import DepthCounts, SchemeAcceptance
-from bough.calibration import DraftCalibration
 from bough.errors import InvalidRequest
 from bough.growth import Guess
 from bough.pb import generation_pb2 as pb
+from bough.sizing.decision import DraftCalibration
 from bough.wire import (
     info_from_wire,
     info_to_wire,

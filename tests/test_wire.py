@@ -19,15 +19,16 @@ from bough import messages as m
 from bough import wire
 from bough import wire_generation as wg
 from bough.acceptance import DepthCounts, SchemeAcceptance
-from bough.calibration import DraftCalibration
 from bough.draft_probs import DraftProbs
 from bough.errors import InvalidRequest
 from bough.growth import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
 from bough.pb import draft_pb2, generation_pb2
 from bough.sampling import BANNED, PositionLogprobs, SamplingParams, TokenLogprob
 from bough.sizing.cost_curve import CostCurve
+from bough.sizing.decision import Decision, DraftCalibration, Mode, Parts
 from bough.tokenizer import TokenizerFiles
 from bough.tree import Tree
+from bough.wire_costs import decisions_from_wire, decisions_to_wire
 from bough.wire_trees import growth_to_wire
 
 ROOT = Path(__file__).parent.parent
@@ -204,13 +205,23 @@ def test_acceptance_survives_the_wire(
         SchemeAcceptance(scheme, 2**40, tuple(DepthCounts(*depth) for depth in depths)),
         SchemeAcceptance(Scheme.TARGET, 1, ()),
     )
-    drafts = (DraftCalibration("draft-1", 2**40, 5.25, 4.75), DraftCalibration("", 0, 1.0, 1.0))
+    drafts = (DraftCalibration("draft-1", 2**40, 5.25, 4.75, 0.5, 0.75), DraftCalibration("", 0, 1.0, 1.0, 0, 0))
     message = generation_pb2.Acceptance.FromString(wg.acceptance_to_wire(counted, drafts).SerializeToString())
     assert wg.acceptance_from_wire(message) == counted
     assert wg.calibrations_from_wire(message) == drafts
     message.schemes[0].scheme = 7  # type: ignore[assignment]  # from another release
     with pytest.raises(InvalidRequest, match=r"schemes\.scheme: 7"):
         wg.acceptance_from_wire(message)
+
+
+def test_decisions_survive_the_wire() -> None:
+    decision = Decision(3, Mode.PROBE, "draft-1", 4, 2, 2, 1.5, 0.25, 2.0, 1.75, 12, 30, 5, 4, 1, 2, 34, 1.5, 2)
+    decision.expected, decision.seconds = Parts(1, 2, 3, 4, 5), Parts(0.5, 0.25, 0, 8, 16)
+    message = decisions_to_wire([decision, Decision(1, Mode.OFF)])
+    assert decisions_from_wire(message) == (decision, Decision(1, Mode.OFF))
+    message.decisions[0].mode = "guess"
+    with pytest.raises(InvalidRequest, match=r"decisions\.mode: 'guess'; must be one of draft, lookup"):
+        decisions_from_wire(message)
 
 
 def test_descriptions_survive_the_wire() -> None:
