@@ -117,3 +117,13 @@ def test_how_openmp_waits_is_settled_before_torch_is_there() -> None:
         environ = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
         output = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, text=True)
         assert output.stdout == "3000\n"
+
+
+def test_simulated_workers_need_neither_torch_nor_grpc() -> None:
+    """What workers without weights do is numbers: any process may import it, and it starts at once."""
+    for path in python_files("bough/simulation"):
+        assert not tops(path) & (TORCH | {"redis", "grpc", "simpy"}), path
+    code = "import sys, bough.simulation.law, bough.simulation.profile, bough.simulation.tokenizer; "
+    code += "print(sorted({'torch', 'transformers', 'numba', 'grpc', 'redis'} & set(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"

@@ -1,0 +1,45 @@
+"""Random numbers that are functions of what they stand for: splitmix64 over arrays of keys, the same in any batch."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Keys = NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def mixed(*parts: ArrayLike) -> Keys:
+    """A 64-bit key of these whole numbers, each an array or a scalar of one shape together; order counts."""
+    key: Keys = np.zeros((), np.uint64)
+    with np.errstate(over="ignore"):
+        for each in parts:
+            key = _splitmix((key ^ _as_keys(each)) + _GOLDEN)
+    return key
+
+
+def uniforms(keys: Keys) -> NDArray[np.float64]:
+    """From 0 to below 1, one for every key, from its upper 53 bits."""
+    numbers: NDArray[np.float64] = (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
+
+
+def key_of(text: str) -> int:
+    """A 64-bit key of a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _as_keys(values: ArrayLike) -> Keys:
+    return np.asarray(values % 2**64 if isinstance(values, int) else values).astype(np.uint64)
+
+
+def _splitmix(keys: Keys) -> Keys:
+    """Steele, Lea and Flood's finaliser, a bijection of 64 bits."""
+    keys = (keys ^ (keys >> np.uint64(30))) * _FIRST
+    keys = (keys ^ (keys >> np.uint64(27))) * _SECOND
+    return np.asarray(keys ^ (keys >> np.uint64(31)), np.uint64)

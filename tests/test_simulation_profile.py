@@ -1,0 +1,176 @@
+"""Profiles of simulated workers: seconds as described, shipped ones readable, bad ones refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bough.errors import ConfigError
+from bough.simulation.profile import Factors, jittered, load_profile, parse_profile, shipped_profiles
+
+GOOD: dict[str, Any] = {
+    "source": "made up",
+    "target": {"link_seconds": 1.0, "compute_base_seconds": 0.1, "compute_row_seconds": 0.01, "row_step": 8},
+    "draft": {"base_seconds": 0.01, "row_seconds": 0.001},
+    "acceptance": {"kind": "by_rank", "vector": [0.7, 0.1]},
+}
+
+
+def changed(path: str, value: object) -> str:
+    """GOOD as JSON, with the field at a dotted path set."""
+    profile = json.loads(json.dumps(GOOD))
+    *folders, last = path.split(".")
+    at = profile
+    for folder in folders:
+        at = at.setdefault(folder, {})
+    at[last] = value
+    return json.dumps(profile)
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_every_shipped_profile_says_where_it_is_from(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.source.startswith(("Measured", "Reckoned", "From"))
+    assert profile.target.sweep_seconds(1) <= profile.target.sweep_seconds(64) <= profile.target.sweep_seconds(512)
+
+
+def test_the_profiles_that_were_promised_are_there() -> None:
+    wanted = "two-cores two-cores-resident rtx4090-70b-4bit rtx4090-70b-16bit l40-70b-16bit l40-70b-4bit"
+    wanted += " a100-70b-16bit slow-disk all-resident mixture-of-experts"
+    assert set(wanted.split()) <= set(shipped_profiles())
+
+
+def test_a_sweep_takes_the_longer_of_link_and_padded_compute() -> None:
+    target = parse_profile(changed("target.overhead_seconds", 0.5)).target
+    assert target.sweep_seconds(1) == pytest.approx(1.0 + 0.5)
+    assert target.sweep_seconds(88) == pytest.approx(1.0 + 0.5)  # 0.1 + 88 x 0.01 = 0.98
+    assert target.sweep_seconds(89) == pytest.approx(0.1 + 96 * 0.01 + 0.5)  # padded to 96
+    assert target.knee() == 88
+    assert target.sweep_seconds(1, Factors(link=3.0)) == pytest.approx(3.5)
+    assert target.knee(Factors(compute=2.0)) == 40
+
+
+def test_a_second_knee_adds_to_rows_beyond_it() -> None:
+    content = json.loads(changed("target.second_knee_rows", 64))
+    content["target"]["second_knee_row_seconds"] = 0.1
+    target = parse_profile(json.dumps(content)).target
+    assert target.compute_seconds(64) == pytest.approx(0.74)
+    assert target.compute_seconds(65) == pytest.approx(0.1 + 72 * 0.01 + 8 * 0.1)
+
+
+def test_a_curve_is_followed_and_goes_on() -> None:
+    content = json.loads(json.dumps(GOOD))
+    content["target"] = {"compute_curve": [[1, 0.2], [8, 0.9], [16, 1.3]]}
+    target = parse_profile(json.dumps(content)).target
+    assert [round(target.sweep_seconds(rows), 6) for rows in (1, 4, 8, 12, 16, 24)] == [0.2, 0.5, 0.9, 1.1, 1.3, 1.7]
+    assert target.knee() == 1
+
+
+def test_experts_are_read_as_rows_choose_them() -> None:
+    experts = {"miss_seconds": 8.0, "num_experts": 4, "experts_per_token": 1}
+    target = parse_profile(changed("target.experts", experts)).target
+    assert target.sweep_seconds(1) == pytest.approx(1 + 2.0)
+    assert target.sweep_seconds(2) == pytest.approx(1 + 3.5)
+
+
+def test_a_step_serves_all_rows_and_a_call_crosses_the_network_twice() -> None:
+    profile = parse_profile(changed("network", {"one_way_seconds": 0.025}))
+    assert profile.draft.step_seconds(20) == pytest.approx(0.03)
+    assert profile.draft.step_seconds(20, Factors(draft=2)) == pytest.approx(0.06)
+    assert profile.network.call_seconds() == pytest.approx(0.05)
+
+
+def test_events_multiply_and_failures_come_and_go() -> None:
+    content = json.loads(changed("events", [{"at_second": 5, "link": 2}, {"at_second": 8, "link": 3, "draft": 4}]))
+    content["failures"] = [
+        {"worker": "target", "at_second": 10, "for_seconds": 2},
+        {"worker": "draft", "kind": "hang", "probability": 0.25},
+    ]
+    profile = parse_profile(json.dumps(content))
+    assert profile.factors_at(4.9) == Factors()
+    assert profile.factors_at(5).link == 2
+    assert profile.factors_at(9) == Factors(link=6, draft=4)
+    assert profile.failure_at("target", 9.9, 0.0) is None
+    assert profile.failure_at("target", 11, 0.99) is not None
+    assert profile.failure_at("target", 12, 0.0) is None
+    hang = profile.failure_at("draft", 1e6, 0.24)
+    assert hang is not None
+    assert hang.kind == "hang"
+    assert profile.failure_at("draft", 1e6, 0.25) is None
+
+
+def test_jitter_keeps_the_mean_and_can_be_repeated() -> None:
+    values = [jittered(2.0, 0.3, random.Random(seed)) for seed in range(4000)]
+    assert values[5] == jittered(2.0, 0.3, random.Random(5))
+    # The mean's standard error is 2 x 0.3 / sqrt(4000) = 0.0095; five of them: one in 1.7 million seeds would fail.
+    assert abs(sum(values) / len(values) - 2.0) < 0.048
+    assert jittered(2.0, 0.0, random.Random(1)) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("target.link_seconds", -1, "target.link_seconds: value was -1; must be a number of at least 0"),
+        ("target.link_seconds", float("nan"), "target.link_seconds: value was nan; must be a number of at least 0"),
+        ("target.link_seconds", float("inf"), "target.link_seconds: value was inf"),
+        ("target.link_seconds", "1", "target.link_seconds: value was '1'"),
+        ("target.link_seconds", True, "target.link_seconds: value was True"),
+        ("target.row_step", 1.5, "target.row_step: value was 1.5; must be a whole number of at least 1"),
+        ("target.row_stpe", 8, "target.row_stpe: value was 8; must be left out: known fields are link_seconds"),
+        ("targt", {}, "targt: value was {}; must be left out"),
+        ("target.compute_row_seconds", -0.01, "target.compute_row_seconds: value was -0.01"),
+        ("target.compute_curve", [[1, 1], [2, 2]], "target.compute_curve: value was 'given'; must be empty where"),
+        (
+            "target.compute_curve",
+            [[1, 1], [2, 0.5]],
+            "compute_curve[1][1]: value was 0.5; must be at least the seconds",
+        ),
+        ("target.compute_curve", [[2, 1], [2, 2]], "compute_curve[1][0]: value was 2.0; must be above the rows"),
+        ("target.compute_curve", [[1, 1]], "target.compute_curve: value was [[1, 1]]; must be empty, or of two points"),
+        ("target.compute_curve", [1, 2], "target.compute_curve: value was [1, 2]; must be a list of points"),
+        ("target.second_knee_row_seconds", 0.1, "target.second_knee_rows: value was None; must be given"),
+        ("target.experts", {"miss_seconds": 1}, "target.experts.num_experts: value was missing; must be given"),
+        (
+            "target.experts",
+            {"miss_seconds": 1, "num_experts": 4, "experts_per_token": 5},
+            "target.experts.experts_per_token: value was 5; must be at most num_experts, 4",
+        ),
+        ("target.jitter", 3, "target.jitter: value was 3; must be a number of at least 0 and at most 2"),
+        ("target", {}, "target.compute_base_seconds: value was 0.0; must be above 0"),
+        ("target", 3, "target: value was 3; must be an object"),
+        ("source", "", "source: value was ''; must be a text that is not empty"),
+        ("events", [{"link": 2}], "events[0].at_second: value was missing"),
+        ("events", {"link": 2}, "events: value was {'link': 2}; must be a list of objects"),
+        ("failures", [{"worker": "index"}], "failures[0].worker: value was 'index'; must be one of target, draft"),
+        ("failures", [{"worker": "draft", "probability": 2}], "failures[0].probability: value was 2"),
+        ("clock_scale", 0, "clock_scale: value was 0; must be a number above 0"),
+        ("acceptance", {}, "acceptance.kind: value was missing; must be by_rank, by_depth"),
+        ("acceptance.kind", "lucky", "acceptance.kind: value was 'lucky'; must be by_rank"),
+        ("acceptance.vector", [0.7, 0.4], "acceptance.vector: sums to 1.1"),
+        ("acceptance.vector", [0.7, -0.1], "acceptance.vector[1]: -0.1"),
+        ("acceptance.vector", "gpt", "acceptance.vector: value was 'gpt'; must be a list of probabilities by rank, or"),
+        ("acceptance.vector", [[0.5], [0.4]], "acceptance.vector: value was [[0.5], [0.4]]; must be one list"),
+        ("acceptance.spread", 1, "acceptance.spread: value was 1; must be a number of at least 0 and at most 0.99"),
+        ("acceptance.overconfidence", 0, "acceptance.overconfidence: value was 0; must be a number above 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_name(path: str, value: object, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_profile(changed(path, value))
+    assert said in str(refused.value)
+
+
+def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="profile: value was no JSON"):
+        parse_profile("{")
+    with pytest.raises(ConfigError, match="profile: value was 'nowhere'; must be a JSON file, or one of a100"):
+        load_profile("nowhere")
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(GOOD))
+    assert load_profile(str(file)).source == "made up"
+    with pytest.raises(ConfigError, match="target: value was missing"):
+        parse_profile(json.dumps({"source": "x"}))
