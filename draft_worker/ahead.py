@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bough.messages import GrowCall
-from bough.model.batch import Segment
+from bough.model.segment import Segment
 from bough.tree import Tree
 from draft_worker.explored import Wanted
 from draft_worker.grow import Grower
+from draft_worker.guess import Answer
 from draft_worker.session import DraftSession
 from draft_worker.walk import Walk
 
@@ -29,11 +29,11 @@ MAX_ROWS = 32  # of one draft step: a call that comes waits for it
 Place = tuple[int, int]  # expansion of the parent, token
 
 
-def num_steps(setting: int, device: torch.device) -> int:
+def num_steps(setting: int, device_type: str) -> int:
     """Most steps between two calls of a session: as set, and where it is not set (-1) none beside others on a CPU."""
     if setting >= 0:
         return setting
-    return 0 if device.type == "cpu" else NUM_STEPS
+    return 0 if device_type == "cpu" else NUM_STEPS
 
 
 class Ahead:
@@ -57,7 +57,7 @@ class Ahead:
         self._scores = tree.scores()
         self._num_steps_left = max_steps
         self._walks: dict[Place, Walk] = {}
-        self._wanted: Wanted | None = None
+        self.wanted: Wanted | None = None
 
     def advance(self) -> bool:
         """Chooses what to find out next; whether there is anything, and a step for it."""
@@ -67,24 +67,19 @@ class Ahead:
         if not places:
             return False
         parents, tokens = np.ascontiguousarray(np.array(places, np.int32).T)
-        self._wanted = self.session.explored.wanted(parents, tokens)
+        self.wanted = self.session.explored.wanted(parents, tokens)
         return True
 
     def segments(self) -> list[Segment]:
         """The rows of a step."""
-        assert self._wanted is not None
-        return [self.session.explored.segment(self.session.slot, self._wanted)]
+        assert self.wanted is not None
+        return [self.session.explored.segment(self.session.slot, self.wanted)]
 
-    def adjust(self, logits: torch.Tensor) -> None:
-        """By penalties and bias."""
-        assert self._wanted is not None
-        self.session.adjust(self._wanted, logits)
-
-    def learn(self, values: NDArray[np.float32], tokens: NDArray[np.int32], vocab_size: int) -> None:
+    def learn(self, answer: Answer) -> None:
         """Puts what may follow where the next call finds it."""
-        assert self._wanted is not None
+        assert self.wanted is not None
         self._num_steps_left -= 1
-        self.session.learn(self._wanted, values, tokens, vocab_size)
+        self.session.learn(self.wanted, answer)
 
     def _options(self) -> list[tuple[float, list[Place]]]:
         """What could be expanded, each with a logarithm of its worth: chance to be asked for, per row of a step.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.growth import BestFirst
-from bough.model.tiles import compiled
+from bough.model.jit import compiled
 from bough.tree import Tree, best_nodes
 from draft_worker.grow import NO_NODES, Candidates, GrowingTree
 

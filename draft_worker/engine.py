@@ -11,42 +11,23 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple, Protocol
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.futures import settle
 from bough.growth import BestFirst
 from bough.messages import GrowCall, GrowResult, Timings
-from bough.model.batch import Batch, Segment
 from bough.tree import Tree
 from draft_worker.ahead import Ahead
 from draft_worker.grow import Grower
-from draft_worker.job import Job, Stepping
+from draft_worker.guess import Answer
+from draft_worker.job import Draft, Job
 from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS
 from draft_worker.shaped import grower_for
 from draft_worker.sharpness import Sharpnesses
-from draft_worker.top import largest
 
 logger = logging.getLogger(__name__)
-
-NUM_CONSIDERED = 256  # of a row's logits, the largest
-
-Largest = tuple[NDArray[np.float32], NDArray[np.int32]]  # of a part's rows, as from `largest`
-
-
-class DraftModel(Protocol):
-    """The seam below growing: a resident model, or a fake."""
-
-    device: torch.device
-
-    def logits(self, batch: Batch) -> torch.Tensor:
-        """(num_logit_rows, vocab_size) float32, the caller's to change; valid until the next call."""
-        ...
 
 
 class Request(NamedTuple):
@@ -83,7 +64,7 @@ class Engine:
 
     def __init__(
         self,
-        model: DraftModel,
+        draft: Draft,
         vocab_size: int,
         branch: int,
         pool: SessionPool,
@@ -91,7 +72,7 @@ class Engine:
         sharpnesses: Sharpnesses,
     ) -> None:
         """`ahead_steps`: at most so many draft steps between two calls of a session, 0 for none."""
-        self._model, self._vocab_size, self._branch = model, vocab_size, branch
+        self._draft, self._vocab_size, self._branch = draft, vocab_size, branch
         self.pool, self._ahead_steps, self.sharpnesses = pool, ahead_steps, sharpnesses
         self._running: dict[str, _Running] = {}
         self._waiting: deque[Request] = deque()  # while every session that there is room for has a tree growing
@@ -163,9 +144,9 @@ class Engine:
             self._go_ahead()
 
     def _run(self, parts: Sequence[_Running]) -> None:
-        """One model pass. Where it fails, each part alone: the error of one must not become that of all."""
+        """One draft step. Where it fails, each part alone: the error of one must not become that of all."""
         try:
-            answers = self._ask([running.job for running in parts])
+            answers = self._draft.ask([running.job for running in parts])
         except Exception as exc:
             if len(parts) == 1:
                 self._end(parts[0].session_id, exc)
@@ -176,28 +157,11 @@ class Engine:
         for running, answer in zip(parts, answers, strict=True):
             self._go_on(running, answer)
 
-    def _ask(self, parts: Sequence[Stepping]) -> list[Largest]:
-        """The largest adjusted logits of each part's rows."""
-        segments = [part.segments() for part in parts]
-        readable = [self._readable(segment) for own in segments for segment in own]
-        logits = self._model.logits(Batch(readable, None, self._model.device))
-        sizes = [sum(len(s) for s in own if s.wants_logits) for own in segments]
-        for part, rows in zip(parts, torch.split(logits, sizes), strict=True):
-            part.adjust(rows)
-        values, tokens = largest(logits, NUM_CONSIDERED)
-        ends = np.cumsum(sizes)[:-1]
-        return list(zip(np.split(values, ends), np.split(tokens, ends), strict=True))
-
-    def _readable(self, segment: Segment) -> Segment:
-        """With any other token for those that only the target's model has: guesses after them matter little."""
-        is_known = segment.tokens < self._vocab_size
-        return segment if is_known.all() else replace(segment, tokens=np.where(is_known, segment.tokens, 0))
-
-    def _go_on(self, running: _Running, answer: Largest | None = None) -> None:
+    def _go_on(self, running: _Running, answer: Answer | None = None) -> None:
         """With what the model said, as far as can be without it."""
         try:
             if answer is not None:
-                running.job.learn(*answer, self._vocab_size)
+                running.job.learn(answer)
             if running.job.advance():
                 return
             result = running.result()
@@ -238,8 +202,8 @@ class Engine:
             return
         try:
             if ahead.advance():
-                (answer,) = self._ask([ahead])
-                ahead.learn(*answer, self._vocab_size)
+                (answer,) = self._draft.ask([ahead])
+                ahead.learn(answer)
                 self._ahead[session_id] = ahead
         except Exception:
             logger.warning("session %s: draft-ahead failed; its next tree starts cold", session_id, exc_info=True)

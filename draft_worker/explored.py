@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.batch import Segment
-from bough.model.kv import KVSlot
+from bough.model.segment import Segment
+from bough.model.slot import Slot
 from draft_worker import links
 from draft_worker.grow import Candidates
 from draft_worker.sharpness import sharpened
@@ -87,7 +87,7 @@ class Explored:
         self._first, self._paths = _grown(self._first, 1 + room), _grown(self._paths, room, levels)
         self._candidates = Candidates(*(_grown(held, room, held.shape[1]) for held in self._candidates))
 
-    def segment(self, slot: KVSlot, wanted: Wanted) -> Segment:
+    def segment(self, slot: Slot, wanted: Wanted) -> Segment:
         """The rows of a model pass; parents stand in the slot already."""
         rows = self.base + len(self) + np.arange(len(wanted.tokens), dtype=np.int32)
         assert rows[-1] < slot.num_rows, "kernels write wherever they are told to"

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.tiles import compiled
+from bough.model.jit import compiled
 from bough.tree import Tree
 
 NO_NODES = np.zeros(0, np.intp)

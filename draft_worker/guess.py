@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bough.growth import Guess, Scheme
 from bough.messages import GrowCall
 from bough.model.draw import gumbel_noise
+from bough.model.jit import compiled
 from bough.model.sample import GREEDY_TOKENS, greedy_weights, require_numbers
-from bough.model.tiles import compiled
 from bough.sampling import SamplingParams
 from draft_worker.grow import Candidates
-from draft_worker.penalties import Past, Seen, penalise
 
 NUM_CANDIDATES = 64  # tokens kept of those that are considered
 NUM_NOISY_POSITIONS = 256  # positions whose noise is kept, all sessions together
@@ -43,7 +41,7 @@ class Guessing:
         return cls(call.sampling, call.context.prompt_length, is_sample, is_perturbed, call.vocab_size)
 
     def adjusts(self, vocab_size: int) -> bool:
-        """Whether logits of so many tokens need `adjust`."""
+        """Whether logits of so many tokens need `draft_worker.penalties.adjust`."""
         return self.params.has_penalties or bool(self.params.logit_bias) or 0 < self.vocab_size < vocab_size
 
     def candidates(
@@ -80,23 +78,17 @@ class Guessing:
         scores = _filtered(values.astype(np.float64), self.params)[:, :NUM_CANDIDATES]
         return Candidates(tokens[:, :NUM_CANDIDATES], (scores - scores[:, :1]).astype(np.float32))
 
-    @torch.inference_mode()
-    def adjust(self, logits: torch.Tensor, past: Past, paths: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
-        """Puts penalties and bias upon logits (num_nodes, vocab_size), as decoding would see them at each node.
 
-        Paths and positions (num_nodes, width) are the tokens from the root to each node and where they stand, -1 in
-        places that are not used. Some of these and of the past may be tokens that only the target has.
+class Answer(Protocol):
+    """What a draft says of the nodes that it was asked about in one step."""
+
+    def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
+        """What may follow each node, at these absolute positions (num_nodes,) of the children.
+
+        Raises:
+            InvalidRequest, Unavailable: nothing can be chosen.
         """
-        vocab_size = logits.shape[1]
-        if self.params.has_penalties:
-            penalise(logits, self.params, Seen.of(past, paths, positions, self.prompt_length, vocab_size))
-        biases = {token: bias for token, bias in self.params.logit_bias.items() if token < vocab_size}
-        if biases:
-            columns = torch.tensor([*biases], device=logits.device)
-            values = torch.tensor([*biases.values()], dtype=logits.dtype, device=logits.device)
-            logits.index_copy_(1, columns, logits.index_select(1, columns) + values)
-        if self.vocab_size:
-            logits[:, self.vocab_size :] = -torch.inf
+        ...
 
 
 @compiled

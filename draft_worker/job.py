@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Protocol
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from bough.growth import BestFirst
 from bough.messages import GrowCall
-from bough.model.batch import Segment
+from bough.model.segment import Segment
 from bough.tree import Tree
 from draft_worker.explored import Wanted
-from draft_worker.guess import Guessing
+from draft_worker.guess import Answer, Guessing
 from draft_worker.session import DraftSession
 from draft_worker.shaped import grower_for
 from draft_worker.sharpness import Sharpnesses
@@ -26,6 +23,7 @@ class Stepping(Protocol):
     """Whatever takes part in a draft step."""
 
     session: DraftSession
+    wanted: Wanted | None  # nodes that the step asks about, as of `segments`
 
     def advance(self) -> bool:
         """Goes on as far as it can without the model; whether it wants a step of it."""
@@ -35,12 +33,16 @@ class Stepping(Protocol):
         """Its rows of the step."""
         ...
 
-    def adjust(self, logits: torch.Tensor) -> None:
-        """Makes the logits of its rows, (num_rows, vocab_size), what sampling parameters have of them."""
+    def learn(self, answer: Answer) -> None:
+        """The step has been run; what it says of the nodes that were wanted."""
         ...
 
-    def learn(self, values: NDArray[np.float32], tokens: NDArray[np.int32], vocab_size: int) -> None:
-        """The step has been run; the largest logits of its rows, as from `draft_worker.top.largest`."""
+
+class Draft(Protocol):
+    """The seam below growing: a model, a simulated one, or a fake."""
+
+    def ask(self, parts: Sequence[Stepping]) -> Sequence[Answer]:
+        """One draft step for all parts, and what it says to each; answers hold until the next step."""
         ...
 
 
@@ -68,7 +70,7 @@ class Job:
         session.grown = grower.tree
         self._walk = Walk(grower, session.explored)
         self._num_context = 0  # pending tokens in this step
-        self._wanted: Wanted | None = None
+        self.wanted: Wanted | None = None
 
     @property
     def num_warm(self) -> int:
@@ -84,22 +86,17 @@ class Job:
         context = [self.session.pending()] if self.session.num_pending else []
         self._num_context = sum(map(len, context))
         if self._num_context < self.session.num_pending:
-            self._wanted = None
+            self.wanted = None
             return context
-        self._wanted = self.session.explored.wanted(*self._walk.missing())
-        return [*context, self.session.explored.segment(self.session.slot, self._wanted)]
+        self.wanted = self.session.explored.wanted(*self._walk.missing())
+        return [*context, self.session.explored.segment(self.session.slot, self.wanted)]
 
-    def adjust(self, logits: torch.Tensor) -> None:
-        """By penalties and bias."""
-        if self._wanted is not None:
-            self.session.adjust(self._wanted, logits)
-
-    def learn(self, values: NDArray[np.float32], tokens: NDArray[np.int32], vocab_size: int) -> None:
+    def learn(self, answer: Answer) -> None:
         """Commits the context and puts what may follow where `advance` finds it."""
         self.num_passes += 1
         self.session.commit(self._num_context)
-        if self._wanted is not None:
-            self.session.learn(self._wanted, values, tokens, vocab_size)
+        if self.wanted is not None:
+            self.session.learn(self.wanted, answer)
 
     def tree(self) -> Tree:
         """The tree, when `advance` wants no more."""

@@ -7,7 +7,7 @@ of int32: `first[1 + i]` begins the chain below expansion i, `first[0]` that bel
 
 from __future__ import annotations
 
-from bough.model.tiles import compiled
+from bough.model.jit import compiled
 
 
 @compiled

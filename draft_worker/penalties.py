@@ -2,58 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from bough.sampling import SamplingParams
+from draft_worker.guess import Guessing
+from draft_worker.past import Past, Seen
 
 
-class Past(NamedTuple):
-    """The tokens before a session's root."""
+@torch.inference_mode()
+def adjust(
+    logits: torch.Tensor, guessing: Guessing, past: Past, paths: NDArray[np.int32], positions: NDArray[np.int32]
+) -> None:
+    """Puts penalties and bias upon logits (num_nodes, vocab_size), as decoding would see them at each node.
 
-    tokens: NDArray[np.int64]  # (num_distinct,) ascending
-    counts: NDArray[np.int64]  # (num_distinct,) how often each stands after the prompt
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], prompt_length: int) -> Past:
-        """Of all of them, in the order of the text."""
-        distinct, places = np.unique(np.asarray(tokens, np.int64), return_inverse=True)
-        return cls(distinct, np.bincount(places[prompt_length:], minlength=len(distinct)))
-
-
-class Seen(NamedTuple):
-    """The tokens before and at some nodes that a vocabulary has."""
-
-    tokens: NDArray[np.int64]  # (num_seen,) ascending
-    is_seen: NDArray[np.bool_]  # (num_nodes, num_seen) by this node
-    counts: NDArray[np.int64]  # (num_nodes, num_seen) after the prompt
-
-    @classmethod
-    def of(
-        cls,
-        past: Past,
-        paths: NDArray[np.int32],
-        positions: NDArray[np.int32],
-        prompt_length: int,
-        vocab_size: int,
-    ) -> Seen:
-        """Paths and positions (num_nodes, width) go from the root to each node; -1 is the position of no token."""
-        nodes, places = np.nonzero((positions >= 0) & (paths < vocab_size))
-        on_paths, is_output = paths[nodes, places], positions[nodes, places] >= prompt_length
-        in_past = past.tokens[: np.searchsorted(past.tokens, vocab_size)]
-        tokens = np.union1d(in_past, on_paths)
-        of_past, of_paths = np.searchsorted(tokens, in_past), np.searchsorted(tokens, on_paths)
-        is_seen = np.zeros((len(paths), len(tokens)), np.bool_)
-        is_seen[:, of_past] = True
-        is_seen[nodes, of_paths] = True
-        counts = np.zeros(is_seen.shape, np.int64)
-        counts[:, of_past] = past.counts[: len(in_past)]
-        np.add.at(counts, (nodes[is_output], of_paths[is_output]), 1)
-        return cls(tokens, is_seen, counts)
+    Paths and positions (num_nodes, width) are the tokens from the root to each node and where they stand, -1 in
+    places that are not used. Some of these and of the past may be tokens that only the target has.
+    """
+    params, vocab_size = guessing.params, logits.shape[1]
+    if params.has_penalties:
+        penalise(logits, params, Seen.of(past, paths, positions, guessing.prompt_length, vocab_size))
+    biases = {token: bias for token, bias in params.logit_bias.items() if token < vocab_size}
+    if biases:
+        columns = torch.tensor([*biases], device=logits.device)
+        values = torch.tensor([*biases.values()], dtype=logits.dtype, device=logits.device)
+        logits.index_copy_(1, columns, logits.index_select(1, columns) + values)
+    if guessing.vocab_size:
+        logits[:, guessing.vocab_size :] = -torch.inf
 
 
 def penalise(logits: torch.Tensor, params: SamplingParams, seen: Seen) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Container
 
 from bough.errors import NotFound
 from bough.messages import GrowCall
-from bough.model.kv_arena import KVArena
+from bough.model.arena import Arena
 from bough.prefix import block_hashes, common_length
 from bough.prefix_index import PrefixIndex
 from draft_worker.session import DraftSession, Window
@@ -18,7 +18,7 @@ SPARE_ROWS = 512  # that a slot gets beyond what its call needs: text grows, and
 class SessionPool:
     """Gives each session as many rows as its calls need. Owned by whoever steps the engine."""
 
-    def __init__(self, arena: KVArena, window: Window, ahead_rows: int = 0) -> None:
+    def __init__(self, arena: Arena, window: Window, ahead_rows: int = 0) -> None:
         """The arena must keep all rows of a slot that moves, and have room for `window.max_rows`.
 
         A slot gets up to `ahead_rows` more for what may be explored ahead, but no more than a quarter of what is free:

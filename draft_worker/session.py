@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bough.errors import PrefixMissing
 from bough.messages import Context, GrowCall
-from bough.model.batch import Segment
-from bough.model.kv import KVSlot
+from bough.model.segment import Segment
+from bough.model.slot import Slot
 from bough.prefix import prefix_hash
 from draft_worker.explored import Explored, Wanted
 from draft_worker.grow import GrowingTree
-from draft_worker.guess import Guessing
-from draft_worker.penalties import Past
+from draft_worker.guess import Answer, Guessing
+from draft_worker.past import Past
 from draft_worker.sharpness import Sharpness
 
 MAX_EXPANSIONS = 2048  # nodes expanded for one tree: each takes a row of the session's slot
@@ -53,16 +52,16 @@ class DraftSession:
     Positions and slot rows count from the start of the window, but for those of the target's random numbers.
     """
 
-    def __init__(self, slot: KVSlot, window: Window) -> None:
+    def __init__(self, slot: Slot, window: Window) -> None:
         self.slot = slot
         self.tokens: list[int] = []  # committed, before the root; those that the slot lacks are still to be run
         self.start = 0
         self.explored = Explored(0)
         self._window = window
         self.grown: GrowingTree | None = None  # the last call's, as it grew
-        self._guessing: Guessing | None = None
+        self.guessing: Guessing | None = None  # what the last call asks for
         self._sharpness = Sharpness(is_learnt=False)
-        self._past = Past.of((), 0)
+        self.past = Past.of((), 0)  # of a call with penalties
 
     def stand_on(self, call: GrowCall, guessing: Guessing, sharpness: Sharpness) -> None:
         """Takes over the call's context, and what of earlier trees lies on it.
@@ -92,11 +91,11 @@ class DraftSession:
             self.slot.roll_back(0)
             stands = False
         # Not num_pending: of a shorter text, or of a window that keeps nothing, no token need be run again.
-        if not stands or guessing != self._guessing or not self.has_rows(growth.max_expansions):
+        if not stands or guessing != self.guessing or not self.has_rows(growth.max_expansions):
             self.explored = Explored(len(tokens) - self.start)
         self.explored.power, self._sharpness = sharpness.power, sharpness
-        self._guessing, self.grown = guessing, None
-        self._past = Past.of(tokens if guessing.params.has_penalties else (), guessing.prompt_length)
+        self.guessing, self.grown = guessing, None
+        self.past = Past.of(tokens if guessing.params.has_penalties else (), guessing.prompt_length)
 
     def has_room(self, depth: int) -> bool:
         """Whether a tree of so many levels can stand on what is committed without a new window."""
@@ -123,19 +122,16 @@ class DraftSession:
         begin = self.slot.length
         self.slot.compact(range(begin, begin + num_run), self.tokens[self.start + begin :][:num_run])
 
-    def adjust(self, wanted: Wanted, logits: torch.Tensor) -> None:
-        """Puts penalties and bias upon the logits (num_new, vocab_size) of nodes."""
-        if self._guessing is None or not self._guessing.adjusts(logits.shape[1]):
-            return
+    def path_positions(self, wanted: Wanted) -> NDArray[np.int32]:
+        """(num_new, width) absolute positions of the tokens of `Explored.path_tokens`; -1 for places without one."""
         steps = np.arange(wanted.paths.shape[1])
-        positions = np.where(steps <= wanted.depths[:, None], len(self.tokens) + steps, -1).astype(np.int32)
-        self._guessing.adjust(logits, self._past, self.explored.path_tokens(wanted), positions)
+        return np.where(steps <= wanted.depths[:, None], len(self.tokens) + steps, -1).astype(np.int32)
 
-    def learn(self, wanted: Wanted, values: NDArray[np.float32], tokens: NDArray[np.int32], vocab_size: int) -> None:
-        """The model has been run on these nodes; these are the largest adjusted logits of each, as from `largest`."""
-        assert self._guessing is not None
+    def learn(self, wanted: Wanted, answer: Answer) -> None:
+        """The draft has been asked about these nodes."""
+        assert self.guessing is not None, "a call asks for something"
         positions = len(self.tokens) + 1 + wanted.depths
-        self.explored.learn(wanted, self._guessing.candidates(values, tokens, positions, vocab_size))
+        self.explored.learn(wanted, answer.candidates(self.guessing, positions))
 
     def _require_held(self, context: Context) -> None:
         start = context.context_start

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.tiles import compiled
+from bough.model.jit import compiled
 from draft_worker.grow import Candidates
 from draft_worker.guess import Guessing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.tiles import compiled
+from bough.model.jit import compiled
 from draft_worker.explored import Explored
 from draft_worker.grow import NO_NODES, Grower
 

@@ -9,9 +9,9 @@ from bough.growth import BestFirst
 from bough.model.vectors import LANES
 from bough.sampling import SamplingParams
 from draft_worker.best_first import BestFirstGrower
-from draft_worker.engine import NUM_CONSIDERED
 from draft_worker.explored import Explored
 from draft_worker.guess import Guessing
+from draft_worker.model_draft import NUM_CONSIDERED
 from draft_worker.sharpness import Sharpness, sharpened
 from draft_worker.top import largest
 from draft_worker.walk import Walk

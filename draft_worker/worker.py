@@ -27,6 +27,7 @@ from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad
 from draft_worker.ahead import MAX_ROWS, num_steps
 from draft_worker.engine import Engine, Request
+from draft_worker.model_draft import ModelDraft
 from draft_worker.pool import SessionPool
 from draft_worker.session import MAX_EXPANSIONS, Window
 from draft_worker.sharpness import Sharpnesses
@@ -47,7 +48,7 @@ class DraftWorker:
         adapter = open_adapter(config.adapter, config.drop_layers) if config.adapter else None
         self._dropped = adapter.manifest.dropped_layers if adapter else config.drop_layers
         device = choose_device(config.device)
-        self._ahead_steps = num_steps(config.ahead_steps, device)
+        self._ahead_steps = num_steps(config.ahead_steps, device.type)
 
         def load() -> SessionPool:
             compute_with(config.threads)
@@ -62,9 +63,8 @@ class DraftWorker:
 
         pool = on_a_passing_thread(load)
         self.vocab_size = self._model.skeleton.vocab_size
-        self._engine = Engine(
-            self._model, self.vocab_size, config.branch, pool, self._ahead_steps, Sharpnesses(config.sharpness)
-        )
+        draft, sharpnesses = ModelDraft(self._model, self.vocab_size), Sharpnesses(config.sharpness)
+        self._engine = Engine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, sharpnesses)
         self._unanswered = Unanswered(config.max_waiting)
         self._is_draining = False
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

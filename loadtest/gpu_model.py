@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bough.model.checkpoint import INDEX_NAME, Checkpoint
+from bough.model.limits import Limits
 from bough.model.loading import Skeleton, build_skeleton
-from bough.model.memory import Limits, activation_bytes, resident_bytes, unpacking_bytes
+from bough.model.memory import activation_bytes, resident_bytes, unpacking_bytes
 from bough.placement import Budgets, Fixed, Placement, Tier, place
 from target_worker.kv_stage import KVStage
 from target_worker.lanes import Lanes

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from bough.errors import InvalidRequest, PrefixMissing, StaleEpoch, Unavailable
 from bough.futures import settle
 from bough.messages import VerifyCall, VerifyResult
-from bough.model.memory import Limits
+from bough.model.limits import Limits
 from bough.prefix import prefix_hash
 from target_worker.held import Text
 from target_worker.job import Job

@@ -12,26 +12,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from bough.errors import BoughError, StaleEpoch, Unavailable
 from bough.futures import Unanswered, settle
-from bough.messages import VerifyCall, VerifyResult
-from bough.model.batch import Batch
-from bough.model.kv import KVSlot
-from bough.model.memory import Limits
-from bough.row_counts import RowCounts
+from bough.messages import Verdict, VerifyCall, VerifyResult
+from bough.model.limits import Limits
 from target_worker.batching import Part
 from target_worker.calls import Calls
 from target_worker.gathering import Gathering
 from target_worker.job import Job
-from target_worker.judge import judge
 from target_worker.pace import Pace
 from target_worker.sharing import choose_shared
 from target_worker.slots import SlotPool
-from target_worker.sweep import SweepFigures
+from target_worker.sweep_figures import SweepFigures
+from target_worker.sweeper import Sweeper, Swept
 
 logger = logging.getLogger(__name__)
 
@@ -39,27 +34,12 @@ NANO = 1e-9
 SHUT_DOWN = "the target worker is being shut down"
 
 
-class SweepModel(Protocol):
-    """The seam below the engine: a streamed model, or a fake."""
-
-    rows: RowCounts
-    device: torch.device
-
-    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
-        """(num_logit_rows, vocab_size) logits, and where the time went."""
-        ...
-
-    def warm_up(self, slot: KVSlot) -> None:
-        """Makes what is made at the first use, with one row of a slot; raises what `bough.errors` names."""
-        ...
-
-
 class Engine:
     """Verifies trees of many sessions, one sweep at a time."""
 
     def __init__(
         self,
-        model: SweepModel,
+        sweeper: Sweeper,
         pool: SlotPool,
         limits: Limits,
         max_waiting: int,
@@ -73,11 +53,11 @@ class Engine:
         self.pool = pool
         self.num_running = 0  # calls that have a part in the sweep that is under way
         self._observe = observe
-        self._model = model
+        self._sweeper = sweeper
         self._max_sweep_tokens = limits.max_sweep_tokens
         self._calls = Calls(pool, limits)
         self._unanswered = Unanswered(max_waiting)
-        self._pace = Pace(model.rows)
+        self._pace = Pace(sweeper.rows)
         self._gathering = Gathering(patience)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_over = False
@@ -89,12 +69,12 @@ class Engine:
         self._thread.start()
 
     def warm_up(self) -> Future[None]:
-        """Has the model compute once for nobody; the future raises what keeps it from that."""
+        """Has the sweeper compute once for nobody; the future raises what keeps it from that."""
         future: Future[None] = Future()
 
         def run() -> None:
             with self.pool.scratch(1) as slot:
-                self._model.warm_up(slot)
+                self._sweeper.warm_up(slot)
             settle(future, None)
 
         self._post(future, run)
@@ -213,7 +193,7 @@ class Engine:
 
     def _choose(self) -> list[Part[Job]]:
         jobs = [*self._calls]
-        pace, chunk = self._pace, self._model.rows.most
+        pace, chunk = self._pace, self._sweeper.rows.most
         knee = max(pace.knee, chunk)  # that much is computed at once, and how long rows take is seen there
         parts = choose_shared(jobs, self._max_sweep_tokens, knee, chunk, pace.seconds)
         for job in jobs:
@@ -224,13 +204,12 @@ class Engine:
         began_ns = time.perf_counter_ns()
         self.num_running = len(parts)
         try:
-            segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
-            batch = Batch(segments, self._model.rows, self._model.device)
-            logits, figures = self._model.sweep(batch)
-            self._pace.observe(batch.num_tokens, figures)
-            self._gathering.swept(figures.total_ns * NANO)
-            self._observe(batch.num_tokens, figures)
-            self._finish(parts, logits, figures, began_ns)
+            num_tokens = sum(part.num_tokens for part in parts)
+            swept = self._sweeper.sweep(parts)
+            self._pace.observe(num_tokens, swept.figures)
+            self._gathering.swept(swept.figures.total_ns * NANO)
+            self._observe(num_tokens, swept.figures)
+            self._finish(parts, swept, began_ns)
         except Exception as exc:  # the thread outlives whatever a sweep can do; its callers are told
             logger.exception("a sweep failed")
             for part in parts:
@@ -238,27 +217,23 @@ class Engine:
         finally:
             self.num_running = 0
 
-    def _finish(self, parts: Sequence[Part[Job]], logits: torch.Tensor, figures: SweepFigures, began_ns: int) -> None:
-        first_row = 0
+    def _finish(self, parts: Sequence[Part[Job]], swept: Swept, began_ns: int) -> None:
         for job, num_context, has_tree in parts:
             begin = job.num_held
             rows = range(begin, begin + num_context)
             self.pool.commit(job.session, rows, job.text.tokens[begin : begin + num_context])
-            job.swept(num_context, figures, began_ns)
+            job.swept(num_context, swept.figures, began_ns)
             if has_tree:
-                own = logits[first_row : first_row + job.num_nodes]
-                first_row += job.num_nodes
                 try:
-                    self._answer(job, own)
+                    self._answer(job, swept.verdict_on(job))
                 except Exception as exc:  # of one call: no reason for the others to go without an answer
                     if not isinstance(exc, BoughError):
                         logger.exception("a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
         self.pool.check_integrity()
 
-    def _answer(self, job: Job, logits: torch.Tensor) -> None:
+    def _answer(self, job: Job, verdict: Verdict) -> None:
         tree, base = job.call.tree, len(job.text.tokens)
-        verdict = judge(job.call, job.text.tokens, lambda path: logits[path[-1]].double().numpy())
         path = (0, *verdict.accepted_nodes)
         self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
         self.pool.count(len(job.call.context.tokens), job.num_computed)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bough.errors import StaleEpoch
 from bough.messages import VerifyResult
-from bough.model.kv import KVSlot
+from bough.model.slot import Slot
 from bough.prefix import block_hashes
 
 
@@ -54,7 +54,7 @@ class HeldSession:
     """A session with a slot."""
 
     session_id: str  # "" once it is released: what it held stays for others to begin from
-    slot: KVSlot
+    slot: Slot
     epoch: int
     state: SlotState = SlotState.FREE
     last_used: float = 0.0  # seconds on the pool's clock

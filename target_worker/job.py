@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from bough.futures import settle
 from bough.messages import Timings, Verdict, VerifyCall, VerifyResult
-from bough.model.batch import Segment
+from bough.model.segment import Segment
 from target_worker.held import HeldSession, Text
-from target_worker.sweep import SweepFigures
+from target_worker.sweep_figures import SweepFigures
 
 
 @dataclass(slots=True, eq=False)

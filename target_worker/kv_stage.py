@@ -128,8 +128,10 @@ def _seated(batch: Batch) -> dict[KVSlot, _Seat]:
     """A seat for every slot. A sweep writes rows that follow those which a slot holds."""
     reach: dict[KVSlot, tuple[int, int]] = {}
     for segment in batch.segments:
-        first, end = reach.get(segment.slot, (segment.slot.num_rows, 0))
-        reach[segment.slot] = min(first, int(segment.rows.min())), max(end, int(segment.rows.max()) + 1)
+        slot = segment.slot
+        assert isinstance(slot, KVSlot), "there are keys to be copied"
+        first, end = reach.get(slot, (slot.num_rows, 0))
+        reach[slot] = min(first, int(segment.rows.min())), max(end, int(segment.rows.max()) + 1)
     seats, begin = {}, 0
     for slot, (first, end) in reach.items():
         seats[slot] = _Seat(begin, first, end)

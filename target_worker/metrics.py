@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from bough.errors import ConfigError
 from target_worker.held import SlotState
 from target_worker.slots import PoolFigures
-from target_worker.sweep import SweepFigures
+from target_worker.sweep_figures import SweepFigures
 
 NANO = 1e-9
 NUM_RECENT = 32  # sweeps

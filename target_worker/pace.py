@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from bough.row_counts import RowCounts
-from target_worker.sweep import SweepFigures
+from target_worker.sweep_figures import SweepFigures
 
 WEIGHT = 0.5  # of the last sweep
 NANO = 1e-9

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from bough.errors import Exhausted, NotFound
-from bough.model.kv import KVSlot
-from bough.model.kv_arena import KVArena
+from bough.model.arena import Arena
+from bough.model.slot import Slot
 from bough.prefix import BLOCK_TOKENS, common_length
 from bough.prefix_index import PrefixIndex
 from target_worker.held import HeldSession, SlotState, Text
@@ -39,7 +39,7 @@ class SlotPool:
     be called, or another may begin from what it holds, until its rows are wanted. Those used longest ago go first.
     """
 
-    def __init__(self, arena: KVArena, lease_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, arena: Arena, lease_seconds: float, clock: Callable[[], float]) -> None:
         self._arena = arena
         self._lease_seconds = lease_seconds
         self._clock = clock
@@ -53,7 +53,7 @@ class SlotPool:
         return len(self._sessions)
 
     @contextmanager
-    def scratch(self, num_rows: int) -> Iterator[KVSlot]:
+    def scratch(self, num_rows: int) -> Iterator[Slot]:
         """Rows that are no session's, while there are enough that nobody holds."""
         slot = self._arena.take(num_rows)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,32 +12,22 @@ from bough.model.batch import Batch, Chunk, Segment
 from bough.model.device import working_on
 from bough.model.draw import require_numbers
 from bough.model.experts import with_rows
-from bough.model.kv import KVSlot
 from bough.model.lean_parts import is_lean
 from bough.model.loading import Skeleton, bind_resident, move_buffers
 from bough.model.reproducible import describe, make_reproducible
+from bough.model.slot import Slot
 from bough.model.source import ReusedMemory
 from bough.tree import Tree
 from target_worker.compiled import CompiledLayers, LayerAt
 from target_worker.kv_stage import KVHome, KVInPlace
 from target_worker.stream import BestSpeed
+from target_worker.sweep_figures import SweepFigures
 from target_worker.tiers import Tiers
 from target_worker.weights import MadeLayer
 
 SPEED_BYTES = 1000**3  # over which the link's speed is taken
 WARM_LAYERS = 2  # where those are not of all kinds, a first sweep compiles what is missing
 MOST_MADE = 2048  # layers in slabs of which that is kept: up to 20 KB each, beside the memory that is budgeted
-
-
-class SweepFigures(NamedTuple):
-    """Where a sweep's time went."""
-
-    total_ns: int
-    wait_ns: int  # for layers that had not arrived
-    link_ns: int  # the link was at work, since the last sweep ended
-    link_bytes: int
-    link_ideal_ns: int  # link_bytes at the best speed that the link has shown (`BestSpeed`)
-    kv_bytes: int = 0  # of keys and values, copied between host and accelerator beside them
 
 
 class StreamedModel:
@@ -93,7 +83,7 @@ class StreamedModel:
         return logits, self._account(time.perf_counter_ns() - began, kv_bytes)
 
     @torch.inference_mode()
-    def warm_up(self, slot: KVSlot) -> None:
+    def warm_up(self, slot: Slot) -> None:
         """Passes a token through the first layers and the head, so that what is made at the first use is there.
 
         The link begins again with layer 0. A row of the slot is written, and not committed.

@@ -17,8 +17,9 @@ from bough.model import files_hash
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, device_name
 from bough.model.kv_arena import KVArena
+from bough.model.limits import Limits
 from bough.model.loading import DTYPES, build_skeleton
-from bough.model.memory import Limits, fixed_bytes, num_kv_rows, resident_bytes, unpacking_bytes
+from bough.model.memory import fixed_bytes, resident_bytes, unpacking_bytes
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Placement, Tier, gigabytes
@@ -29,6 +30,7 @@ from target_worker.kernels import compile_apart
 from target_worker.kv_stage import KVHome, KVInPlace, KVStage
 from target_worker.metrics import Load, Metrics
 from target_worker.slots import SlotPool
+from target_worker.streamed_sweeper import StreamedSweeper
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers, lanes_of
 from target_worker.weights import LayerExperts, plan_apart, plan_layer, sizes_apart
@@ -53,8 +55,8 @@ class TargetWorker:
         self._experts: dict[int, LayerExperts] = {}  # by layer, of which `layers` are then without them
         self.vocab_size = self._skeleton.vocab_size
         self.max_nodes = config.max_nodes
-        self._limits = Limits.of(config, self._skeleton.config)
-        self._num_rows = num_kv_rows(self._skeleton.kv_shape(), self._limits, config.kv_memory)
+        self._limits = Limits.of(config, self._skeleton.max_positions)
+        self._num_rows = self._limits.num_rows(self._skeleton.kv_shape().row_bytes, config.kv_memory)
         self._placement = self._place()
         if self._device.type == "cpu":
             compile_apart(config.dtype)
@@ -74,7 +76,9 @@ class TargetWorker:
         self._tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes, self._experts)
         tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
-        self._engine = Engine(self._model, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
+        self._engine = Engine(
+            StreamedSweeper(self._model), pool, self._limits, config.max_waiting, config.gather, self._metrics.observe
+        )
         self._metrics.watch(self._load)
         self._engine.start(lambda: compute_reproducibly_with(config.threads))
         self._resources.callback(self._engine.stop)

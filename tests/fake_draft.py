@@ -16,6 +16,7 @@ from bough.model.kv import KVShape
 from bough.model.kv_arena import KVArena
 from bough.sampling import SamplingParams
 from draft_worker.engine import Engine, Request
+from draft_worker.model_draft import ModelDraft
 from draft_worker.pool import SessionPool
 from draft_worker.session import Window
 from draft_worker.sharpness import Sharpnesses
@@ -67,7 +68,7 @@ def new_engine(
     window = window or Window(100, 200)
     shape, num_rows = KVShape(1, 1, 1, torch.float32), num_rows or 100 * window.max_rows
     arena = KVArena(shape, shape.empty(num_rows, model.device), rows_to_keep=lambda slot: slot.num_rows)
-    return Engine(model, VOCAB, 4, SessionPool(arena, window), ahead_steps, Sharpnesses(power))
+    return Engine(ModelDraft(model, VOCAB), VOCAB, 4, SessionPool(arena, window), ahead_steps, Sharpnesses(power))
 
 
 def grow_call(

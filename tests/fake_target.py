@@ -12,13 +12,14 @@ from bough.messages import Context, VerifyCall
 from bough.model.batch import Batch
 from bough.model.kv import KVShape, KVSlot
 from bough.model.kv_arena import KVArena
-from bough.model.memory import Limits
+from bough.model.limits import Limits
 from bough.row_counts import RowCounts
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.engine import Engine
 from target_worker.slots import SlotPool
-from target_worker.sweep import SweepFigures
+from target_worker.streamed_sweeper import StreamedSweeper
+from target_worker.sweep_figures import SweepFigures
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def running(
     model: FakeModel, pool: SlotPool, limits: Limits = LIMITS, max_waiting: int = 100, patience: float = 0.0
 ) -> Iterator[Engine]:
     """An engine whose thread ends with the block."""
-    engine = Engine(model, pool, limits, max_waiting, patience)
+    engine = Engine(StreamedSweeper(model), pool, limits, max_waiting, patience)
     engine.start()
     try:
         yield engine

@@ -15,7 +15,7 @@ from target_worker.batching import Part, choose
 from target_worker.held import Text
 from target_worker.pace import Pace
 from target_worker.sharing import choose_shared
-from target_worker.sweep import SweepFigures
+from target_worker.sweep_figures import SweepFigures
 
 ROOM, MAX_NODES, ROWS = 64, 24, 8
 

@@ -22,7 +22,7 @@ from bough.model.kv import KVSlot
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.engine import Engine
-from target_worker.sweep import SweepFigures
+from target_worker.sweep_figures import SweepFigures
 from target_worker.verify import walk
 
 

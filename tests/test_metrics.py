@@ -9,7 +9,7 @@ import pytest
 from bough.errors import ConfigError
 from target_worker.metrics import Load, Metrics
 from target_worker.slots import PoolFigures
-from target_worker.sweep import SweepFigures
+from target_worker.sweep_figures import SweepFigures
 
 
 def test_sweeps_are_counted_and_served() -> None:

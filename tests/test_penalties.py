@@ -15,7 +15,8 @@ from bough.growth import BestFirst, TreePlan
 from bough.model.draw import adjusted
 from bough.sampling import BANNED, SamplingParams
 from draft_worker.guess import Guessing
-from draft_worker.penalties import Past
+from draft_worker.past import Past
+from draft_worker.penalties import adjust
 
 NUM_TOKENS = 12
 PENALTIES = SamplingParams(0.0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.4)
@@ -45,7 +46,7 @@ def upon(logits: np.ndarray, guessing: Guessing, held: list[int], paths: list[li
     tokens = np.array([[*path, *[0] * (width - len(path))] for path in paths], np.int32)
     places = [[*range(len(held), len(held) + len(path)), *[-1] * (width - len(path))] for path in paths]
     rows = torch.from_numpy(logits.copy())
-    guessing.adjust(rows, Past.of(held, guessing.prompt_length), tokens, np.array(places, np.int32))
+    adjust(rows, guessing, Past.of(held, guessing.prompt_length), tokens, np.array(places, np.int32))
     return rows.numpy()
 
 
@@ -107,7 +108,7 @@ def test_logits_of_inference_are_changed_too() -> None:
     with torch.inference_mode():
         rows = torch.ones(1, NUM_TOKENS)
     guessing = Guessing(replace(PENALTIES, logit_bias={1: 1.0}), 0, is_sample=False, is_perturbed=False, vocab_size=9)
-    guessing.adjust(rows, Past.of([], 0), np.array([[3]], np.int32), np.array([[0]], np.int32))
+    adjust(rows, guessing, Past.of([], 0), np.array([[3]], np.int32), np.array([[0]], np.int32))
     assert rows[0, [1, 2, 9]].tolist() == [2.0, 1.0, -np.inf]
     assert rows[0, 3] == pytest.approx(1 / 1.7 - 1.0)
 

@@ -17,13 +17,15 @@ from models import streamed
 from bough.messages import VerifyCall, VerifyResult
 from bough.model.batch import Batch
 from bough.model.kv_arena import KVArena
-from bough.model.memory import Limits
+from bough.model.limits import Limits
 from bough.row_counts import RowCounts
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from target_worker.engine import Engine, SweepModel
+from target_worker.engine import Engine
 from target_worker.slots import SlotPool
-from target_worker.sweep import StreamedModel, SweepFigures
+from target_worker.streamed_sweeper import StreamedSweeper, SweepModel
+from target_worker.sweep import StreamedModel
+from target_worker.sweep_figures import SweepFigures
 
 LIMITS = Limits(rows=64, max_sweep_tokens=1024, max_nodes=32, max_context=1024)
 LINK_BOUND = SweepFigures(1_000_000_000, 900_000_000, 1_000_000_000, 1, 1)
@@ -56,7 +58,7 @@ def model() -> FakeModel:
 
 @pytest.fixture
 def engine(model: FakeModel) -> Engine:
-    return Engine(model, new_pool(Clock(), 16 * LIMITS.slot_rows), LIMITS, max_waiting=100)
+    return Engine(StreamedSweeper(model), new_pool(Clock(), 16 * LIMITS.slot_rows), LIMITS, max_waiting=100)
 
 
 def test_a_system_prompt_of_eight_sessions_is_computed_once(model: FakeModel, engine: Engine) -> None:
@@ -101,7 +103,7 @@ def test_an_edited_turn_goes_back_to_where_it_was_edited(model: FakeModel, engin
 
 def test_a_call_knows_what_it_computed_over_several_sweeps(model: FakeModel, engine: Engine) -> None:
     long = [n % 41 for n in range(1000)]
-    with started(Engine(model, engine.pool, replace(LIMITS, max_sweep_tokens=128), 10)) as engine:
+    with started(Engine(StreamedSweeper(model), engine.pool, replace(LIMITS, max_sweep_tokens=128), 10)) as engine:
         result = engine.verify(verify_call("a", long)).result(10)
         assert (result.cached_length, result.timings.num_passes) == (0, 8)
         longer = engine.verify(verify_call("b", [*long[:-1], 1, 2])).result(10)
@@ -129,7 +131,7 @@ def engine_of(model: SweepModel, streamed_model: StreamedModel) -> Engine:
     limits = Limits(rows=16, max_sweep_tokens=256, max_nodes=32, max_context=200)
     shape = streamed_model.skeleton.kv_shape()
     arena = KVArena(shape, shape.empty(700, CPU))
-    return Engine(model, SlotPool(arena, 0.001, Clock()), limits, max_waiting=10)
+    return Engine(StreamedSweeper(model), SlotPool(arena, 0.001, Clock()), limits, max_waiting=10)
 
 
 def sampled_call(session: str, tokens: Sequence[int], max_length: int = 0) -> VerifyCall:

@@ -13,61 +13,18 @@ from numpy.typing import NDArray
 
 from bough.model.kv import KVSlot
 from bough.model.paths import IntArray, PathArrays, Paths
+from bough.model.segment import Segment
 from bough.model.spans import Spans
 from bough.row_counts import RowCounts
-from bough.tree import Tree
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """Rows of one session.
-
-    The key at position p on a row's path stands in slot row p where p < base, else in its tail.
-    """
-
-    slot: KVSlot
-    tokens: IntArray  # (num_tokens,)
-    positions: IntArray  # (num_tokens,) absolute
-    rows: IntArray  # (num_tokens,) slot rows that take the keys and values
-    base: int
-    tail: IntArray  # (num_tokens, width): [i, j] is the slot row of the key at position base + j on the path to token i
-    wants_logits: bool
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @classmethod
-    def context(cls, slot: KVSlot, start: int, tokens: Sequence[int]) -> Segment:
-        """Tokens in a row from position `start`, to be held and not asked for logits."""
-        positions = np.arange(start, start + len(tokens), dtype=np.int32)
-        no_tail = np.zeros((len(tokens), 0), dtype=np.int32)
-        return cls(slot, np.asarray(tokens, np.int32), positions, positions, start + len(tokens), no_tail, False)
-
-    @classmethod
-    def tree(cls, slot: KVSlot, base: int, tree: Tree) -> Segment:
-        """A whole tree whose root is at position `base`; node i takes slot row base + i."""
-        positions = base + tree.depths()
-        rows = base + np.arange(len(tree), dtype=np.int32)
-        return cls(slot, tree.tokens, positions, rows, base, base + tree.path_table(), True)
-
-    def part(self, begin: int, end: int) -> Segment:
-        """Rows [begin, end) of it."""
-        cut = slice(begin, end)
-        return Segment(
-            self.slot,
-            self.tokens[cut],
-            self.positions[cut],
-            self.rows[cut],
-            self.base,
-            self.tail[cut],
-            self.wants_logits,
-        )
+__all__ = ["Batch", "Chunk", "Piece", "Segment"]
 
 
 class Piece:
     """A segment's rows within a chunk, in the form in which attention wants them, made once for all layers."""
 
     def __init__(self, begin: int, segment: Segment) -> None:
+        assert isinstance(segment.slot, KVSlot), "there are keys to be read"
         self.slot = segment.slot
         self.span = slice(begin, begin + len(segment))  # rows of the chunk
         self.rows = segment.rows.astype(np.int64)

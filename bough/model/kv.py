@@ -1,8 +1,4 @@
-"""The keys and values of one session, for every layer.
-
-A slot knows rows, not meanings: rows [0, length) hold committed tokens at the positions of the same numbers, and what a
-tree puts above them counts for nothing until it is compacted down.
-"""
+"""The keys and values of one session, for every layer, in the rows of its slot."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ from typing import NamedTuple
 import torch
 from transformers import PretrainedConfig
 
-from bough.errors import PrefixMissing
-from bough.prefix import prefix_hash
+from bough.model.slot import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +59,32 @@ class KVMemory(NamedTuple):
     values: torch.Tensor  # likewise
 
 
-class KVSlot:
+class KVSlot(Slot):
     """Room for `num_rows` tokens of one session, and the tokens whose keys and values are valid."""
 
     memory: KVMemory  # that it has rows of
-    begin: int  # the first of them
     keys: torch.Tensor  # (num_layers, num_rows, num_kv_heads, head_dim)
     values: torch.Tensor  # likewise
 
     def __init__(self, shape: KVShape, num_rows: int, device: torch.device) -> None:
         """In memory of its own."""
-        self.tokens: list[int] = []  # committed tokens: row i holds token i
+        super().__init__()
         self.place(shape.empty(num_rows, device), 0, num_rows)
 
     def place(self, memory: KVMemory, begin: int, end: int) -> None:
         """Gives it these rows instead of those that it had."""
-        self.memory, self.begin = memory, begin
+        self.memory, self.begin, self.end = memory, begin, end
         self.keys, self.values = memory.keys[:, begin:end], memory.values[:, begin:end]
+
+    def move(self, begin: int, end: int, num_kept: int) -> None:
+        """As any slot's: the keys and values of the first `num_kept` rows come along."""
+        old_keys, old_values = self.keys[:, :num_kept], self.values[:, :num_kept]
+        is_elsewhere = begin != self.begin
+        self.place(self.memory, begin, end)
+        if is_elsewhere:
+            for new, old in ((self.keys, old_keys), (self.values, old_values)):
+                for layer in range(len(new)):
+                    new[layer, :num_kept] = old[layer].clone()  # the two may overlap
 
     @property
     def num_rows(self) -> int:
@@ -92,49 +96,14 @@ class KVSlot:
         """From a row of one layer to the same row of the next, in rows: more than `num_rows` in shared memory."""
         return self.keys.stride(0) // self.keys.stride(1)
 
-    @property
-    def length(self) -> int:
-        """Number of committed tokens held."""
-        return len(self.tokens)
-
-    def require(self, context_start: int, expected_hash: int) -> None:
-        """That the first `context_start` tokens are the ones that a caller means.
-
-        Raises:
-            PrefixMissing: with the length and hash of what is held.
-        """
-        if context_start > self.length or prefix_hash(self.tokens[:context_start]) != expected_hash:
-            held = f"{self.length} tokens" if context_start > self.length else "other tokens"
-            raise PrefixMissing(
-                f"context.context_start: {context_start} tokens were taken to be held, but {held} are; "
-                "send the session's tokens again from what is held",
-                self.length,
-                prefix_hash(self.tokens),
-            )
-
-    def roll_back(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
-        del self.tokens[length:]
-
-    def fork(self, source: KVSlot, length: int) -> None:
-        """Takes over another slot's tokens from where this one's end up to `length`, with their keys and values.
-
-        What this slot holds must be the beginning of what the other one does.
-        """
-        new = slice(self.length, length)
-        assert new.start < new.stop <= source.length, "a fork takes what the source has committed, and this lacks"
+    def _copy(self, source: Slot, rows: range) -> None:
+        assert isinstance(source, KVSlot), "slots of one arena are of one kind"
+        new = slice(rows.start, rows.stop)
         self.keys[:, new] = source.keys[:, new]
         self.values[:, new] = source.values[:, new]
-        self.tokens.extend(source.tokens[new])
 
-    def compact(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Commits tokens whose keys and values stand in `rows`, by moving them down to follow the committed ones.
-
-        What stands in rows beyond the tokens follows them and is not committed.
-        """
-        start, end = self.length, self.length + len(rows)
-        if list(rows) != list(range(start, end)):
-            source = torch.tensor(rows, device=self.keys.device)
-            self.keys[:, start:end] = self.keys.index_select(1, source)
-            self.values[:, start:end] = self.values.index_select(1, source)
-        self.tokens.extend(tokens)
+    def _gather(self, rows: Sequence[int], begin: int) -> None:
+        end = begin + len(rows)
+        source = torch.tensor(rows, device=self.keys.device)
+        self.keys[:, begin:end] = self.keys.index_select(1, source)
+        self.values[:, begin:end] = self.values.index_select(1, source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from bough.config import TargetConfig
 from bough.errors import ConfigError
 from bough.model.architecture import max_positions
 from bough.model.kv import KVShape
+from bough.model.limits import Limits
 from bough.model.loading import Skeleton
 from bough.model.packed import BLOCK_BYTES, BLOCK_ELEMENTS
 from bough.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, Placement, Tier, gigabytes
@@ -72,43 +72,6 @@ def require_way_through(placement: Placement, is_gpu: bool, host: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a target allows at once."""
-
-    rows: int  # of every matrix product
-    max_sweep_tokens: int
-    max_nodes: int
-    max_context: int
-
-    @classmethod
-    def of(cls, settings: TargetConfig, config: PretrainedConfig) -> Limits:
-        """As a target with these settings keeps them for this model."""
-        max_sweep_tokens = max(settings.max_sweep_tokens, settings.max_nodes)
-        max_context = min(settings.max_context, max_positions(config))
-        return cls(settings.rows, max_sweep_tokens, settings.max_nodes, max_context)
-
-    @property
-    def slot_rows(self) -> int:
-        """Tokens of the longest session, and beyond them a tree."""
-        return self.max_context + self.max_nodes
-
-
-def num_kv_rows(shape: KVShape, limits: Limits, kv_memory: int) -> int:
-    """Tokens whose keys and values fit, of all sessions and their trees together.
-
-    Raises:
-        ConfigError: not one session of the longest context fits.
-    """
-    num_rows = kv_memory // shape.row_bytes
-    if num_rows < limits.slot_rows:
-        raise ConfigError(
-            f"--kv-memory: {kv_memory} bytes hold no session; one of {limits.slot_rows} tokens takes "
-            f"{limits.slot_rows * shape.row_bytes}; more memory, or a smaller --max-context or --max-nodes, would do"
-        )
-    return num_rows
-
-
 def fixed_bytes(
     settings: TargetConfig, is_gpu: bool, config: PretrainedConfig, shape: KVShape, resident: int, scratch: int
 ) -> Fixed:
@@ -119,8 +82,8 @@ def fixed_bytes(
     """
     if settings.kv_tier == "host" and not is_gpu:
         raise ConfigError("--kv-tier: host; on the CPU host and device have one memory: only device would do")
-    limits = Limits.of(settings, config)
-    kv = num_kv_rows(shape, limits, settings.kv_memory) * shape.row_bytes
+    limits = Limits.of(settings, max_positions(config))
+    kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes
     staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // shape.num_layers, kv)
     return Fixed(resident, staged, activation_bytes(config, shape, limits), scratch, on_host)
 

@@ -1,0 +1,58 @@
+"""A streamed model as the engine's sweeper: parts become one packed batch, and its logits verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from bough.messages import Verdict
+from bough.model.batch import Batch
+from bough.model.slot import Slot
+from bough.row_counts import RowCounts
+from target_worker.batching import Part
+from target_worker.job import Job
+from target_worker.judge import judge
+from target_worker.sweep_figures import SweepFigures
+from target_worker.sweeper import Swept
+
+
+class SweepModel(Protocol):
+    """What runs packed batches: a streamed model, or a fake."""
+
+    rows: RowCounts
+    device: torch.device
+
+    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+        """(num_logit_rows, vocab_size) logits, and where the time went."""
+        ...
+
+    def warm_up(self, slot: Slot) -> None:
+        """As a sweeper's."""
+        ...
+
+
+class StreamedSweeper:
+    """Sweeps with a model and judges by its logits."""
+
+    def __init__(self, model: SweepModel) -> None:
+        self._model = model
+        self.rows = model.rows
+
+    def sweep(self, parts: Sequence[Part[Job]]) -> Swept:
+        """One batch of all parts."""
+        segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
+        logits, figures = self._model.sweep(Batch(segments, self._model.rows, self._model.device))
+        trees = [part.job for part in parts if part.has_tree]
+        own = dict(zip(map(id, trees), torch.split(logits, [job.num_nodes for job in trees]), strict=True))
+
+        def verdict_on(job: Job) -> Verdict:
+            rows = own[id(job)]
+            return judge(job.call, job.text.tokens, lambda path: rows[path[-1]].double().numpy())
+
+        return Swept(figures, verdict_on)
+
+    def warm_up(self, slot: Slot) -> None:
+        """Passes a row through the model for nobody."""
+        self._model.warm_up(slot)
