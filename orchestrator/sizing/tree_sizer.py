@@ -31,6 +31,7 @@ ROOM_TO_GROW = 1.25  # times the best size: what has really grown may be worth m
 BETTER_BY = 1.03  # before drafting is given up or taken up again,
 TIMES_IN_A_ROW = 2  # as expected so often
 PROBE = BestFirst(budget=4, width=2, depth=2)
+UNKNOWN = BestFirst(budget=16, width=8, depth=6)  # while nothing is known of the target's sweeps
 LEAST_WIDTH = 4  # nodes of a step: fewer hardly save time
 CROWDED = 0.8  # of the price, where the target itself divides a sweep's rows among those who share it
 
@@ -70,7 +71,7 @@ class TreeSizer:
             mode = Mode.FIXED if requested.max_nodes > 1 else Mode.OFF
             pending = self._undecided(situation, session, requested, mode)
         elif (load := self._times.load(situation, session)) is None:
-            size = limited(TreePlan(self._default, Scheme.TARGET, situation.speculation.guess), situation)
+            size = limited(TreePlan(UNKNOWN, Scheme.TARGET, situation.speculation.guess), situation)
             pending = self._undecided(situation, session, size, Mode.DRAFT)
         else:
             pending = self._decided(situation, session, load)

@@ -1,0 +1,86 @@
+"""Situations that a sizer has to cope with, as profiles of simulated workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from bough.simulation.acceptance_law import AcceptanceLaw
+from bough.simulation.law import Law
+from bough.simulation.profile import Experts, Factors, NetworkProfile, Profile, TargetProfile, load_profile
+from loadtest.regret.world import Sample
+
+NUM_WORDS, FIRST_WORD = 400, 10
+GOOD = AcceptanceLaw("by_rank", (load_profile("l40-70b-16bit").acceptance.rows[0],), spread=0.5)
+MEDIUM = load_profile("two-cores").acceptance
+# A draft that is right for a third of tokens, and thinks it is for more.
+WEAK = AcceptanceLaw("by_rank", ((0.35, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01),), spread=0.3, overconfidence=1.5)
+HOSTILE = AcceptanceLaw("hostile", ((0.0,) * 8,))
+EASY = AcceptanceLaw("by_rank", ((0.92, 0.03, 0.01, 0.005),), spread=0.3)
+HARD = AcceptanceLaw("by_rank", ((0.3, 0.1, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),), spread=0.3)
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """A situation, and what changes in the middle of it."""
+
+    name: str
+    profile: Profile
+    laws: tuple[AcceptanceLaw, ...]  # of its sessions, all at once
+    change: Factors = Factors()  # from when half of all tokens have come
+
+    def samples(self, seed: int, num_tokens: int) -> list[Sample]:
+        """The sessions' texts of one repeat; another seed makes others."""
+        return [
+            Sample(f"{seed}-{index}", seed * 1000 + index, Law(law, FIRST_WORD, NUM_WORDS), num_tokens)
+            for index, law in enumerate(self.laws)
+        ]
+
+    def factors(self, num_tokens_at: Callable[[], int], num_tokens: int) -> Callable[[], Factors]:
+        """What seconds are multiplied by now, given how many tokens have come and how many will."""
+        return lambda: self.change if 2 * num_tokens_at() >= num_tokens else Factors()
+
+
+def _target(profile: Profile, **changes: object) -> Profile:
+    return replace(profile, target=replace(profile.target, **changes))  # type: ignore[arg-type]
+
+
+def _knee(rows: int, link_seconds: float) -> Profile:
+    """A target that computes so many rows while its weights arrive, and a draft whose steps take little beside."""
+    base = load_profile("rtx4090-70b-4bit")
+    slope = 0.7 * link_seconds / rows
+    target = TargetProfile(
+        link_seconds=link_seconds, compute_base_seconds=0.3 * link_seconds, compute_row_seconds=slope, row_step=8,
+        overhead_seconds=0.01, jitter=0.05, max_nodes=1024,
+    )  # fmt: skip
+    draft = replace(base.draft, base_seconds=0.01 * link_seconds, row_seconds=0.00005 * link_seconds)
+    return replace(base, target=target, draft=draft)
+
+
+def regimes() -> tuple[Regime, ...]:
+    """All of them. Each has the name that the result gives its ratio by."""
+    offloaded, resident = load_profile("two-cores"), load_profile("two-cores-resident")
+    far = NetworkProfile(one_way_seconds=0.025)
+    experts = Experts(miss_seconds=1.5, num_experts=64, experts_per_token=4)
+    slow_draft = replace(offloaded.draft, base_seconds=0.15)
+    return (
+        Regime("good draft, offloaded", offloaded, (GOOD,)),
+        Regime("weak draft, offloaded", offloaded, (WEAK,)),
+        Regime("weak draft, resident", resident, (WEAK,)),
+        Regime("hostile draft, offloaded", offloaded, (HOSTILE,)),
+        Regime("hostile draft, resident", resident, (HOSTILE,)),
+        Regime("knee at 8 rows", _knee(8, 1.0), (MEDIUM,)),
+        Regime("knee at 64 rows", _knee(64, 1.0), (MEDIUM,)),
+        Regime("knee at 320 rows", _knee(320, 1.0), (GOOD,)),
+        Regime("resident", resident, (MEDIUM,)),
+        Regime("resident on a GPU", load_profile("all-resident"), (GOOD,)),
+        Regime("slow link", load_profile("l40-70b-16bit"), (GOOD,)),
+        Regime("slow draft", replace(offloaded, draft=slow_draft), (MEDIUM,)),
+        Regime("network of 50 ms", replace(resident, network=far), (MEDIUM,)),
+        Regime("4 sessions", offloaded, (MEDIUM,) * 4),
+        Regime("16 sessions", _knee(64, 1.0), (MEDIUM,) * 16),
+        Regime("easy beside hard sessions", offloaded, (EASY, EASY, HARD, HARD)),
+        Regime("link three times slower in mid-run", _knee(64, 0.5), (MEDIUM,), Factors(link=3.0)),
+        Regime("a processor taken in mid-run", resident, (MEDIUM,), Factors(compute=2.0, draft=1.5)),
+        Regime("mixture of experts", _target(offloaded, link_seconds=0.3, experts=experts), (MEDIUM,)),
+    )

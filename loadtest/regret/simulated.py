@@ -1,0 +1,177 @@
+"""Regret in simulated time: every fixed size, plain decoding and the sizer on the same texts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bough.generation import Speculation
+from bough.growth import BestFirst
+from bough.sizing.decision import Decision, Mode
+from loadtest.regret.regimes import Regime, regimes
+from loadtest.regret.scoring import Score, geomean, score
+from loadtest.regret.world import World
+from orchestrator.sizing.fixed_sizer import FixedSizer
+from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer
+from orchestrator.sizing.tree_sizer import TreeSizer
+
+SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
+DEPTHS = (1, 2, 4, 6, 8, 12, 16)
+NO_SHARING = 1 << 30  # a fixed size is that size, however many sessions there are
+PLAIN = Speculation(disabled=True)
+
+
+@dataclass(slots=True)
+class TimedSizer:
+    """A sizer, and the seconds that it takes to think: the one thing here that depends on the clock."""
+
+    sizer: Sizer
+    seconds: float = 0.0
+    decisions_made: list[Decision] = field(default_factory=list)
+    num_rounds: int = 0
+
+    def plan(self, situation: Situation) -> RoundPlan:
+        return self._timed(lambda: self.sizer.plan(situation))
+
+    def propose(self, session_id: str, *trees: Any) -> Proposal:
+        return self._timed(lambda: self.sizer.propose(session_id, *trees))
+
+    def observe(self, session_id: str, outcome: RoundOutcome) -> None:
+        self.num_rounds += 1
+        self._timed(lambda: self.sizer.observe(session_id, outcome))
+        self.decisions_made += self.sizer.decisions(session_id)[-1:]
+
+    def forget(self, session_id: str) -> None:
+        self.sizer.forget(session_id)
+
+    def decisions(self, session_id: str) -> Sequence[Decision]:
+        return self.sizer.decisions(session_id)
+
+    def calibrations(self) -> tuple[Any, ...]:
+        return self.sizer.calibrations()
+
+    def _timed(self, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is run."""
+
+    repeats: int
+    num_tokens: int  # of each session
+    sizes: tuple[int, ...] = SIZES
+    depths: tuple[int, ...] = DEPTHS
+
+
+def seconds_of(regime: Regime, sizer: Sizer, speculation: Speculation, scale: Scale) -> list[float]:
+    """For each repeat the seconds that its sessions took, added up. What the sizer learns it keeps from one to the next."""
+    totals = []
+    for repeat in range(scale.repeats):
+        world = World(regime.profile, sizer, speculation, repeat)
+        num_tokens = scale.num_tokens * len(regime.laws)
+        world.factors = regime.factors(lambda world=world: world.num_tokens, num_tokens)  # type: ignore[misc]
+        totals.append(sum(world.run(regime.samples(repeat, scale.num_tokens)).values()))
+    return totals
+
+
+def fixed_sizes(scale: Scale, most: int) -> dict[str, BestFirst]:
+    """The grid: sizes by depths, as far as a depth has nodes to fill it."""
+    return {
+        f"{nodes} nodes, depth {depth}": BestFirst(
+            nodes, min(16 if nodes <= 128 else nodes // 8, max(1, nodes // 2)), depth
+        )
+        for nodes in scale.sizes
+        for depth in scale.depths
+        if depth < nodes <= most
+    }
+
+
+@dataclass(slots=True)
+class Result:
+    """Of one regime."""
+
+    regime: Regime
+    score: Score
+    sizer: TimedSizer
+    cold_ratio: float  # plain decoding over self-sized in the first repeat, when nothing had been learnt
+
+    @property
+    def token_error(self) -> float:
+        """Of predicted tokens over a run, relative, of rounds with a draft's tree after the first of each kind."""
+        return _error(self._drafted(), lambda d: d.expected_tokens, lambda d: d.tokens)
+
+    @property
+    def round_time_error(self) -> float:
+        """Of predicted seconds over a run, likewise."""
+        return _error(self._drafted(), lambda d: d.expected.total, lambda d: d.seconds.total)
+
+    def _drafted(self) -> list[Decision]:
+        return [
+            d for d in self.sizer.decisions_made if d.mode is Mode.DRAFT and d.expected.sweep and d.num_context < 16
+        ]
+
+
+def _error(
+    decisions: Iterable[Decision], expected: Callable[[Decision], float], real: Callable[[Decision], float]
+) -> float:
+    """Sum over sum, less 1; 0 where nothing was predicted."""
+    decisions = list(decisions)
+    total = sum(map(real, decisions))
+    return sum(map(expected, decisions)) / total - 1 if total else 0.0
+
+
+def measure(regime: Regime, scale: Scale) -> Result:
+    """All contestants on one regime."""
+    plain = seconds_of(regime, FixedSizer(BestFirst(1, 1, 1), NO_SHARING), PLAIN, scale)
+    fixed = {
+        name: seconds_of(regime, FixedSizer(size, NO_SHARING), Speculation(), scale)
+        for name, size in fixed_sizes(scale, regime.profile.target.max_nodes).items()
+    }
+    sizer = TimedSizer(TreeSizer(BestFirst(64, 16, 7), max_depth=24))
+    self_sized = seconds_of(regime, sizer, Speculation(), scale)
+    return Result(regime, score(self_sized, {"off": plain, **fixed}, plain), sizer, plain[0] / self_sized[0])
+
+
+def run(scale: Scale, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Figures of all regimes, or of those that are named."""
+    results = []
+    for regime in regimes():
+        if names and regime.name not in names:
+            continue
+        result = measure(regime, scale)
+        results.append(result)
+        s = result.score
+        print(
+            f"{regime.name:36} {s.ratio:.3f} ({s.low:.3f}-{s.high:.3f}) of {s.best_fixed}; plain {s.plain_ratio:.3f}, "
+            f"first repeat {result.cold_ratio:.3f}; tokens {result.token_error:+.3f}, seconds {result.round_time_error:+.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return summary(results)
+
+
+def summary(results: Sequence[Result]) -> dict[str, Any]:
+    """For the JSON line."""
+    ratios = {result.regime.name: round(result.score.ratio, 4) for result in results}
+    off = [r.score.plain_ratio for r in results if "off" in r.score.best_fixed]
+    rounds = sum(result.sizer.num_rounds for result in results)
+    return {
+        "geomean": round(geomean(list(ratios.values())), 4),
+        "worst": round(min(ratios.values()), 4),
+        "regimes": ratios,
+        "intervals": {r.regime.name: (round(r.score.low, 4), round(r.score.high, 4)) for r in results},
+        "best_fixed": {r.regime.name: r.score.best_fixed for r in results},
+        "plain": {r.regime.name: round(r.score.plain_ratio, 4) for r in results},
+        "off_penalty": round(1 - min(off), 4) if off else 0.0,
+        "token_error": {r.regime.name: round(r.token_error, 4) for r in results},
+        "round_time_error": {r.regime.name: round(r.round_time_error, 4) for r in results},
+        "plan_seconds": sum(result.sizer.seconds for result in results) / max(1, rounds),
+    }

@@ -1,0 +1,277 @@
+"""Sessions, a draft and a target in simulated time: the real sizer, growers, batching and estimators; no processes.
+
+What takes time is a profile's (`bough.simulation.profile`), what is guessed and what is true a law's. Runs are the same
+every time: nothing here depends on the clock or on the order of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import simpy
+
+from bough.generation import Speculation
+from bough.growth import BestFirst, TreePlan
+from bough.messages import GrowResult, RoundTimings, Timings, Verdict, VerifyResult
+from bough.simulation.law import Law
+from bough.simulation.profile import Factors, Profile, jittered
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.step_times import StepTimes
+from bough.sizing.sweep_times import SweepTimes
+from bough.tree import Tree
+from draft_worker.best_first import BestFirstGrower
+from draft_worker.grow import Candidates
+from orchestrator.sizing.plans import RoundOutcome, Situation, Sizer, WorkerFacts
+from target_worker.batching import choose
+from target_worker.gathering import Gathering
+from target_worker.verify import walk
+
+BRANCH = 16  # children of a node, as draft workers have by default
+SECOND = 1e9
+PRIOR_ERROR = 1.3  # times the true seconds of computing, that a target takes for true before its first sweep
+NO_TOKENS = np.zeros(0, np.int32)
+Process = Generator[simpy.Event, Any, Any]
+
+
+@dataclass(slots=True)
+class Growing:
+    """A tree that grows at the simulated draft, and what is true of its nodes."""
+
+    law: Law
+    seed: int
+    root_position: int
+    grower: BestFirstGrower
+    done: simpy.Event
+    arrived: float
+    num_context: int
+    num_passes: int = 0
+    is_true: list[bool] = field(default_factory=lambda: [True])
+    salts: list[int] = field(default_factory=lambda: [0])
+
+    def step(self) -> None:
+        """Expands the frontier."""
+        self.num_passes += 1
+        frontier, tree = self.grower.frontier(), self.grower.tree
+        positions = self.root_position + tree.depths[frontier] + 1
+        is_true = np.array([self.is_true[node] for node in frontier])
+        salts = np.array([self.salts[node] for node in frontier], np.uint64)
+        said = self.law.candidates(self.seed, is_true, positions, salts, tree.depths[frontier])
+        first = tree.num_nodes
+        self.grower.take(frontier, Candidates(said.tokens, said.log_probs))
+        new = np.arange(first, tree.num_nodes)
+        truth = self.law.truth(self.seed, self.root_position + tree.depths[new]) if len(new) else NO_TOKENS
+        for node, true_token in zip(new.tolist(), truth.tolist(), strict=True):
+            parent, token = int(tree.parents[node]), int(tree.tokens[node])
+            self.is_true.append(self.is_true[parent] and token == true_token)
+            self.salts.append((self.salts[parent] * 1_000_003 + token + 1) % 2**61)
+
+
+@dataclass(slots=True)
+class Verifying:
+    """A call that waits at the simulated target; what `target_worker.batching` wants to know of it."""
+
+    session_id: str
+    tree: Tree
+    num_left: int  # tokens of context
+    done: simpy.Event
+    arrived: float
+    num_running: int
+    num_passed_over: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A session of the world: how certain its text is, and how much of it there is to say."""
+
+    name: str
+    seed: int
+    law: Law
+    num_tokens: int
+    prompt_tokens: int = 32
+
+
+class World:
+    """One draft, one target, and sessions that each generate one text after another."""
+
+    def __init__(self, profile: Profile, sizer: Sizer, speculation: Speculation, seed: int) -> None:
+        self.env = simpy.Environment()
+        self.factors: Callable[[], Factors] = lambda: Factors()
+        self._profile, self._sizer, self._speculation = profile, sizer, speculation
+        self._random = Random(seed)
+        self._growing: list[Growing] = []
+        self._calls: list[Verifying] = []
+        self._draft_wakes, self._target_wakes = self.env.event(), self.env.event()
+        self._step_times = StepTimes(profile.target.max_nodes)
+        target = profile.target
+        self._sweep_times = SweepTimes(target.row_step, target.max_sweep_rows, _prior(profile))
+        link = target.link_seconds_of(1)
+        waited = max(0.0, link - target.compute_seconds(1))
+        self._sweep_times.observe(1, target.sweep_seconds(1), waited, round(link * SECOND))
+        self._gathering = Gathering(1.0)
+        self._num_running = 0
+        self.num_tokens = 0  # of all sessions
+        self.env.process(self._draft())
+        self.env.process(self._target())
+
+    def run(self, samples: list[Sample]) -> dict[str, float]:
+        """Seconds that each takes, all at the same time."""
+        seconds: dict[str, float] = {}
+        sessions = [self.env.process(self._session(sample, seconds)) for sample in samples]
+        self.env.run(until=self.env.all_of(sessions))
+        return seconds
+
+    def _session(self, sample: Sample, seconds: dict[str, float]) -> Process:
+        """Rounds, as `orchestrator.round` has them."""
+        self._num_running += 1
+        began, position, end = self.env.now, sample.prompt_tokens, sample.prompt_tokens + sample.num_tokens
+        target_held = draft_held = 0
+        while position < end:
+            round_began = self.env.now
+            situation = self._situation(sample, end - position, position - target_held, position - draft_held)
+            plan = self._sizer.plan(situation)
+            drafted, grown, draft_seconds = Tree.root(0), None, 0.0
+            root = int(sample.law.truth(sample.seed, np.array([position]))[0])
+            if plan.asks_draft:
+                grown = yield from self._grow(sample, root, position, position - draft_held, plan.tree)
+                drafted, draft_held = grown.tree, position
+                draft_seconds = grown.timings.total_ns / SECOND
+            else:
+                drafted = Tree.root(root)
+            proposal = self._sizer.propose(sample.name, drafted, Tree.root(root))
+            result = yield from self._verify(sample, proposal.tree, position, position - target_held)
+            chosen = result.verdict.tokens_of(proposal.tree)
+            target_held, position = position + len(chosen), position + len(chosen)
+            self.num_tokens += len(chosen)
+            network = self._network()
+            timings = RoundTimings(
+                total_ns=round((self.env.now - round_began) * SECOND),
+                draft_ns=round(draft_seconds * SECOND),
+                network_ns=round((2 if grown else 1) * network * SECOND),
+                target_ns=result.timings.total_ns,
+                queue_ns=result.timings.queue_ns,
+            )
+            one_way = round(network * SECOND)
+            outcome = RoundOutcome(len(proposal.tree), chosen, result, grown, one_way if grown else 0, one_way, timings)
+            self._sizer.observe(sample.name, outcome)
+        self._sizer.forget(sample.name)
+        self._gathering.left(sample.name)
+        self._num_running -= 1
+        seconds[sample.name] = self.env.now - began
+
+    def _situation(self, sample: Sample, num_left: int, num_context: int, num_draft_context: int) -> Situation:
+        most = self._profile.target.max_nodes
+        return Situation(
+            sample.name,
+            self._speculation,
+            0.0,
+            WorkerFacts("target", "target", most, self._sweep_times.curve(), self._num_running),
+            WorkerFacts("draft", "draft", most, self._step_times.curve()),
+            num_left,
+            num_context,
+            num_draft_context,
+        )
+
+    def _network(self) -> float:
+        return self._profile.network.call_seconds(self.factors())
+
+    def _grow(self, sample: Sample, root: int, position: int, num_context: int, plan: TreePlan) -> Process:
+        yield self.env.timeout(self._network())
+        assert isinstance(plan.growth, BestFirst)
+        grower = BestFirstGrower(root, plan.growth, BRANCH, NO_TOKENS)
+        growing = Growing(sample.law, sample.seed, position, grower, self.env.event(), self.env.now, num_context)
+        self._growing.append(growing)
+        if not self._draft_wakes.triggered:
+            self._draft_wakes.succeed()
+        result: GrowResult = yield growing.done
+        return result
+
+    def _draft(self) -> Process:
+        """A step at a time, for all trees that grow."""
+        profile = self._profile.draft
+        while True:
+            for growing in [each for each in self._growing if len(each.grower.frontier()) == 0]:
+                self._growing.remove(growing)
+                total = round((self.env.now - growing.arrived) * SECOND)
+                timings = Timings(total, 0, compute_ns=total, num_passes=growing.num_passes)
+                growing.done.succeed(GrowResult(growing.grower.finished(), 0, timings, 0, self._step_times.curve()))
+            if not self._growing:
+                self._draft_wakes = self.env.event()
+                yield self._draft_wakes
+                continue
+            stepping = list(self._growing)
+            rows = sum(len(each.grower.frontier()) for each in stepping)
+            num_context = sum(each.num_context for each in stepping if each.num_passes == 0 and each.num_context > 8)
+            seconds = profile.step_seconds(rows, self.factors()) + profile.prefill_seconds(num_context, self.factors())
+            seconds = jittered(seconds, profile.jitter, self._random)
+            yield self.env.timeout(seconds)
+            if num_context == 0:
+                self._step_times.observe(rows, seconds)
+            for each in stepping:
+                each.step()
+
+    def _verify(self, sample: Sample, tree: Tree, position: int, num_context: int) -> Process:
+        yield self.env.timeout(self._network())
+        done = self.env.event()
+        call = Verifying(sample.name, tree, num_context, done, self.env.now, self._num_running)
+        self._calls.append(call)
+        self._gathering.arrived(sample.name, self.env.now, "o", self._num_running)
+        if not self._target_wakes.triggered:
+            self._target_wakes.succeed()
+        result: VerifyResult = yield done
+
+        def draw(path: list[int]) -> int:
+            return int(sample.law.truth(sample.seed, np.array([position + len(path)]))[0])
+
+        verdict: Verdict = walk(tree, draw)  # type: ignore[arg-type]
+        return replace(result, verdict=verdict)
+
+    def _target(self) -> Process:
+        """A sweep at a time, as `target_worker.engine` has them."""
+        target = self._profile.target
+        while True:
+            while True:
+                wait = self._gathering.seconds(self.env.now, {"o": len(self._calls)}) if self._calls else None
+                if wait == 0.0:
+                    break
+                self._target_wakes = self.env.event()
+                yield self._target_wakes if wait is None else self._target_wakes | self.env.timeout(wait)
+            knee = max(self._sweep_times.knee, 64)
+            parts = choose(self._calls, target.max_sweep_rows, knee)
+            for call in self._calls:
+                call.num_passed_over += 1
+            began = self.env.now
+            rows = sum(part.num_tokens for part in parts)
+            factors = self.factors()
+            link, compute = target.link_seconds_of(rows) * factors.link, target.compute_seconds(rows) * factors.compute
+            factor = jittered(1.0, target.jitter, self._random)
+            seconds, waited = factor * target.sweep_seconds(rows, factors), factor * max(0.0, link - compute)
+            yield self.env.timeout(seconds)
+            self._sweep_times.observe(rows, seconds, waited, round(target.link_seconds_of(rows) * SECOND))
+            self._gathering.swept(seconds)
+            trees = sum(part.has_tree for part in parts)
+            for part in parts:
+                call = part.job
+                call.num_left -= part.num_context
+                call.num_passed_over = 0
+                if part.has_tree:
+                    self._calls.remove(call)
+                    total, queue = self.env.now - call.arrived, began - call.arrived
+                    timings = Timings(round(total * SECOND), round(queue * SECOND), num_passes=1)
+                    curve = self._sweep_times.curve()
+                    self._gathering.answered(call.session_id, self.env.now, "o")
+                    call.done.succeed(VerifyResult(Verdict((), 0), 0, timings, 0, (), curve, rows, trees))
+
+
+def _prior(profile: Profile) -> CostCurve:
+    """What a target would have reckoned of its computing before the first sweep: not quite what it comes to."""
+    rows = (1, 8, 64, min(256, profile.target.max_sweep_rows))
+    seconds = (PRIOR_ERROR * profile.target.compute_seconds(num) for num in rows)
+    return CostCurve(rows, tuple(max(1e-6, each) for each in seconds), profile.target.row_step)
