@@ -46,7 +46,7 @@ class SimulatedSweeper:
 
     def sweep(self, parts: Sequence[Part[Job]]) -> Swept:
         """Returns when a sweep of these rows would be over."""
-        began, began_ns = self._clock.now(), time.perf_counter_ns()
+        began = self._clock.now()
         profile, num_rows = self._pair.profile, sum(part.num_tokens for part in parts)
         target, factors = profile.target, profile.factors_at(began)
         luck = jittered(1.0, target.jitter, self._random)
@@ -54,7 +54,7 @@ class SimulatedSweeper:
         link = luck * factors.link * target.link_seconds_of(num_rows)
         compute = luck * factors.compute * target.compute_seconds(num_rows)
         figures = SweepFigures(
-            total_ns=time.perf_counter_ns() - began_ns,
+            total_ns=self._clock.real_ns(self._clock.now() - began),
             wait_ns=self._clock.real_ns(max(0.0, link - compute)),
             link_ns=self._clock.real_ns(link),
             link_bytes=link_bytes(target, num_rows),
