@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +15,6 @@ LOWEST = -12.0  # log-probabilities below are all alike
 PRIOR_GUESSES = 4.0  # before anything is counted a bin holds so many guesses, right as often as the draft says
 SEEN = 1e-6  # tokens below guesses: fewer are left of rounds long forgotten
 PRIOR_RIGHT = 10.0  # right guesses with as much below them as expected, before any are counted
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCalibration:
-    """How well a draft's calibrated probabilities say what its trees come to; means of which old rounds count less."""
-
-    draft_id: str  # of the worker
-    num_rounds: int  # forgotten ones included
-    expected_tokens: float  # of a round, before it was verified
-    realised_tokens: float
 
 
 class Calibration:

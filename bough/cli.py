@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `plan`, `shape`, `pack`, `distill`, `doctor`."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `plan`, `shape`, `simulate`, `pack`, `distill`, `doctor`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import MISSING, fields
 
 from bough import __version__
+from bough.commands.simulate_flags import add_simulate
 from bough.commands.speculation import add_speculation, speculation_from
 from bough.config import DEFAULT_PORT, DistillConfig, PlanConfig
 from bough.errors import BoughError
@@ -23,7 +24,7 @@ PLAN_SETTINGS = (
     "experts", "max_context", "max_nodes", "max_sweep_tokens", "rows", "dtype", "bits", "threads", "link_threads",
     "link_speed", "host_link_speed", "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
-COMPUTING = frozenset({"pack", "distill", "plan", "shape"})
+COMPUTING = frozenset({"pack", "distill", "plan", "shape", "simulate"})
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
@@ -62,6 +63,8 @@ def _command(name: str) -> Command:
         from bough.commands.plan import plan as command
     elif name == "shape":
         from bough.commands.shape import shape as command
+    elif name == "simulate":
+        from bough.commands.simulate import simulate as command
     elif name == "chat":
         from bough.commands.talk import chat as command
     else:
@@ -114,6 +117,9 @@ def argument_parser() -> argparse.ArgumentParser:
     _add_address(chat)
     _add_plan(commands.add_parser("plan", help="what a model would need and how fast it would be, before it is there"))
     _add_shape(commands.add_parser("shape", help="the tree worth most, given how often guesses are accepted"))
+    add_simulate(
+        commands.add_parser("simulate", help="what many users of many machines would get, and what to buy next")
+    )
     _add_address(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 

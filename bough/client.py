@@ -18,13 +18,14 @@ import grpc
 from bough import generation as g
 from bough import wire_generation as wire
 from bough.acceptance import SchemeAcceptance
-from bough.calibration import DraftCalibration
 from bough.errors import BoughError, ConfigError, Exhausted, NotFound, Unavailable
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.resuming import Patience, ResumableStream
 from bough.rpc import open_channel, to_error
+from bough.sizing.decision import Decision, DraftCalibration
 from bough.values import MAX_PORT
+from bough.wire_costs import decisions_from_wire
 
 DEFAULT_OPTIONS = g.GenerateOptions()
 INFO_TIMEOUT_SECONDS = 10.0
@@ -138,6 +139,15 @@ class Client:
     async def calibrations(self) -> tuple[DraftCalibration, ...]:
         """What each draft worker's trees were expected to come to, and what they came to."""
         return wire.calibrations_from_wire(await self._ask(lambda stub: stub.GetAcceptance, pb.GetAcceptanceRequest()))
+
+    async def decisions(self, session_id: str = "") -> tuple[Decision, ...]:
+        """Why the last trees of a session were as large as they were, oldest first; of the last session at work.
+
+        Raises:
+            NotFound: the orchestrator remembers nothing of it.
+        """
+        request = pb.GetDecisionsRequest(session_id=session_id)
+        return decisions_from_wire(await self._ask(lambda stub: stub.GetDecisions, request))
 
     async def _ask(self, method: Callable[[Any], Callable[..., Awaitable[Reply]]], request: object) -> Reply:
         """The first answer of any of them."""

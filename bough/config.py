@@ -154,12 +154,14 @@ class OrchestratorConfig(ServiceConfig):
     """Settings of an orchestrator."""
 
     port: int = setting(DEFAULT_PORT, parse_port, "port to listen on; 0 takes a free one")
-    budget: int = setting(64, parse_count, "nodes of a tree, the root included")
-    sweep_nodes: int = setting(
-        64, parse_count, "nodes that all sessions' trees in a sweep share, as many as cost no more than one"
+    planner: str = setting(
+        "self", one_of("self", "fixed"), "trees size themselves, or have --budget, --width and --depth, to compare with"
     )
-    width: int = setting(16, parse_count, "nodes that a draft step expands")
-    depth: int = setting(7, parse_count, "levels of a tree below its root")
+    max_depth: int = setting(24, parse_count, "most levels of a tree that sizes itself")
+    budget: int = setting(64, parse_count, "nodes of a tree of fixed size, or before anything is known of the target")
+    sweep_nodes: int = setting(64, parse_count, "nodes that all sessions' trees of fixed size share in a sweep")
+    width: int = setting(16, parse_count, "nodes that a draft step expands; more in trees of more than 128 nodes")
+    depth: int = setting(7, parse_count, "levels of a tree of fixed size below its root")
     lookup: int = setting(
         16, number(int, 0), "most nodes of a tree that come from the session's own text; 0 looks nothing up"
     )

@@ -2,7 +2,8 @@
 
     BoughError
     ├── InvalidRequest       the caller's fault: names the field, the value and what would do
-    │   └── InvalidTree      names the node
+    │   ├── InvalidTree      names the node
+    │   └── InvalidCurve     names the entry of a curve of costs
     ├── NotFound             no such session or request
     ├── PrefixMissing        the worker does not hold what the caller stands on; carries what it does hold
     ├── StaleEpoch           the session has been placed anew since
@@ -30,6 +31,10 @@ class InvalidRequest(BoughError):
 
 class InvalidTree(InvalidRequest):
     """A tree breaks one of its rules."""
+
+
+class InvalidCurve(InvalidRequest):
+    """A curve of seconds by rows breaks one of its rules."""
 
 
 class NotFound(BoughError):

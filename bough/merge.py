@@ -23,15 +23,15 @@ def merged(tree: Tree, other: Tree, budget: int) -> Tree:
     assert other.draft_probs is None, "only the first may be a sample"
     if tree.tokens[0] != other.tokens[0]:
         raise InvalidTree(f"tree.tokens[0]: {tree.tokens[0]} and {other.tokens[0]}; trees of the same root would do")
-    union = _union(tree, other)
+    both = union(tree, other)
     if tree.draft_probs is None:
-        return _best_first(union).trimmed(budget)
+        return _best_first(both).trimmed(budget)
     draws = np.arange(1, len(tree), dtype=np.int32) if tree.draws is None else tree.draws
-    return replace(union, draft_probs=tree.draft_probs, draws=draws)
+    return replace(both, draft_probs=tree.draft_probs, draws=draws)
 
 
-def _union(tree: Tree, other: Tree) -> Tree:
-    """The first tree's nodes, then those that only the other has."""
+def union(tree: Tree, other: Tree) -> Tree:
+    """The first tree's nodes, then those that only the other has; what both have has the larger log-probability."""
     tokens, parents, log_probs = (array.tolist() for array in (tree.tokens, tree.parents, tree.log_probs))
     children = tree.children()
     places = [0]  # of the other's nodes in the union

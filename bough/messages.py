@@ -10,6 +10,7 @@ from typing import NamedTuple
 from bough.growth import Scheme, TreePlan
 from bough.prefix import prefix_hash
 from bough.sampling import PositionLogprobs, SamplingParams
+from bough.sizing.cost_curve import CostCurve
 from bough.tree import Tree
 
 PROTOCOL_VERSION = 1
@@ -71,6 +72,7 @@ class GrowResult:
     held_length: int
     timings: Timings
     num_warm_nodes: int = 0  # nodes expanded for it that the draft model had been run on before the call
+    cost: CostCurve | None = None  # seconds of a draft step by the rows of all sessions in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class VerifyCall:
     caller: str = ""  # one word for all calls of an orchestrator to this worker
     num_running: int = 0  # sessions that the caller runs at this worker, this one included; 0 does not say
     worker_id: str = ""  # of the worker that is meant: another may have come to its address; "" is whoever is there
+    may_leave_out: bool = False  # nodes that are not worth their time in a sweep that others share
 
 
 class Verdict(NamedTuple):
@@ -109,6 +112,10 @@ class VerifyResult:
     held_length: int
     timings: Timings
     cached_length: int = 0  # leading tokens before the root that were held, or copied, and not computed
+    left_out_nodes: tuple[int, ...] = ()  # that were not verified: of them and of what is below them nothing is known
+    cost: CostCurve | None = None  # seconds of a sweep by the rows of all sessions in it
+    num_rows: int = 0  # of the sweep that verified the tree
+    num_trees: int = 0  # in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +165,7 @@ class WorkerInfo:
     protocol_version: int = PROTOCOL_VERSION
     bough_version: str = ""
     arithmetic: str = ""  # of a target: what else its results depend on to the bit
+    cost: CostCurve | None = None  # seconds of a sweep, or of a draft step, by its rows
 
     @property
     def identity(self) -> str:

@@ -30,6 +30,7 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
     errors.InvalidTree: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidCurve: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.PrefixMissing: grpc.StatusCode.FAILED_PRECONDITION,

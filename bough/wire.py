@@ -8,9 +8,10 @@ from dataclasses import asdict
 from bough import messages as m
 from bough.errors import InvalidRequest
 from bough.growth import Guess, TreePlan, require_growth
-from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2
+from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
 from bough.tokenizer import TokenizerFiles
+from bough.wire_costs import cost_from_wire, cost_to_wire, timings_from_wire, timings_to_wire
 from bough.wire_trees import (
     SCHEMES,
     growth_from_wire,
@@ -133,13 +134,14 @@ def grow_result_to_wire(result: m.GrowResult) -> draft_pb2.GrowReply:
         held_length=result.held_length,
         timings=timings_to_wire(result.timings),
         num_warm_nodes=result.num_warm_nodes,
+        cost=cost_to_wire(result.cost),
     )
 
 
 def grow_result_from_wire(message: draft_pb2.GrowReply) -> m.GrowResult:
     """Raises InvalidTree for what is no tree at all."""
     tree, timings = tree_from_wire(message.tree), timings_from_wire(message.timings)
-    return m.GrowResult(tree, message.held_length, timings, message.num_warm_nodes)
+    return m.GrowResult(tree, message.held_length, timings, message.num_warm_nodes, cost_from_wire(message))
 
 
 def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
@@ -155,6 +157,7 @@ def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
         caller=call.caller,
         num_running=call.num_running,
         worker_id=call.worker_id,
+        may_leave_out=call.may_leave_out,
     )
 
 
@@ -177,6 +180,7 @@ def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, ma
         message.caller,
         message.num_running,
         message.worker_id,
+        message.may_leave_out,
     )
 
 
@@ -189,6 +193,10 @@ def verify_result_to_wire(result: m.VerifyResult) -> target_pb2.VerifyReply:
         held_length=result.held_length,
         timings=timings_to_wire(result.timings),
         cached_length=result.cached_length,
+        left_out_nodes=result.left_out_nodes,
+        cost=cost_to_wire(result.cost),
+        num_rows=result.num_rows,
+        num_trees=result.num_trees,
     )
 
 
@@ -198,7 +206,16 @@ def verify_result_from_wire(message: target_pb2.VerifyReply) -> m.VerifyResult:
         tuple(message.accepted_nodes), message.bonus_token, tuple(map(logprobs_from_wire, message.logprobs))
     )
     timings = timings_from_wire(message.timings)
-    return m.VerifyResult(verdict, message.held_length, timings, message.cached_length)
+    return m.VerifyResult(
+        verdict,
+        message.held_length,
+        timings,
+        message.cached_length,
+        tuple(message.left_out_nodes),
+        cost_from_wire(message),
+        message.num_rows,
+        message.num_trees,
+    )
 
 
 def logprobs_to_wire(value: PositionLogprobs) -> common_pb2.PositionLogprobs:
@@ -217,35 +234,15 @@ def logprobs_from_wire(message: common_pb2.PositionLogprobs) -> PositionLogprobs
     )
 
 
-def timings_to_wire(timings: m.Timings) -> common_pb2.Timings:
-    """Field by field: the names are the same."""
-    return common_pb2.Timings(**asdict(timings))
-
-
-def timings_from_wire(message: common_pb2.Timings) -> m.Timings:
-    """Field by field: the names are the same."""
-    return m.Timings(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
-
-
-def round_timings_to_wire(timings: m.RoundTimings) -> generation_pb2.RoundTimings:
-    """Field by field: the names are the same."""
-    return generation_pb2.RoundTimings(**asdict(timings))
-
-
-def round_timings_from_wire(message: generation_pb2.RoundTimings) -> m.RoundTimings:
-    """Field by field: the names are the same."""
-    return m.RoundTimings(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
-
-
 def info_to_wire(info: m.WorkerInfo) -> common_pb2.WorkerInfo:
     """Field by field: the names are the same."""
-    return common_pb2.WorkerInfo(**asdict(info))
+    return common_pb2.WorkerInfo(**(asdict(info) | {"cost": cost_to_wire(info.cost)}))
 
 
 def info_from_wire(message: common_pb2.WorkerInfo) -> m.WorkerInfo:
     """Field by field: the names are the same."""
     values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-    return m.WorkerInfo(**(values | {"notes": tuple(message.notes)}))
+    return m.WorkerInfo(**(values | {"notes": tuple(message.notes), "cost": cost_from_wire(message)}))
 
 
 def tokenizer_to_wire(files: TokenizerFiles) -> Iterator[common_pb2.TokenizerChunk]:

@@ -7,18 +7,17 @@ from dataclasses import asdict, fields
 
 from bough import generation as g
 from bough.acceptance import DepthCounts, SchemeAcceptance
-from bough.calibration import DraftCalibration
 from bough.errors import InvalidRequest
 from bough.growth import Guess
 from bough.pb import generation_pb2 as pb
+from bough.sizing.decision import DraftCalibration
 from bough.wire import (
     info_from_wire,
     info_to_wire,
     logprobs_from_wire,
     logprobs_to_wire,
-    round_timings_from_wire,
-    round_timings_to_wire,
 )
+from bough.wire_costs import round_timings_from_wire, round_timings_to_wire
 from bough.wire_numbers import require_numbers, require_texts
 from bough.wire_trees import SCHEMES, growth_from_wire, growth_to_wire, guess_from_wire, scheme_from_wire
 

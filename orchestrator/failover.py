@@ -11,11 +11,11 @@ from bough.config import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, Unavailable
 from bough.growth import Scheme
 from bough.messages import VerifyResult
-from bough.tree import Tree
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
 from orchestrator.seat import Seat
 from orchestrator.session import Session
+from orchestrator.sizing.plans import Proposal
 from orchestrator.workers import TargetClient, Timed
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,9 @@ class Failover:
     claims: Claims
     num_waiting: int = 0  # sessions that wait for a KV slot
 
-    async def verify(self, session: Session, seat: Seat, tree: Tree, scheme: Scheme) -> tuple[VerifyResult, Timed]:
+    async def verify(
+        self, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme
+    ) -> tuple[VerifyResult, Timed]:
         """The verdict. Where the target fails, `seat` may be another's afterwards.
 
         Raises:
@@ -64,25 +66,25 @@ class Failover:
         trouble: _Trouble | None = None
         while True:
             try:
-                answer = await self._verify_once_there_is_room(session, seat.target, tree, scheme)
+                answer = await self._verify_once_there_is_room(session, seat.target, proposal, scheme)
             except BoughError as exc:
                 if not _is_fault(exc):
                     raise
                 logger.warning("%s: %s", seat.target.record.worker_id, exc)
                 trouble = trouble or _Trouble(time.monotonic())
-                await self._recover(session, seat, tree.num_places, trouble, exc)
+                await self._recover(session, seat, proposal.tree.num_places, trouble, exc)
             else:
                 seat.target.report(is_fault=False)
                 return answer
 
     async def _verify_once_there_is_room(
-        self, session: Session, target: Known[TargetClient], tree: Tree, scheme: Scheme
+        self, session: Session, target: Known[TargetClient], proposal: Proposal, scheme: Scheme
     ) -> tuple[VerifyResult, Timed]:
         """The verdict; waits for a KV slot as long as the request may still wait."""
         while True:
             try:
                 timeout_seconds = session.patience.within(self.config.target_timeout)
-                return await target.client.verify(session, tree, scheme, target.num_running, timeout_seconds)
+                return await target.client.verify(session, proposal, scheme, target.num_running, timeout_seconds)
             except Exhausted:
                 if not session.patience.queue_seconds:
                     raise

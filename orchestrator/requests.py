@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
 from bough import __version__
 from bough.acceptance import SchemeAcceptance
-from bough.calibration import DraftCalibration
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch
 from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
 from bough.growth import BestFirst
 from bough.messages import PROTOCOL_VERSION
+from bough.sizing.decision import Decision, DraftCalibration
 from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.admission import Admission
 from orchestrator.claims import Claims
@@ -25,12 +25,14 @@ from orchestrator.failover import Failover
 from orchestrator.limits import require_names
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
-from orchestrator.planner import FixedPlanner
 from orchestrator.recorder import Recorder
 from orchestrator.round import Rounds
 from orchestrator.running import Running, Stream
 from orchestrator.seat import Seat
 from orchestrator.session import Session, never_begun
+from orchestrator.sizing.fixed_sizer import FixedSizer
+from orchestrator.sizing.plans import Sizer
+from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.workers import DraftClient, TargetClient
 
 logger = logging.getLogger(__name__)
@@ -47,9 +49,9 @@ class Requests:
         self._claims = Claims(directory, holder_id)
         self._recorder = Recorder(directory.registry)
         self._opening = Opening(config, directory, self._recorder, self._claims)
-        self._planner = FixedPlanner(BestFirst(config.budget, config.width, config.depth), config.sweep_nodes)
+        self.sizer = _sizer(config)
         self._failover = Failover(config, directory, self._claims)
-        self._rounds = Rounds(config, directory, self._planner, self._failover, self._recorder, AcceptanceCounter())
+        self._rounds = Rounds(config, directory, self.sizer, self._failover, self._recorder, AcceptanceCounter())
         self._running = Running()
         self._endings: dict[str, asyncio.Task[None]] = {}  # by session
         self._num_total = 0
@@ -132,7 +134,7 @@ class Requests:
                 raise
             finally:
                 await rounds.aclose()
-                self._planner.forget(session.session_id)
+                self.sizer.forget(session.session_id)
                 if session.keep or stream.is_superseded:
                     self._recorder.end(session.session_id)
                 elif session.epoch:
@@ -218,9 +220,20 @@ class Requests:
         """What verification has come to, by scheme, depth and rank."""
         return self._rounds.acceptance.counts()
 
+    def decisions(self, session_id: str) -> Sequence[Decision]:
+        """The last rounds of a session, oldest first; of the one last at work where the name is empty.
+
+        Raises:
+            NotFound: nothing is remembered of it.
+        """
+        decisions = self.sizer.decisions(session_id)
+        if not decisions:
+            raise NotFound(f"session_id: {session_id!r} has had no round here that is remembered")
+        return decisions
+
     def calibrations(self) -> tuple[DraftCalibration, ...]:
         """What each draft worker's trees were expected to come to, and what they came to."""
-        return self._rounds.calibrations.reports()
+        return self.sizer.calibrations()
 
     def _begin_forgetting(self, session: Session, target: Known[TargetClient]) -> None:
         """A stream that ends, however it ends, does not wait for the cleaning up."""
@@ -249,3 +262,11 @@ class Requests:
         if worker is not None:
             with suppress(BoughError):  # gone, never held, or somebody else's by now: nothing to free
                 await worker.client.release(session_id, epoch)
+
+
+def _sizer(config: OrchestratorConfig) -> Sizer:
+    """As the settings say."""
+    size = BestFirst(config.budget, config.width, config.depth)
+    if config.planner == "fixed":
+        return FixedSizer(size, config.sweep_nodes)
+    return TreeSizer(size, config.max_depth)

@@ -1,31 +1,31 @@
-"""The main loop: plan, grow, verify, commit."""
+"""The main loop: plan, grow, propose, verify, commit."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, InvalidTree
 from bough.generation import Tokens
 from bough.growth import Scheme, TreePlan
-from bough.merge import merged
-from bough.messages import RoundTimings, VerifyResult
+from bough.messages import GrowResult, RoundTimings, VerifyResult
 from bough.ngram import Limits
 from bough.tree import Tree
 from orchestrator.acceptance import AcceptanceCounter
-from orchestrator.calibration import Calibrations
 from orchestrator.directory import Directory, Known
 from orchestrator.failover import Failover
 from orchestrator.lookup import Acceptance, Lookup, assumed_probability
-from orchestrator.planner import Planner, Rest, RoundOutcome
 from orchestrator.recorder import Recorder
 from orchestrator.seat import Seat
 from orchestrator.session import Session
+from orchestrator.sizing.plans import RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
 from orchestrator.transcripts import request_record, session_record
-from orchestrator.workers import TargetClient, Timed
+from orchestrator.workers import DraftClient, TargetClient, Timed
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,10 @@ class Rounds:
 
     config: OrchestratorConfig
     directory: Directory
-    planner: Planner
+    sizer: Sizer
     failover: Failover
     recorder: Recorder
     acceptance: AcceptanceCounter
-    calibrations: Calibrations = field(default_factory=Calibrations)
     lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # of all sessions
 
     async def run(self, session: Session, seat: Seat) -> AsyncGenerator[Tokens]:
@@ -60,66 +59,79 @@ class Rounds:
         lookup = Lookup(self.lookups)
         while not session.is_finished:
             began_ns = time.perf_counter_ns()
-            plan = self._plan(session, seat.target)
-            drafted, drafting = await self._grow(session, seat.target, plan)
-            if len(drafted) == 1:  # nothing was drawn: whatever is added is judged by what the target draws
-                plan = replace(plan, scheme=Scheme.TARGET)
-            guesses = lookup.grow(session.tokens, drafted, self._lookup_limits(session, seat.target, plan))
-            tree = merged(drafted, guesses.tree, plan.growth.budget) if guesses.kinds else drafted
-            result, verifying = await self.failover.verify(session, seat, tree, plan.scheme)
+            draft = self._draft(session, seat.target)
+            plan = self.sizer.plan(self._situation(session, seat.target, draft))
+            drafted, grown, drafting = await self._grow(session, seat.target, draft, plan)
+            guesses = lookup.grow(session.tokens, drafted, _lookup_limits(session, seat.target, plan))
+            proposal = self.sizer.propose(session.session_id, drafted, guesses.tree)
+            # Where nothing was drawn, whatever was added is judged by what the target draws.
+            scheme = plan.tree.scheme if len(drafted) > 1 else Scheme.TARGET
+            result, verifying = await self.failover.verify(session, seat, proposal, scheme)
             timings = _timings(began_ns, drafting, result, verifying)
-            lookup.observe(guesses, result.verdict.tokens_of(tree))
-            self.calibrations.observe(session.draft_id, plan, drafted, result.verdict.tokens_of(tree))
-            tokens = session.commit(tree, drafted, result, timings)
-            self.planner.observe(session.session_id, _outcome(plan, tokens, result))
-            self.acceptance.observe(plan.scheme, tree, result.verdict.accepted_nodes)
+            chosen = result.verdict.tokens_of(proposal.tree)
+            lookup.observe(guesses, chosen)
+            self.acceptance.observe(scheme, *_verified(proposal.tree, result))
+            tokens = session.commit(proposal.tree, drafted, result, timings)
+            outcome = RoundOutcome(
+                len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings
+            )
+            self.sizer.observe(session.session_id, outcome)
             self.record(session, seat.target)
             yield tokens
-
-    def _plan(self, session: Session, target: Known[TargetClient]) -> TreePlan:
-        rest = Rest(target.num_running, len(session.tokens) - 1 - session.target_held)
-        plan = self.planner.plan(session.session_id, session.num_left, session.speculation, rest)
-        # What is deeper could not be kept, and might lie beyond the positions that the target can place.
-        return plan.within(target.info.max_nodes).no_deeper(session.num_left - 1)
 
     def record(self, session: Session, target: Known[TargetClient]) -> None:
         """The index hears of it, in time."""
         known = (session_record(session, target.record.worker_id), request_record(session))
         self.recorder.record(*known, target.info.model_fingerprint)
 
-    def _lookup_limits(self, session: Session, target: Known[TargetClient], plan: TreePlan) -> Limits:
-        """Additions to a sample come beside it, other guesses in place of worse ones of the draft's.
-
-        To a sample only where they are asked for: it is drawn anew where a round ends, so that the same seed gives the
-        same text only while rounds end alike, and what is looked up depends on what other sessions have taught.
-        They reach no deeper than `depth`, where that is asked for, and than tokens are left to guess.
-        """
-        is_sample = plan.scheme is not Scheme.TARGET
-        wanted = session.speculation.lookup
-        if wanted is None:
-            wanted = 0 if is_sample else self.config.lookup
-        room = target.info.max_nodes - plan.growth.budget if is_sample else plan.growth.budget - 1
-        depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
-        return Limits(min(wanted, room), depth, session.sampling.stop_token_ids)
-
-    async def _grow(self, session: Session, target: Known[TargetClient], plan: TreePlan) -> tuple[Tree, Timed]:
-        """A draft worker's tree, or its root alone where none is wanted or none can be had."""
-        root = Tree.root(session.tokens[-1])
-        if plan.growth.budget == 1 or self.config.draft == "none":
-            return root, NOTHING
+    def _draft(self, session: Session, target: Known[TargetClient]) -> Known[DraftClient] | None:
+        """A draft worker to ask, if a tree is wanted and one can be had."""
+        if self.config.draft == "none" or session.speculation.disabled or session.num_left <= 1:
+            return None
         draft = self.directory.draft(target, session.draft_id)
         if draft is None:
             session.num_degraded_rounds += 1
             session.warn("no draft worker could be used: some rounds went without")
-            return root, NOTHING
+        return draft
+
+    def _situation(self, session: Session, target: Known[TargetClient], draft: Known[DraftClient] | None) -> Situation:
+        """What the sizer decides by. Guesses from the text come beside samples only where they are asked for.
+
+        A sample is drawn anew where a round ends, so that the same seed gives the same text only while rounds end
+        alike, and what is looked up depends on what other sessions have taught.
+        """
+        speculation, info = session.speculation, target.info
+        lookup = speculation.lookup
+        if lookup is None:
+            lookup = 0 if speculation.scheme is not Scheme.TARGET else self.config.lookup
+        num_before = len(session.tokens) - 1
+        draft_held = session.draft_held if draft and draft.record.worker_id == session.draft_id else 0
+        return Situation(
+            session.session_id,
+            speculation,
+            session.sampling.temperature,
+            WorkerFacts(target.record.worker_id, info.identity, info.max_nodes, info.cost, target.num_running),
+            _draft_facts(draft) if draft is not None else None,
+            session.num_left,
+            num_before - session.target_held,
+            num_before - draft_held,
+            lookup,
+        )
+
+    async def _grow(
+        self, session: Session, target: Known[TargetClient], draft: Known[DraftClient] | None, plan: RoundPlan
+    ) -> tuple[Tree, GrowResult | None, Timed]:
+        """A draft worker's tree, or its root alone where none is wanted or none can be had."""
+        root = Tree.root(session.tokens[-1])
+        if draft is None or not plan.asks_draft:
+            return root, None, NOTHING
         session.seat_draft(draft.record.worker_id)
-        plan = plan.within(draft.info.max_nodes)
         draft.num_running += 1
         try:
             vocab_size, timeout = target.info.vocab_size, session.patience.within(self.config.draft_timeout)
-            in_time = plan.in_time(GROWING_SHARE * timeout)
+            in_time = plan.tree.in_time(GROWING_SHARE * timeout)
             result, timed = await draft.client.grow(session, in_time, vocab_size, timeout)
-            _require_fit(result.tree, session.tokens[-1], vocab_size, plan)
+            _require_fit(result.tree, session.tokens[-1], vocab_size, plan.tree)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)
             # What it refuses of this request (say, a longer context than it has) is no reason to spare it others.
@@ -127,12 +139,36 @@ class Rounds:
             session.draft_held = 0
             session.num_degraded_rounds += 1
             session.warn(f"a draft worker failed ({exc}): some rounds went without")
-            return root, NOTHING
+            return root, None, NOTHING
         finally:
             draft.num_running -= 1
         draft.report(is_fault=False)
         session.draft_held = result.held_length
-        return result.tree, timed
+        return result.tree, result, timed
+
+
+def _draft_facts(draft: Known[DraftClient]) -> WorkerFacts:
+    info = draft.info
+    return WorkerFacts(draft.record.worker_id, info.identity, info.max_nodes, info.cost)
+
+
+def _lookup_limits(session: Session, target: Known[TargetClient], plan: RoundPlan) -> Limits:
+    """Additions to a sample come beside it, other guesses in place of worse ones of the draft's.
+
+    They reach no deeper than `depth`, where that is asked for, and than tokens are left to guess.
+    """
+    is_sample = plan.tree.scheme is not Scheme.TARGET
+    room = target.info.max_nodes - plan.tree.growth.budget if is_sample else plan.max_nodes - 1
+    depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
+    return Limits(min(plan.lookup, room), depth, session.sampling.stop_token_ids)
+
+
+def _verified(tree: Tree, result: VerifyResult) -> tuple[Tree, list[int]]:
+    """What of a tree the target has looked at, and which of its nodes it accepted."""
+    if not result.left_out_nodes:
+        return tree, list(result.verdict.accepted_nodes)
+    kept = np.setdiff1d(np.arange(len(tree)), result.left_out_nodes)
+    return tree.only(kept), np.searchsorted(kept, result.verdict.accepted_nodes).tolist()
 
 
 def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -> None:
@@ -164,8 +200,3 @@ def _timings(began_ns: int, drafting: Timed, result: VerifyResult, verifying: Ti
         link_bytes=target.link_bytes,
         link_ideal_ns=target.link_ideal_ns,
     )
-
-
-def _outcome(plan: TreePlan, tokens: Tokens, result: VerifyResult) -> RoundOutcome:
-    accepted = len(result.verdict.accepted_nodes)
-    return RoundOutcome(plan, tokens.num_nodes, tokens.tree_depth, accepted, tokens.timings)

@@ -11,6 +11,7 @@ import grpc
 from bough import wire_generation as wire
 from bough.pb import common_pb2
 from bough.pb import generation_pb2 as pb
+from bough.wire_costs import decisions_to_wire
 from orchestrator.requests import Requests
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -54,3 +55,7 @@ class GenerationService:
     async def GetAcceptance(self, request: pb.GetAcceptanceRequest, context: Context) -> pb.Acceptance:
         """Which guesses were accepted."""
         return wire.acceptance_to_wire(self._requests.acceptance(), self._requests.calibrations())
+
+    async def GetDecisions(self, request: pb.GetDecisionsRequest, context: Context) -> pb.Decisions:
+        """Why trees were as large as they were."""
+        return decisions_to_wire(self._requests.decisions(request.session_id))

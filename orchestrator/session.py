@@ -108,7 +108,8 @@ class Session:
         What of the accepted path the draft worker had `drafted` too is its own; the rest was looked up.
         """
         accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
-        self._count(len(tree) - 1, len(accepted), timings)
+        num_verified = len(tree) - len(result.left_out_nodes)
+        self._count(num_verified - 1, len(accepted), timings)
         committed: list[int] = []
         texts: list[str] = []
         for token in [*accepted, result.verdict.bonus_token]:
@@ -127,7 +128,7 @@ class Session:
             tuple(index < len(accepted) for index in range(len(committed))),
             tuple(texts),
             result.verdict.logprobs[: len(committed)],
-            len(tree),
+            num_verified,
             int(tree.depths().max()),
             timings,
             num_lookup,

@@ -17,8 +17,8 @@ from bough.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResu
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.prefix import prefix_hash
 from bough.rpc import open_channel, to_error
-from bough.tree import Tree
 from orchestrator.session import Session
+from orchestrator.sizing.plans import Proposal
 
 INFO_TIMEOUT_SECONDS = 5.0
 RELEASE_TIMEOUT_SECONDS = 5.0
@@ -100,7 +100,7 @@ class TargetClient(WorkerClient):
         self._worker_id, self._caller = worker_id, uuid.uuid4().hex
 
     async def verify(
-        self, session: Session, tree: Tree, scheme: Scheme, num_running: int, timeout_seconds: float
+        self, session: Session, proposal: Proposal, scheme: Scheme, num_running: int, timeout_seconds: float
     ) -> tuple[VerifyResult, Timed]:
         """The verdict on a tree, and how long the call took; `num_running` sessions run there now."""
 
@@ -109,13 +109,14 @@ class TargetClient(WorkerClient):
                 context,
                 session.epoch,
                 session.round,
-                tree,
+                proposal.tree,
                 session.sampling,
                 scheme,
                 session.max_length,
                 self._caller,
                 num_running,
                 self._worker_id,
+                proposal.may_leave_out,
             )
             request = wire.verify_call_to_wire(verify)
             return wire.verify_result_from_wire(await self._errors(self._stub.Verify(request, timeout=timeout_seconds)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -10,12 +12,9 @@ from bough.cli import argument_parser
 from bough.client import Client
 from bough.commands.doctor import doctor
 from bough.generation import Finished, GenerateOptions, Speculation, TokenPrompt
-from bough.growth import BestFirst, Chains, Guess, Scheme, TreePlan
 from bough.launch import Cluster
 from bough.tree import Tree
-from orchestrator.calibration import MAX_DRAFTS, Calibrations
 
-PLAN = TreePlan(BestFirst(16, 4, 4))
 #   0
 #   1  2       tokens 10, 11
 #   3          token 12, below 1
@@ -130,54 +129,6 @@ def test_guesses_below_a_bonus_token_were_never_tried() -> None:
     assert after[3] / after[1] == pytest.approx(before[3] / before[1], rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "realised"),
-    [
-        ([10, 12, 99], 3),  # all of it
-        ([11, 99], 2),
-        ([99], 1),
-        ([10, 50, 51, 99], 2),  # what came after 10 had been looked up
-        ([10, 12], 2),  # 12 was guessed and did not fit into the tree that was verified
-    ],
-)
-def test_a_round_counts_for_what_the_draft_had_guessed(tokens: list[int], realised: int) -> None:
-    calibrations = Calibrations()
-    calibrations.observe("draft", PLAN, TREE, tokens)
-    (report,) = calibrations.reports()
-    assert (report.draft_id, report.num_rounds, report.realised_tokens) == ("draft", 1, realised)
-    assert report.expected_tokens == pytest.approx(Calibration().expected_tokens(TREE))
-
-
-def test_drafts_are_learned_of_apart() -> None:
-    """What is expected of a round is what the rounds before it have taught."""
-    calibrations, before = Calibrations(), Calibration().expected_tokens(TREE)
-    for _ in range(20):
-        calibrations.observe("draft", PLAN, TREE, [99])
-    calibrations.observe("another", PLAN, TREE, [99])
-    draft, another = calibrations.reports()
-    assert draft.realised_tokens < draft.expected_tokens < 0.9 * before
-    assert another.expected_tokens == pytest.approx(before)
-
-
-def test_what_says_nothing_of_the_drafts_probabilities_is_not_counted() -> None:
-    calibrations = Calibrations()
-    calibrations.observe("", PLAN, Tree.root(5), [99])
-    calibrations.observe("draft", TreePlan(Chains(2, 2), Scheme.MULTI_ROUND), TREE, [10, 99])
-    calibrations.observe("draft", TreePlan(PLAN.growth, guess=Guess.DISTRIBUTION), TREE, [10, 99])
-    assert calibrations.reports() == ()
-
-
-def test_drafts_that_are_gone_are_forgotten() -> None:
-    calibrations = Calibrations()
-    for number in range(MAX_DRAFTS + 10):
-        calibrations.observe("stays", PLAN, TREE, [10, 99])
-        calibrations.observe(f"draft {number}", PLAN, TREE, [10, 99])
-    names = [report.draft_id for report in calibrations.reports()]
-    assert len(names) == MAX_DRAFTS
-    assert {"stays", f"draft {MAX_DRAFTS + 9}"} <= set(names)
-    assert "draft 0" not in names
-
-
 async def test_a_running_system_tells(tiny_cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     """What expectations are worth on a random model of four layers is another matter: they are there, and move."""
     options = GenerateOptions(max_tokens=40, temperature=0.0, ignore_eos=True, speculation=Speculation(lookup=0))
@@ -193,4 +144,5 @@ async def test_a_running_system_tells(tiny_cluster: Cluster, capsys: pytest.Capt
     assert 1.0 <= report.realised_tokens < 40
     assert 1.0 < report.expected_tokens < 32
     assert await doctor(argument_parser().parse_args(["doctor", "--address", tiny_cluster.address])) == 0
-    assert "tokens a round, where its probabilities said" in capsys.readouterr().out
+    told = r"tokens a round of [0-9.]+ s, where [0-9.]+ tokens and [0-9.]+ s were expected"
+    assert re.search(told, capsys.readouterr().out)

@@ -23,7 +23,7 @@ PURE_MAY_IMPORT |= {
     "bough.acceptance",
     "bough.chat_template",
 }
-PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings"}
+PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings", "bough.sizing.cost_curve"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 
@@ -64,6 +64,14 @@ def test_pure_files_import_nothing_heavier_than_each_other() -> None:
         assert not tops(path) & (TORCH | {"redis", "grpc"}), path
 
 
+def test_sizing_imports_nothing_heavier_than_pure_files() -> None:
+    for path in python_files("bough/sizing"):
+        ours = {module for module in imports(path) if module.split(".")[0] == "bough"}
+        modules = {m for m in ours if (ROOT / (m.replace(".", "/") + ".py")).exists()}
+        assert all(m.startswith("bough.sizing.") or m.removeprefix("bough.") in PURE for m in modules), path
+        assert not tops(path) & (TORCH | {"redis", "grpc"}), path
+
+
 def test_torch_only_where_tensors_are() -> None:
     allowed = {ROOT / "bough" / "model", ROOT / "bough" / "distill", ROOT / "target_worker", ROOT / "draft_worker"}
     for path in python_files("bough", "orchestrator"):
@@ -81,8 +89,8 @@ def test_messages_of_the_wire_stay_at_the_wire() -> None:
     for path in python_files("bough", *SERVICES):
         uses_messages = any(name.startswith("bough.pb") for name in imports(path))
         at_the_wire = path.name in {
-            "wire.py", "wire_trees.py", "wire_generation.py", "client.py", "service.py", "workers.py", "pairing.py",
-            "process.py", "launch.py", "__main__.py",
+            "wire.py", "wire_costs.py", "wire_trees.py", "wire_generation.py", "client.py", "service.py", "workers.py",
+            "pairing.py", "process.py", "launch.py", "__main__.py",
         } or path.parent.name == "pb"  # fmt: skip
         assert at_the_wire or not uses_messages, path
 
@@ -122,7 +130,8 @@ def test_how_openmp_waits_is_settled_before_torch_is_there() -> None:
 def test_simulated_workers_need_neither_torch_nor_grpc() -> None:
     """What workers without weights do is numbers: any process may import it, and it starts at once."""
     for path in python_files("bough/simulation"):
-        assert not tops(path) & (TORCH | {"redis", "grpc", "simpy"}), path
+        assert not tops(path) & (TORCH | {"redis", "grpc"}), path
+        assert "simpy" not in tops(path) or path.name.startswith("capacity"), path
     code = "import sys, bough.simulation.law, bough.simulation.profile, bough.simulation.tokenizer; "
     code += "print(sorted({'torch', 'transformers', 'numba', 'grpc', 'redis'} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

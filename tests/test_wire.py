@@ -19,14 +19,16 @@ from bough import messages as m
 from bough import wire
 from bough import wire_generation as wg
 from bough.acceptance import DepthCounts, SchemeAcceptance
-from bough.calibration import DraftCalibration
 from bough.draft_probs import DraftProbs
 from bough.errors import InvalidRequest
 from bough.growth import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
 from bough.pb import draft_pb2, generation_pb2
 from bough.sampling import BANNED, PositionLogprobs, SamplingParams, TokenLogprob
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.decision import Decision, DraftCalibration, Mode, Parts
 from bough.tokenizer import TokenizerFiles
 from bough.tree import Tree
+from bough.wire_costs import decisions_from_wire, decisions_to_wire
 from bough.wire_trees import growth_to_wire
 
 ROOT = Path(__file__).parent.parent
@@ -86,12 +88,14 @@ SAMPLED = replace(
     draws=np.array([1, 2, 1], np.int32),
 )
 
+COST = CostCurve((1, 64), (0.5, 0.75), 8)
+
 
 @given(contexts, sampling_params, st.sampled_from([TREE, SAMPLED]), plans)
 def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree: Tree, plan: TreePlan) -> None:
     if plan.scheme is not Scheme.TARGET:  # the others are only for trees that were sampled, perhaps with additions
         tree = replace(SAMPLED, draws=np.array([1], np.int32)) if plan.scheme.is_without_replacement else SAMPLED
-    verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme, 400, "me", 3, "you")
+    verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme, 400, "me", 3, "you", True)
     assert wire.verify_call_from_wire(wire.verify_call_to_wire(verify), VOCAB, 8) == verify
     grow = m.GrowCall(context, 5, params, 3, plan, VOCAB + 7)
     assert wire.grow_call_from_wire(wire.grow_call_to_wire(grow), VOCAB, 8) == grow
@@ -99,9 +103,9 @@ def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree
 
 @given(timings, st.lists(logprobs, max_size=3).map(tuple))
 def test_results_survive_the_wire(times: m.Timings, positions: tuple[PositionLogprobs, ...]) -> None:
-    result = m.VerifyResult(m.Verdict((1, 2), 9, positions), 11, times, 5)
+    result = m.VerifyResult(m.Verdict((1, 2), 9, positions), 11, times, 5, (3, 5), COST, 40, 2)
     assert wire.verify_result_from_wire(wire.verify_result_to_wire(result)) == result
-    grown = m.GrowResult(TREE, 3, times, 17)
+    grown = m.GrowResult(TREE, 3, times, 17, COST)
     assert wire.grow_result_from_wire(wire.grow_result_to_wire(grown)) == grown
 
 
@@ -201,7 +205,7 @@ def test_acceptance_survives_the_wire(
         SchemeAcceptance(scheme, 2**40, tuple(DepthCounts(*depth) for depth in depths)),
         SchemeAcceptance(Scheme.TARGET, 1, ()),
     )
-    drafts = (DraftCalibration("draft-1", 2**40, 5.25, 4.75), DraftCalibration("", 0, 1.0, 1.0))
+    drafts = (DraftCalibration("draft-1", 2**40, 5.25, 4.75, 0.5, 0.75), DraftCalibration("", 0, 1.0, 1.0, 0, 0))
     message = generation_pb2.Acceptance.FromString(wg.acceptance_to_wire(counted, drafts).SerializeToString())
     assert wg.acceptance_from_wire(message) == counted
     assert wg.calibrations_from_wire(message) == drafts
@@ -210,9 +214,19 @@ def test_acceptance_survives_the_wire(
         wg.acceptance_from_wire(message)
 
 
+def test_decisions_survive_the_wire() -> None:
+    decision = Decision(3, Mode.PROBE, "draft-1", 4, 2, 2, 1.5, 0.25, 2.0, 1.75, 12, 30, 5, 4, 1, 2, 34, 1.5, 2)
+    decision.expected, decision.seconds = Parts(1, 2, 3, 4, 5), Parts(0.5, 0.25, 0, 8, 16)
+    message = decisions_to_wire([decision, Decision(1, Mode.OFF)])
+    assert decisions_from_wire(message) == (decision, Decision(1, Mode.OFF))
+    message.decisions[0].mode = "guess"
+    with pytest.raises(InvalidRequest, match=r"decisions\.mode: 'guess'; must be one of draft, lookup"):
+        decisions_from_wire(message)
+
+
 def test_descriptions_survive_the_wire() -> None:
     info = m.WorkerInfo(
-        "draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 40, 30, 2, 4, ("a", "b"), 3, "0.1", "64 rows"
+        "draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 40, 30, 2, 4, ("a", "b"), 3, "0.1", "64 rows", COST
     )
     assert wire.info_from_wire(wire.info_to_wire(info)) == info
     server = g.ServerInfo((g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True)

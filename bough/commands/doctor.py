@@ -6,10 +6,10 @@ import argparse
 import sys
 
 from bough import __version__
-from bough.calibration import DraftCalibration
 from bough.client import Client
 from bough.errors import BoughError
 from bough.generation import Loads, ServerInfo, WorkerStatus
+from bough.sizing.decision import DraftCalibration
 
 
 async def doctor(arguments: argparse.Namespace) -> int:
@@ -64,8 +64,9 @@ def _describe_loads(loads: Loads) -> str:
 
 def _describe_calibration(calibration: DraftCalibration) -> str:
     return (
-        f"{calibration.realised_tokens:.2f} tokens a round, where its probabilities said "
-        f"{calibration.expected_tokens:.2f} ({calibration.num_rounds} rounds)"
+        f"{calibration.realised_tokens:.2f} tokens a round of {calibration.realised_seconds:.3f} s, where "
+        f"{calibration.expected_tokens:.2f} tokens and {calibration.expected_seconds:.3f} s were expected "
+        f"({calibration.num_rounds} rounds)"
     )
 
 

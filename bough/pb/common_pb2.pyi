@@ -167,8 +167,18 @@ class Timings(_message.Message):
     link_ideal_ns: int
     def __init__(self, total_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., link_bytes: _Optional[int] = ..., num_passes: _Optional[int] = ..., link_ideal_ns: _Optional[int] = ...) -> None: ...
 
+class CostCurve(_message.Message):
+    __slots__ = ("rows", "seconds", "step")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    seconds: _containers.RepeatedScalarFieldContainer[float]
+    step: int
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ..., step: _Optional[int] = ...) -> None: ...
+
 class WorkerInfo(_message.Message):
-    __slots__ = ("protocol_version", "bough_version", "kind", "worker_id", "model_name", "model_description", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "max_context", "max_nodes", "max_sessions", "num_sessions", "link_bytes_per_pass", "notes", "kv_bytes", "kv_used_bytes", "num_waiting", "arithmetic")
+    __slots__ = ("protocol_version", "bough_version", "kind", "worker_id", "model_name", "model_description", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "max_context", "max_nodes", "max_sessions", "num_sessions", "link_bytes_per_pass", "notes", "kv_bytes", "kv_used_bytes", "num_waiting", "arithmetic", "cost")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     BOUGH_VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +198,7 @@ class WorkerInfo(_message.Message):
     KV_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     bough_version: str
     kind: str
@@ -207,7 +218,8 @@ class WorkerInfo(_message.Message):
     kv_used_bytes: int
     num_waiting: int
     arithmetic: str
-    def __init__(self, protocol_version: _Optional[int] = ..., bough_version: _Optional[str] = ..., kind: _Optional[str] = ..., worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., model_description: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., max_nodes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., num_sessions: _Optional[int] = ..., link_bytes_per_pass: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., kv_bytes: _Optional[int] = ..., kv_used_bytes: _Optional[int] = ..., num_waiting: _Optional[int] = ..., arithmetic: _Optional[str] = ...) -> None: ...
+    cost: CostCurve
+    def __init__(self, protocol_version: _Optional[int] = ..., bough_version: _Optional[str] = ..., kind: _Optional[str] = ..., worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., model_description: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., max_nodes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., num_sessions: _Optional[int] = ..., link_bytes_per_pass: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., kv_bytes: _Optional[int] = ..., kv_used_bytes: _Optional[int] = ..., num_waiting: _Optional[int] = ..., arithmetic: _Optional[str] = ..., cost: _Optional[_Union[CostCurve, _Mapping]] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

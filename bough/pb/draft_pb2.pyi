@@ -27,13 +27,15 @@ class GrowRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., root_token: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., round: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., guess_distribution: _Optional[bool] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class GrowReply(_message.Message):
-    __slots__ = ("tree", "held_length", "timings", "num_warm_nodes")
+    __slots__ = ("tree", "held_length", "timings", "num_warm_nodes", "cost")
     TREE_FIELD_NUMBER: _ClassVar[int]
     HELD_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     NUM_WARM_NODES_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     tree: _common_pb2.Tree
     held_length: int
     timings: _common_pb2.Timings
     num_warm_nodes: int
-    def __init__(self, tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., held_length: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_warm_nodes: _Optional[int] = ...) -> None: ...
+    cost: _common_pb2.CostCurve
+    def __init__(self, tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., held_length: _Optional[int] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_warm_nodes: _Optional[int] = ..., cost: _Optional[_Union[_common_pb2.CostCurve, _Mapping]] = ...) -> None: ...

@@ -341,16 +341,20 @@ class SchemeAcceptance(_message.Message):
     def __init__(self, scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., num_rounds: _Optional[int] = ..., depths: _Optional[_Iterable[_Union[DepthCounts, _Mapping]]] = ...) -> None: ...
 
 class DraftCalibration(_message.Message):
-    __slots__ = ("draft_id", "num_rounds", "expected_tokens", "realised_tokens")
+    __slots__ = ("draft_id", "num_rounds", "expected_tokens", "realised_tokens", "expected_seconds", "realised_seconds")
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REALISED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REALISED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     draft_id: str
     num_rounds: int
     expected_tokens: float
     realised_tokens: float
-    def __init__(self, draft_id: _Optional[str] = ..., num_rounds: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., realised_tokens: _Optional[float] = ...) -> None: ...
+    expected_seconds: float
+    realised_seconds: float
+    def __init__(self, draft_id: _Optional[str] = ..., num_rounds: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., realised_tokens: _Optional[float] = ..., expected_seconds: _Optional[float] = ..., realised_seconds: _Optional[float] = ...) -> None: ...
 
 class Acceptance(_message.Message):
     __slots__ = ("schemes", "drafts")
@@ -359,3 +363,75 @@ class Acceptance(_message.Message):
     schemes: _containers.RepeatedCompositeFieldContainer[SchemeAcceptance]
     drafts: _containers.RepeatedCompositeFieldContainer[DraftCalibration]
     def __init__(self, schemes: _Optional[_Iterable[_Union[SchemeAcceptance, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[DraftCalibration, _Mapping]]] = ...) -> None: ...
+
+class GetDecisionsRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class RoundSeconds(_message.Message):
+    __slots__ = ("draft", "network", "queue", "sweep", "other")
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    NETWORK_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    SWEEP_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
+    draft: float
+    network: float
+    queue: float
+    sweep: float
+    other: float
+    def __init__(self, draft: _Optional[float] = ..., network: _Optional[float] = ..., queue: _Optional[float] = ..., sweep: _Optional[float] = ..., other: _Optional[float] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("number", "mode", "draft_id", "budget", "width", "depth", "price", "step_price", "draft_rate", "plain_rate", "best_nodes", "num_context", "num_grown", "num_sent", "num_left_out", "num_steps", "num_rows", "expected_tokens", "tokens", "expected", "seconds")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    PRICE_FIELD_NUMBER: _ClassVar[int]
+    STEP_PRICE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_RATE_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_RATE_FIELD_NUMBER: _ClassVar[int]
+    BEST_NODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROWN_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    mode: str
+    draft_id: str
+    budget: int
+    width: int
+    depth: int
+    price: float
+    step_price: float
+    draft_rate: float
+    plain_rate: float
+    best_nodes: int
+    num_context: int
+    num_grown: int
+    num_sent: int
+    num_left_out: int
+    num_steps: int
+    num_rows: int
+    expected_tokens: float
+    tokens: int
+    expected: RoundSeconds
+    seconds: RoundSeconds
+    def __init__(self, number: _Optional[int] = ..., mode: _Optional[str] = ..., draft_id: _Optional[str] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., price: _Optional[float] = ..., step_price: _Optional[float] = ..., draft_rate: _Optional[float] = ..., plain_rate: _Optional[float] = ..., best_nodes: _Optional[int] = ..., num_context: _Optional[int] = ..., num_grown: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_left_out: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., tokens: _Optional[int] = ..., expected: _Optional[_Union[RoundSeconds, _Mapping]] = ..., seconds: _Optional[_Union[RoundSeconds, _Mapping]] = ...) -> None: ...
+
+class Decisions(_message.Message):
+    __slots__ = ("decisions",)
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    def __init__(self, decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...

@@ -70,6 +70,11 @@ class GenerationStub:
                 request_serializer=bough_dot_pb_dot_generation__pb2.GetAcceptanceRequest.SerializeToString,
                 response_deserializer=bough_dot_pb_dot_generation__pb2.Acceptance.FromString,
                 _registered_method=True)
+        self.GetDecisions = channel.unary_unary(
+                '/bough.v1.Generation/GetDecisions',
+                request_serializer=bough_dot_pb_dot_generation__pb2.GetDecisionsRequest.SerializeToString,
+                response_deserializer=bough_dot_pb_dot_generation__pb2.Decisions.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -125,6 +130,13 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDecisions(self, request, context):
+        """Why the last trees of a session were as large as they were. NOT_FOUND for one of which nothing is remembered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +174,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetAcceptance,
                     request_deserializer=bough_dot_pb_dot_generation__pb2.GetAcceptanceRequest.FromString,
                     response_serializer=bough_dot_pb_dot_generation__pb2.Acceptance.SerializeToString,
+            ),
+            'GetDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDecisions,
+                    request_deserializer=bough_dot_pb_dot_generation__pb2.GetDecisionsRequest.FromString,
+                    response_serializer=bough_dot_pb_dot_generation__pb2.Decisions.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -353,6 +370,33 @@ class Generation:
             '/bough.v1.Generation/GetAcceptance',
             bough_dot_pb_dot_generation__pb2.GetAcceptanceRequest.SerializeToString,
             bough_dot_pb_dot_generation__pb2.Acceptance.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/bough.v1.Generation/GetDecisions',
+            bough_dot_pb_dot_generation__pb2.GetDecisionsRequest.SerializeToString,
+            bough_dot_pb_dot_generation__pb2.Decisions.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,204 @@
+"""Simulates users, targets and drafts as a closed network, and says what they get (`bough simulate`).
+
+A request waits for a place in a target's KV memory, then goes round: a size is chosen, the draft grows its tree in
+steps that it shares with others, the target verifies it in a sweep that it shares with others, and tokens are drawn
+from the law. Trees themselves are not made: how deep a round is accepted follows from size and law alone. Left out:
+drafting ahead, looked-up branches, shared prompts, failures.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+from functools import partial
+
+import simpy
+
+from bough.simulation.capacity_choice import PLAIN, Load, Size, SizeChoice
+from bough.simulation.capacity_workers import Draft, Session, Target, World, accepted_of
+from bough.simulation.measuring import Measured, report
+from bough.simulation.round_yield import RoundYield
+from bough.simulation.scenario import CapacityReport, RequestKind, Scenario
+
+LEAST_REQUESTS = 100  # that are measured
+MOST_REQUESTS = 4000
+CROWD = 2.0  # times as many users as there are places, beyond which more only wait longer
+
+
+def simulate(scenario: Scenario) -> CapacityReport:
+    """Runs until enough requests were measured; deterministic by the scenario, its seed included.
+
+    Identical targets are simulated as a share of all, and of a crowd that waits for places as many users as keep them
+    taken: the others wait as long as Little's law says.
+
+    Raises:
+        ConfigError: a request does not fit a target.
+    """
+    scenario.check()
+    share, num_shares = scenario.sliced()
+    crowd = max(2, int(CROWD * share.num_slots * share.num_targets))
+    if share.num_users <= crowd:
+        return report(_Simulation(share).run(), scenario, num_shares, 0.0)
+    measured = _Simulation(replace(share, num_users=crowd, think_seconds=0.0)).run()
+    rate = measured.requests_per_second
+    more = (share.num_users - crowd) / rate - share.think_seconds
+    if more < 0 and share.think_seconds:
+        return report(_Simulation(share).run(), scenario, num_shares, 0.0)
+    return report(measured, scenario, num_shares, more)
+
+
+class _Simulation:
+    """One run."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._env = simpy.Environment()
+        self._random = random.Random(scenario.seed)
+        self._world = World(self._env, scenario.profile, self._random)
+        middle = sum(kind.prompt_tokens + kind.output_tokens // 2 for kind in scenario.kinds) // len(scenario.kinds)
+        tokens = RoundYield(scenario.profile.acceptance, middle)
+        self._choice = SizeChoice(scenario.profile, tokens, scenario.num_drafts > 0, scenario.fixed)
+        self._targets = [Target(self._world, scenario.gather, self._swept) for _ in range(scenario.num_targets)]
+        self._drafts = [Draft(self._world, self._grown) for _ in range(scenario.num_drafts)]
+        self._queue: deque[Session] = deque()  # for a place
+        self._accepts: dict[Size, list[float]] = {}
+        self._weights = [kind.weight for kind in scenario.kinds]
+        self._enough = self._env.event()
+        self._left_out = 0 if scenario.requests_each else scenario.num_users
+        wanted = max(LEAST_REQUESTS, min(MOST_REQUESTS, scenario.num_users))
+        self._wanted = scenario.num_users * scenario.requests_each or wanted
+        self._measured = Measured()
+
+    def run(self) -> Measured:
+        """Until enough requests have ended, or too many rounds were made."""
+        each = self._scenario.requests_each or -1
+        for _ in range(self._scenario.num_users):
+            begin = 0.0 if self._scenario.requests_each else self._random.random() * self._think_mean()
+            self._world.later(begin, partial(self._ask, each))
+        self._env.run(until=self._enough)
+        self._measured.ended = self._env.now
+        self._measured.is_complete = len(self._measured.requests) >= self._wanted
+        self._measured.sweeps = [target.sweeps for target in self._targets]
+        self._measured.draft_busy = [draft.busy_seconds for draft in self._drafts]
+        return self._measured
+
+    def _think_mean(self) -> float:
+        return max(self._scenario.think_seconds, self._scenario.profile.target.sweep_seconds(1))
+
+    def _ask(self, more: int) -> None:
+        """A user sends a request, the first of `more`; endlessly where that is below 0."""
+        kind: RequestKind = self._random.choices(self._scenario.kinds, self._weights)[0]
+        session = Session(kind, self._env.now, since=self._env.now, context=kind.prompt_tokens, more=more - 1)
+        session.draft_context = kind.prompt_tokens
+        self._queue.append(session)
+        self._place()
+
+    def _place(self) -> None:
+        """Lets in who has waited longest, as far as there is room, where most is free."""
+        while self._queue:
+            session = self._queue[0]
+            target = max(self._targets, key=lambda each: each.free_tokens)
+            if target.free_tokens < session.kind.total_tokens:
+                return
+            self._queue.popleft()
+            target.free_tokens -= session.kind.total_tokens
+            target.num_running += 1
+            session.target = target
+            if self._drafts:
+                session.draft = min(self._drafts, key=lambda each: each.num_sessions)
+                session.draft.num_sessions += 1
+            session.enter("place", self._env.now)
+            self._begin_round([session])
+
+    def _begin_round(self, sessions: list[Session]) -> None:
+        """Chooses sizes, and sends each session to its draft or straight to its target."""
+        drafting: list[Session] = []
+        plain: list[Session] = []
+        for session in sessions:
+            session.size = self._size(session)
+            session.accepts = self._accepts_of(session.size)
+            (drafting if session.size.depth else plain).append(session)
+        self._send(drafting, 1, "draft")
+        self._send(plain, 1, "target")
+
+    def _size(self, session: Session) -> Size:
+        target, draft = session.target, session.draft
+        if draft is None or target is None or session.remaining <= 1:
+            return PLAIN
+        load = Load(
+            target.num_running, round(target.riders.value), round(draft.drafting.value), round(target.context.value)
+        )
+        prediction = self._choice.choose(load, self._world.factors)
+        size = prediction.size
+        depth = min(size.depth, session.remaining - 1)
+        return Size(size.nodes, depth) if depth else PLAIN
+
+    def _accepts_of(self, size: Size) -> list[float]:
+        if size not in self._accepts:
+            self._accepts[size] = [-prob for prob in self._choice.depth_probs(size).tolist()]
+        return self._accepts[size]
+
+    def _send(self, sessions: list[Session], ways: int, to: str) -> None:
+        """Over the network, so many times one way."""
+        if not sessions:
+            return
+        profile = self._scenario.profile
+
+        def arrive() -> None:
+            for session in sessions:
+                session.enter("network", self._env.now)
+            if to == "answer":
+                self._commit(sessions)
+                return
+            for session in sessions:
+                worker = session.draft if to == "draft" else session.target
+                assert worker is not None, "it was placed"
+                worker.call(session)
+
+        self._world.later(ways * profile.network.call_seconds(self._world.factors) / 2, arrive)
+
+    def _grown(self, sessions: list[Session]) -> None:
+        for session in sessions:
+            session.enter("draft", self._env.now)
+        self._send(sessions, 2, "target")
+
+    def _swept(self, sessions: list[Session]) -> None:
+        self._send(sessions, 1, "answer")
+
+    def _commit(self, sessions: list[Session]) -> None:
+        going_on = []
+        for session in sessions:
+            tokens = min(session.remaining, 1 + accepted_of(session.accepts, self._random.random()))
+            session.first = session.first or self._env.now
+            session.produced += tokens
+            session.num_rounds += 1
+            self._measured.count_round(session.size, tokens)
+            if session.remaining:
+                going_on.append(session)
+            else:
+                self._end(session)
+        self._begin_round(going_on)
+        if self._measured.num_rounds >= self._scenario.max_rounds and not self._enough.triggered:
+            self._enough.succeed()
+
+    def _end(self, session: Session) -> None:
+        target, draft, measured = session.target, session.draft, self._measured
+        assert target is not None, "it was placed"
+        target.free_tokens += session.kind.total_tokens
+        target.num_running -= 1
+        if draft is not None:
+            draft.num_sessions -= 1
+        if self._left_out:
+            self._left_out -= 1
+            if not self._left_out:
+                measured.begin(self._env.now, [each.busy_seconds for each in self._drafts])
+        else:
+            measured.requests.append(session.as_request(self._env.now))
+            if len(measured.requests) >= self._wanted and not self._enough.triggered:
+                self._enough.succeed()
+        if session.more:
+            think = self._scenario.think_seconds
+            pause = self._random.expovariate(1 / think) if think else 0.0
+            self._world.later(pause, partial(self._ask, session.more))
+        self._place()

@@ -1,0 +1,126 @@
+"""What a capacity simulation counts while it runs, and the report that comes of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from bough.simulation.capacity_choice import Size
+from bough.simulation.scenario import CapacityReport, Percentiles, Scenario
+
+
+class Request(NamedTuple):
+    """A request that has ended; seconds."""
+
+    tokens: int
+    ttft: float
+    latency: float
+    num_rounds: int
+    parts: dict[str, float]
+
+
+class SweepRecord(NamedTuple):
+    """One sweep, as it was."""
+
+    ended: float
+    seconds: float
+    link_seconds: float
+    is_link_bound: bool
+    rows: int
+    riders: int
+
+
+@dataclass(slots=True)
+class Measured:
+    """Counts since measuring began."""
+
+    began: float = 0.0
+    ended: float = 0.0
+    is_complete: bool = False
+    requests: list[Request] = field(default_factory=list)
+    sweeps: list[list[SweepRecord]] = field(default_factory=list)  # of each target, from the start on
+    draft_busy: list[float] = field(default_factory=list)  # of each draft; at the end
+    num_rounds: int = 0
+    num_tokens: int = 0
+    sizes: dict[Size, int] = field(default_factory=lambda: defaultdict(int))
+    _draft_busy_before: list[float] = field(default_factory=list)
+    _rounds_before: int = 0
+
+    def count_round(self, size: Size, tokens: int) -> None:
+        """A session's round has brought so many tokens."""
+        self.num_rounds += 1
+        self.num_tokens += tokens
+        self.sizes[size] += 1
+
+    def begin(self, now: float, draft_busy: list[float]) -> None:
+        """Forgets what was so far: it was not yet as it will be."""
+        self.began, self._draft_busy_before, self._rounds_before = now, draft_busy, self.num_rounds
+        self.requests.clear()
+        self.sizes.clear()
+        self.num_tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        """For which was measured."""
+        return max(self.ended - self.began, 1e-9)
+
+    @property
+    def requests_per_second(self) -> float:
+        """Of all together; of those under way only what ended."""
+        return max(len(self.requests), 1) / self.seconds
+
+    @property
+    def drafts_seconds(self) -> float:
+        """That all drafts were busy."""
+        before = self._draft_busy_before or [0.0] * len(self.draft_busy)
+        return sum(self.draft_busy) - sum(before)
+
+
+def report(measured: Measured, scenario: Scenario, num_shares: int, more_wait: float) -> CapacityReport:
+    """Of the whole scenario, of which one of `num_shares` was run; every request waited `more_wait` seconds longer."""
+    requests, seconds = measured.requests, measured.seconds
+    sweeps = [sweep for each in measured.sweeps for sweep in each if sweep.ended > measured.began]
+    swept = sum(sweep.seconds for sweep in sweeps) or 1e-9
+    num_targets = max(1, len(measured.sweeps))
+    rounds = max(1, sum(measured.sizes.values()))
+    parts = {name: sum(request.parts[name] for request in requests) for name in (requests[0].parts if requests else {})}
+    if parts:
+        parts["place"] += more_wait * len(requests)
+    whole = sum(parts.values()) or 1e-9
+    latencies = np.array([request.latency + more_wait for request in requests])
+    inner = [each for each in requests if each.tokens > 1]
+    rates = [each.tokens / (each.latency + more_wait) for each in requests]
+    return CapacityReport(
+        num_users=scenario.num_users,
+        num_targets=scenario.num_targets,
+        num_drafts=scenario.num_drafts,
+        num_requests=len(requests),
+        measured_seconds=seconds,
+        tokens_per_second=num_shares * measured.num_tokens / seconds,
+        user_tokens_per_second=float(np.median(rates)) if rates else 0.0,
+        ttft=_percentiles([request.ttft + more_wait for request in requests]),
+        tpot=_percentiles([(each.latency - each.ttft) / (each.tokens - 1) for each in inner]),
+        latency=_percentiles(latencies.tolist()),
+        link_busy=min(1.0, sum(sweep.link_seconds for sweep in sweeps) / (num_targets * seconds)),
+        target_busy=min(1.0, swept / (num_targets * seconds)),
+        draft_busy=min(1.0, measured.drafts_seconds / (max(1, len(measured.draft_busy)) * seconds)),
+        link_bound=sum(sweep.seconds for sweep in sweeps if sweep.is_link_bound) / swept,
+        rows_per_sweep=sum(sweep.rows for sweep in sweeps) / max(1, len(sweeps)),
+        riders_per_sweep=sum(sweep.riders for sweep in sweeps) / max(1, len(sweeps)),
+        waiting_users=parts.get("place", 0.0) / max(1, len(requests)) * num_shares * measured.requests_per_second,
+        round_seconds=(whole - parts.get("place", 0.0)) / max(1, sum(request.num_rounds for request in requests)),
+        tokens_per_round=measured.num_tokens / rounds,
+        nodes=sum(size.nodes * number for size, number in measured.sizes.items()) / rounds,
+        depth=sum(size.depth * number for size, number in measured.sizes.items()) / rounds,
+        parts={name: value / whole for name, value in parts.items()},
+        is_complete=measured.is_complete,
+    )
+
+
+def _percentiles(values: list[float]) -> Percentiles:
+    if not values:
+        return Percentiles(0.0, 0.0, 0.0)
+    return Percentiles(*(float(value) for value in np.percentile(values, (50, 95, 99))))

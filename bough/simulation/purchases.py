@@ -1,0 +1,74 @@
+"""What to buy next: the same scenario run again with one more, or a faster one, of everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bough.simulation.capacity import simulate
+from bough.simulation.profile import Profile
+from bough.simulation.scenario import CapacityReport, Purchase, Scenario
+
+RESIDENT_SHARE = 0.25  # of what streams, that more memory would hold
+LINK_SPEED = 2.0  # times as fast: the next generation of PCIe
+SPEED = 2.0  # times as fast a processor, draft or network, or as much KV memory
+
+
+def purchases(scenario: Scenario, now: CapacityReport) -> list[Purchase]:
+    """Every change that does something, those first that gain most tokens per second, then most latency."""
+    found = [_purchase(name, simulate(changed), now) for name, changed in _changes(scenario)]
+    return sorted(found, key=lambda each: (-round(each.throughput_gain, 3), -each.p95_latency_gain))
+
+
+def _purchase(name: str, after: CapacityReport, now: CapacityReport) -> Purchase:
+    return Purchase(
+        name,
+        after.tokens_per_second,
+        after.tokens_per_second / now.tokens_per_second - 1 if now.tokens_per_second else 0.0,
+        1 - after.latency.p95 / now.latency.p95 if now.latency.p95 else 0.0,
+    )
+
+
+def _changes(scenario: Scenario) -> list[tuple[str, Scenario]]:
+    profile, target = scenario.profile, scenario.profile.target
+
+    def with_profile(changed: Profile) -> Scenario:
+        return replace(scenario, profile=changed)
+
+    def with_link(factor: float) -> Scenario:
+        experts = replace(target.experts, miss_seconds=target.experts.miss_seconds * factor) if target.experts else None
+        changed = replace(target, link_seconds=target.link_seconds * factor, experts=experts)
+        return with_profile(replace(profile, target=changed))
+
+    more = max(1, scenario.num_targets // 10)
+    changes = [(f"{more} more target{'s' * (more > 1)}", replace(scenario, num_targets=scenario.num_targets + more))]
+    more = max(1, scenario.num_drafts // 10)
+    changes.append((f"{more} more draft{'s' * (more > 1)}", replace(scenario, num_drafts=scenario.num_drafts + more)))
+    if target.link_seconds or target.experts:
+        changes.append((f"a link {LINK_SPEED:g} times as fast", with_link(1 / LINK_SPEED)))
+        changes.append((f"memory for a {_share(RESIDENT_SHARE)} of what streams", with_link(1 - RESIDENT_SHARE)))
+    computing = replace(
+        target,
+        compute_base_seconds=target.compute_base_seconds / SPEED,
+        compute_row_seconds=target.compute_row_seconds / SPEED,
+        compute_curve=tuple((rows, seconds / SPEED) for rows, seconds in target.compute_curve),
+        second_knee_row_seconds=target.second_knee_row_seconds / SPEED,
+    )
+    changes.append((f"targets that compute {SPEED:g} times as fast", with_profile(replace(profile, target=computing))))
+    drafting = replace(
+        profile.draft,
+        base_seconds=profile.draft.base_seconds / SPEED,
+        row_seconds=profile.draft.row_seconds / SPEED,
+        prefill_token_seconds=profile.draft.prefill_token_seconds / SPEED,
+    )
+    if scenario.num_drafts:
+        changes.append((f"drafts {SPEED:g} times as fast", with_profile(replace(profile, draft=drafting))))
+    kv = replace(target, kv_tokens=int(target.kv_tokens * SPEED))
+    changes.append((f"{SPEED:g} times the KV memory", with_profile(replace(profile, target=kv))))
+    if profile.network.one_way_seconds:
+        near = replace(profile.network, one_way_seconds=profile.network.one_way_seconds / SPEED)
+        changes.append((f"a network {SPEED:g} times as near", with_profile(replace(profile, network=near))))
+    return changes
+
+
+def _share(share: float) -> str:
+    return {0.25: "quarter", 0.5: "half"}.get(share, f"{share:.0%}")

@@ -1,0 +1,155 @@
+"""What a capacity simulation is asked, and what it answers, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from bough.errors import ConfigError
+from bough.simulation.capacity_choice import Size
+from bough.simulation.profile import Profile
+
+
+class RequestKind(NamedTuple):
+    """A kind of request and how often it comes, relative to others."""
+
+    prompt_tokens: int
+    output_tokens: int
+    weight: float = 1.0
+
+    @property
+    def total_tokens(self) -> int:
+        """What its KV slot holds in the end."""
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Users in a closed network: each thinks, asks, waits for the whole answer, and thinks again."""
+
+    profile: Profile
+    num_users: int = 1
+    num_targets: int = 1
+    num_drafts: int = 1  # 0 is plain decoding
+    kinds: tuple[RequestKind, ...] = (RequestKind(200, 200),)
+    think_seconds: float = 0.0  # mean of an exponential distribution
+    gather: float = 1.0  # longest wait before a sweep, in sweeps, as the target's --gather
+    fixed: Size | None = None  # instead of choosing sizes
+    requests_each: int = 0  # of a user, all beginning at once, and all measured; 0 goes on, less its beginning
+    seed: int = 1
+    max_rounds: int = 400_000  # of sessions, after which it is over whether or not enough requests were measured
+
+    def check(self) -> None:
+        """Raises ConfigError where a request fits no target, naming what it would need."""
+        target = self.profile.target
+        for kind in self.kinds:
+            name = f"--mix: {kind.prompt_tokens}:{kind.output_tokens}"
+            most = min(target.max_context, target.kv_tokens)
+            if kind.total_tokens > most:
+                raise ConfigError(f"{name}: value was {kind.total_tokens} tokens; must be at most {most}, the target's")
+
+    @property
+    def num_slots(self) -> int:
+        """Requests of the mean length whose KV fits on one target."""
+        weight = sum(kind.weight for kind in self.kinds)
+        mean = sum(kind.weight * kind.total_tokens for kind in self.kinds) / weight
+        return max(1, int(self.profile.target.kv_tokens / mean))
+
+    def sliced(self) -> tuple[Scenario, int]:
+        """The same for a share of all, where users, targets and drafts can be divided evenly, and how many shares.
+
+        Identical shares do not wait for one another; a share keeps four targets or more, so that routing still counts.
+        """
+        for shares in range(self.num_targets // 4, 1, -1):
+            if not (self.num_users % shares or self.num_targets % shares or self.num_drafts % shares):
+                numbers = (self.num_users // shares, self.num_targets // shares, self.num_drafts // shares)
+                return replace(self, num_users=numbers[0], num_targets=numbers[1], num_drafts=numbers[2]), shares
+        return self, 1
+
+
+class Percentiles(NamedTuple):
+    """Of seconds, over measured requests."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityReport:
+    """What a simulation found, after the beginning was left out."""
+
+    num_users: int
+    num_targets: int
+    num_drafts: int
+    num_requests: int  # measured
+    measured_seconds: float  # on the simulated clock
+    tokens_per_second: float  # of all users together
+    user_tokens_per_second: float  # median over requests: tokens / seconds from the question to the last token
+    ttft: Percentiles
+    tpot: Percentiles
+    latency: Percentiles
+    link_busy: float  # share of the time that targets' links were at work
+    target_busy: float
+    draft_busy: float
+    link_bound: float  # share of sweep time in which the link was the slower
+    rows_per_sweep: float
+    riders_per_sweep: float
+    waiting_users: float  # for a place, on average
+    round_seconds: float
+    tokens_per_round: float
+    nodes: float  # of a round's tree, on average
+    depth: float
+    parts: dict[
+        str, float
+    ]  # shares of a request's time: waiting for a place, draft, network, waiting for a sweep, sweep
+    is_complete: bool  # enough requests were measured
+
+    @property
+    def bottleneck(self) -> str:
+        """What keeps this from being faster, in a few words."""
+        parts = self.parts
+        if self.target_busy >= 0.85:
+            found = "the targets' link" if self.link_bound >= 0.5 else "the targets' computing"
+        elif self.draft_busy >= 0.85:
+            found = "the drafts"
+        else:
+            names = {
+                "place": "KV memory",
+                "draft": "the latency of drafting",
+                "network": "the latency of the network",
+                "queue": "waiting for sweeps to begin",
+                "sweep": "the targets' link" if self.link_bound >= 0.5 else "the targets' computing",
+            }
+            found = names[max(parts, key=lambda name: parts[name])]
+        if parts["place"] > 0.5 and found.startswith("the targets"):
+            found += ", and too little KV memory for all users at once"
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For the JSON line: numbers to five digits."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Percentiles):
+                return {name: plain(each) for name, each in value._asdict().items()}
+            if isinstance(value, dict):
+                return {name: plain(each) for name, each in value.items()}
+            return float(f"{value:.5g}") if isinstance(value, float) else value
+
+        names = self.__dataclass_fields__
+        return {name: plain(getattr(self, name)) for name in names} | {"bottleneck": self.bottleneck}
+
+
+class Purchase(NamedTuple):
+    """One change, and what it changes; gains are shares, 0.1 is 10 % more or faster."""
+
+    name: str
+    tokens_per_second: float
+    throughput_gain: float
+    p95_latency_gain: float  # by how much shorter the 95th percentile becomes
+
+    def as_json(self) -> dict[str, float | str]:
+        """For the JSON line."""
+        return {
+            name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in self._asdict().items()
+        }

@@ -1,0 +1,155 @@
+"""What a draft's own probabilities are worth: a logistic calibration, learnt from what the target chose.
+
+For a guess that the draft gave the probability q, below an accepted node at some depth,
+
+    logit P(accepted) = slope * logit(q) + bias + bias of the depth + bias of the session
+
+(Platt's scaling, as in vLLM's adaptive verification). All sessions of one pair of models and one kind of guess share
+the slope and the biases; a session adds one bias of its own. Each round is one step of Newton's method towards the
+likeliest values, of which old rounds count for less and the prior for what few rounds say.
+
+The product of such probabilities along a path falls short: a draft goes on more surely where it was right, so what
+stands below a guess says something about the guess. The values of nodes at depth 2 and more are therefore multiplied by
+a ratio that is learnt too: tokens that were accepted there over those that were expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.tree import Tree
+
+FloatArray = NDArray[np.float64]
+
+LEAST_PROB = 1e-4  # probabilities are taken for no smaller, and for no nearer to 1
+DEPTH_EDGES = (2, 3, 5, 9)  # depths from which on another bias applies; the first is that of children of the root
+NUM_WEIGHTS = 2 + len(DEPTH_EDGES)
+PRIOR_MEAN = np.array([1.0, *[0.0] * (NUM_WEIGHTS - 1)])  # the draft's probabilities as they are
+PRIOR_PRECISION = np.diag([16.0, 1.0, *[10.0] * len(DEPTH_EDGES)])
+SESSION_PRECISION = 4.0  # a session's bias has a standard deviation of 0.5 beforehand
+LONGEST_STEP = 1.0  # of a weight in one round: where a draft was sure and wrong the slope of the likelihood is steep
+HALF_LIFE_ROUNDS = 200.0
+SESSION_HALF_LIFE_ROUNDS = 50.0
+PRIOR_DEEP_TOKENS = 10.0  # accepted at depth 2 and more as often as expected, before any were counted
+LEAST_RATIO, MOST_RATIO = 0.5, 1.5
+
+
+def _decay(half_life: float) -> float:
+    return float(0.5 ** (1 / half_life))
+
+
+@dataclass(slots=True)
+class SessionBias:
+    """How much better or worse one session's guesses are than others', as a logarithm of odds."""
+
+    value: float = 0.0
+    information: float = 0.0  # Fisher's, in all guesses so far; old ones count for less
+
+
+class AcceptanceModel:
+    """Learns from verdicts of all sessions of a pair of models; estimates the worth of nodes."""
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+        self._weights = PRIOR_MEAN.copy()
+        self._precision = PRIOR_PRECISION.copy()
+        self._deep_accepted = self._deep_expected = 0.0
+
+    def conditional(self, tree: Tree, bias: SessionBias | None = None) -> FloatArray:
+        """(num_nodes,) probability that each node is accepted if its parent is; 1 for the root."""
+        features = _features(tree.log_probs, tree.depths())
+        probs = _sigmoid(features @ self._weights + (bias.value if bias else 0.0))
+        probs[0] = 1.0
+        return probs
+
+    def values(self, tree: Tree, bias: SessionBias | None = None) -> FloatArray:
+        """(num_nodes,) probability that each node is accepted; 1 for the root. None is above its parent's."""
+        values = self._products(tree, bias)
+        return _capped(np.where(tree.depths() > 1, self.deep_ratio * values, values), tree)
+
+    @property
+    def deep_ratio(self) -> float:
+        """Tokens that were accepted below the first level, over those that products of probabilities had expected."""
+        ratio = (self._deep_accepted + PRIOR_DEEP_TOKENS) / (self._deep_expected + PRIOR_DEEP_TOKENS)
+        return min(MOST_RATIO, max(LEAST_RATIO, ratio))
+
+    def observe(self, tree: Tree, chosen: Sequence[int], is_verified: NDArray[np.bool_], bias: SessionBias) -> None:
+        """Learns from one verdict on a tree that a draft has grown.
+
+        `chosen` are the nodes that spell what the target chose, from below the root on, as far as the tree has them;
+        `is_verified` (num_nodes,) tells which nodes the target was asked about. The children of the root and of
+        verified nodes that were chosen were right or wrong, whether they were verified or not; below a right guess that
+        was not verified nothing is known, and nothing is learnt.
+        """
+        accepted = [node for node in chosen if is_verified[node]]
+        known = np.isin(tree.parents, (0, *accepted))
+        if not known.any():
+            return
+        deep = (tree.depths() > 1) & is_verified
+        decay = _decay(HALF_LIFE_ROUNDS)
+        self._deep_accepted = decay * self._deep_accepted + float(deep[accepted].sum())
+        self._deep_expected = decay * self._deep_expected + float(self._products(tree, bias)[deep].sum())
+        self._learn(tree, known, np.isin(np.flatnonzero(known), chosen), bias)
+        self.num_rounds += 1
+
+    def _learn(self, tree: Tree, known: NDArray[np.bool_], accepted: NDArray[np.bool_], bias: SessionBias) -> None:
+        features = _features(tree.log_probs, tree.depths())[known]
+        probs = _sigmoid(features @ self._weights + bias.value)
+        errors, variances = accepted - probs, probs * (1 - probs)
+        decay = _decay(HALF_LIFE_ROUNDS)
+        self._precision = decay * self._precision + (1 - decay) * PRIOR_PRECISION
+        self._precision += (features * variances[:, None]).T @ features
+        step = np.linalg.solve(self._precision, features.T @ errors)
+        self._weights = self._weights + np.clip(step, -LONGEST_STEP, LONGEST_STEP)
+        self._weights[0] = max(0.0, self._weights[0])  # a guess that the draft thinks better of is no worse
+        bias.information = _decay(SESSION_HALF_LIFE_ROUNDS) * bias.information + float(variances.sum())
+        residual = float((accepted - _sigmoid(features @ self._weights + bias.value)).sum())
+        change = (residual - SESSION_PRECISION * (1 - _decay(SESSION_HALF_LIFE_ROUNDS)) * bias.value) / (
+            SESSION_PRECISION + bias.information
+        )
+        bias.value += min(LONGEST_STEP, max(-LONGEST_STEP, change))
+
+    def _products(self, tree: Tree, bias: SessionBias | None) -> FloatArray:
+        values = [1.0]
+        conditional = self.conditional(tree, bias).tolist()
+        for parent, prob in zip(tree.parents.tolist()[1:], conditional[1:], strict=True):
+            values.append(values[parent] * prob)
+        return np.array(values)
+
+
+def with_values(tree: Tree, values: FloatArray) -> Tree:
+    """The tree with log-probabilities that multiply to these values along its paths; of guesses alone."""
+    least = np.finfo(np.float32).tiny
+    above = np.maximum(values[np.maximum(tree.parents, 0)], least)
+    ratios = np.clip(values / above, least, 1.0)
+    ratios[0] = 1.0
+    return Tree(tree.tokens, tree.parents, np.log(ratios).astype(np.float32))
+
+
+def _capped(values: FloatArray, tree: Tree) -> FloatArray:
+    """No node is worth more than its parent."""
+    capped = [1.0]
+    for parent, value in zip(tree.parents.tolist()[1:], values.tolist()[1:], strict=True):
+        capped.append(min(value, capped[parent]))
+    return np.array(capped)
+
+
+def _features(log_probs: NDArray[np.float32], depths: NDArray[np.int32]) -> FloatArray:
+    """(num_nodes, NUM_WEIGHTS)"""
+    probs = np.clip(np.exp(log_probs.astype(np.float64)), LEAST_PROB, 1 - LEAST_PROB)
+    features = np.zeros((len(probs), NUM_WEIGHTS))
+    features[:, 0] = np.log(probs / (1 - probs))
+    features[:, 1] = 1.0
+    bucket = np.searchsorted(DEPTH_EDGES, depths, side="right")
+    deep = bucket > 0
+    features[deep, 1 + bucket[deep]] = 1.0
+    return features
+
+
+def _sigmoid(logits: FloatArray) -> FloatArray:
+    probs: FloatArray = 1 / (1 + np.exp(-np.clip(logits, -30, 30)))
+    return probs

@@ -1,0 +1,113 @@
+"""How long a sweep takes by its rows, learnt from the sweeps that there are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.sizing.cost_curve import MAX_SECONDS, CostCurve
+from bough.sizing.row_averages import FLAT, RowAverages
+
+WAITED = 0.05  # of a sweep's time: who waited longer for weights saw all that the link can do
+SHORTER = (
+    0.9  # times what the link is taken to need: a sweep that did not wait, and was shorter, says that it needs less
+)
+LEAST_SECONDS = 1e-7  # of a sweep's computing
+# Where nobody has computed yet: as much for being there as for 32 rows. On two cores of a Zen 5 a sweep of resident
+# weights takes 0.13 s with one row and 1.18 s with 256.
+ASSUMED = CostCurve((1, 257), (33.0, 289.0))
+
+
+class SweepTimes:
+    """Seconds of a sweep: the link's or the computing's, whichever are more.
+
+    Computing is what a sweep did not wait, by its padded rows. Of the link only those sweeps say something that
+    waited for it: one that computed for longer than the link takes says only that it takes no longer. Taken for a
+    sample, it would make the link look slow, trees would grow, sweeps compute for longer still, and so on.
+
+    The link's seconds are those of a byte, of which all sweeps are samples alike, times the bytes of a sweep, which in
+    a mixture of experts grow with its rows: so the speed of the link is taken not to depend on the rows.
+    """
+
+    def __init__(self, step: int, most_rows: int, prior: CostCurve | None = None) -> None:
+        """Rows are padded to multiples of `step`; `prior` is of the computing alone, and worth three sweeps."""
+        self._step = step
+        self._rows = grid(step, most_rows)
+        self._compute = RowAverages(prior or ASSUMED, self._rows, is_given=prior is not None)
+        self._volume = RowAverages(FLAT, self._rows)  # bytes
+        self._byte_seconds = RowAverages(FLAT, np.ones(1, np.int64))
+        self._fit: _Fit | None = None
+
+    def observe(self, rows: int, total_seconds: float, wait_seconds: float, link_bytes: int = 0) -> None:
+        """A sweep of so many rows took so long, of which it waited for weights; `link_bytes` crossed the link."""
+        if rows < 1 or total_seconds <= 0:
+            return
+        padded = -(-rows // self._step) * self._step
+        self._compute.observe(padded, max(total_seconds - wait_seconds, LEAST_SECONDS))
+        self._volume.observe(padded, max(1.0, link_bytes))
+        byte_seconds, known = total_seconds / self._volume.value(padded), self._byte_seconds
+        has_waited = wait_seconds > WAITED * total_seconds
+        if has_waited or (known.is_known and byte_seconds < SHORTER * known.value(1)):
+            known.observe(1, byte_seconds)
+        self._fit = None
+
+    def curve(self) -> CostCurve | None:
+        """What sweeps take; None while nothing is known."""
+        fit = self._fitted()
+        return fit.curve if fit is not None else None
+
+    @property
+    def knee(self) -> float:
+        """The most rows whose computing takes no longer than the link; infinite where none take longer, or no sweep
+        has waited.
+        """
+        fit = self._fitted()
+        return fit.knee if fit is not None else math.inf
+
+    def _fitted(self) -> _Fit | None:
+        if self._fit is None and self._compute.is_known:
+            link = self._byte_seconds.value(1) * self._volume.values() if self._byte_seconds.is_known else None
+            self._fit = _fit(self._rows, self._compute.values(), link, self._step)
+        return self._fit
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    curve: CostCurve
+    knee: float
+
+
+def grid(step: int, most_rows: int) -> NDArray[np.int64]:
+    """Rows at which a curve has knots: multiples of a step up to `most_rows`, two in every factor of two."""
+    powers = 2.0 ** np.arange(math.ceil(math.log2(max(2, most_rows))) + 1)
+    wanted = np.concatenate((powers, 1.5 * powers, [most_rows]))
+    padded = (-(-np.minimum(wanted, most_rows) // step)).astype(np.int64) * step
+    unique: NDArray[np.int64] = np.unique(padded)
+    return unique
+
+
+def _fit(rows: NDArray[np.int64], compute: NDArray[np.float64], link: NDArray[np.float64] | None, step: int) -> _Fit:
+    """The larger of both, with a knot on either side of where one passes the other."""
+    if link is None:
+        return _Fit(to_curve(rows, compute, step), math.inf)
+    is_longer = compute > link
+    crossings = np.flatnonzero(is_longer[1:] != is_longer[:-1])
+    knots, knee = [rows], 0.0 if is_longer[0] else math.inf
+    for left in crossings:
+        before, after = (link - compute)[left : left + 2]
+        where = rows[left] + (rows[left + 1] - rows[left]) * before / (before - after)
+        knee = float(where) if is_longer[left + 1] else knee
+        below = int(where // step) * step
+        knots.append(np.array([below, below + step]))
+    every = np.unique(np.concatenate(knots))
+    every = every[(every >= rows[0]) & (every <= rows[-1])]
+    seconds = np.maximum(np.interp(every, rows, compute), np.interp(every, rows, link))
+    return _Fit(to_curve(every, seconds, step), math.inf if not is_longer.any() else knee)
+
+
+def to_curve(rows: NDArray[np.int64], seconds: NDArray[np.float64], step: int) -> CostCurve:
+    """Of arrays that ascend."""
+    return CostCurve(tuple(rows.tolist()), tuple(np.clip(seconds, LEAST_SECONDS, MAX_SECONDS).tolist()), step)

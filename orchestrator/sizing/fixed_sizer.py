@@ -1,0 +1,72 @@
+"""Trees of a fixed size, for comparisons: whatever a sweep or a draft step takes, and whatever guesses are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bough.growth import BestFirst, TreePlan
+from bough.merge import merged
+from bough.sizing.decision import Decision, DraftCalibration, Mode
+from bough.tree import Tree
+from orchestrator.sizing.decision_log import DecisionLog
+from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan
+
+MIN_SHARE = 4  # nodes of a tree, however many sessions there are
+
+
+class FixedSizer:
+    """Always the same size, but for what the request itself asks, and for what else is in the same sweep.
+
+    Sessions at one target share `sweep_nodes` among their trees, and a prompt that is read beside takes its part.
+    """
+
+    def __init__(self, size: BestFirst, sweep_nodes: int) -> None:
+        self._size, self._sweep_nodes = size, sweep_nodes
+        self._plans: dict[str, tuple[RoundPlan, Decision]] = {}
+        self._num_rounds: dict[str, int] = {}
+        self._log = DecisionLog()
+
+    def plan(self, situation: Situation) -> RoundPlan:
+        """The configured size, overridden field by field by the request; no tree where no token is left to guess."""
+        speculation, size = situation.speculation, self._size
+        plan = requested_plan(situation, size)
+        if plan is None:
+            share = max(MIN_SHARE, self._sweep_nodes // max(1, situation.target.num_running) - situation.num_context)
+            budget = min(size.budget, share)
+            narrow = min(size.width, max(MIN_SHARE, budget // 2))  # more at once would hardly save a step
+            growth = BestFirst(budget, speculation.width or narrow, speculation.depth or size.depth)
+            plan = limited(TreePlan(growth, speculation.scheme, speculation.guess), situation)
+        number = self._num_rounds[situation.session_id] = self._num_rounds.get(situation.session_id, 0) + 1
+        mode = Mode.FIXED if plan.max_nodes > 1 else Mode.OFF
+        decision = Decision(number, mode, budget=plan.tree.growth.budget, num_context=situation.num_context)
+        self._plans[situation.session_id] = plan, decision
+        return plan
+
+    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+        """The best-scoring nodes of both trees, as many as planned; a sample stays whole."""
+        plan, decision = self._plans[session_id]
+        tree = merged(drafted, looked_up, plan.max_nodes) if len(looked_up) > 1 else drafted
+        decision.num_grown = decision.num_sent = len(tree)
+        return Proposal(tree, False, np.arange(len(drafted)))
+
+    def observe(self, session_id: str, outcome: RoundOutcome) -> None:
+        """Learns nothing; what came to pass is recorded."""
+        if session_id in self._plans:
+            _, decision = self._plans.pop(session_id)
+            decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
+            self._log.add(session_id, decision)
+
+    def forget(self, session_id: str) -> None:
+        """The request has ended."""
+        self._plans.pop(session_id, None)
+        self._num_rounds.pop(session_id, None)
+
+    def decisions(self, session_id: str) -> Sequence[Decision]:
+        """The last rounds of a session, oldest first."""
+        return self._log.of(session_id)
+
+    def calibrations(self) -> tuple[DraftCalibration, ...]:
+        """How well predictions agreed with what came to pass."""
+        return self._log.calibrations()

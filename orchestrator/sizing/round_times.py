@@ -1,0 +1,133 @@
+"""What a round will take: from workers' curves, and from what rounds took beside what these curves say."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bough.sizing.choice import SweepLoad
+from bough.sizing.decision import Parts
+from orchestrator.sizing.pairs import Habits, SessionState
+from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
+from orchestrator.sizing.worker_times import NANO, ByWorker, DraftTimes, TargetTimes, told_curve
+
+HIDDEN_FROM = 0.25  # of a sweep: a call that waits for longer before its own waits for another sweep to end
+SHARE_OF_WAIT = 0.9  # of what is waited then that may be spent on drafting instead
+SMALL_CONTEXT = 16  # tokens; a draft that reads more than these takes its time for something else than its tree
+FIRST_STEPS = 4  # of a tree, before one has been grown
+
+
+class StepCost(NamedTuple):
+    """What another draft step costs."""
+
+    free_seconds: float  # of drafting that only fill a wait for another sweep; 0 where it delays the round
+    step_seconds: float
+
+
+class RoundTimes:
+    """Of all rounds, by worker."""
+
+    def __init__(self) -> None:
+        self._targets, self._drafts = ByWorker(TargetTimes), ByWorker(DraftTimes)
+
+    def note(self, situation: Situation) -> None:
+        """Workers have told of themselves, perhaps for the first time."""
+        target = self._targets.of(situation.target.worker_id)
+        if target.curve is None:
+            target.curve = told_curve(situation.target.worker_id, situation.target.cost, None)
+        if situation.draft is not None and (draft := self._drafts.of(situation.draft.worker_id)).curve is None:
+            draft.curve = told_curve(situation.draft.worker_id, situation.draft.cost, None)
+
+    def load(self, situation: Situation, session: SessionState) -> SweepLoad | None:
+        """What is in the next sweep beside the session's tree; None while nothing is known of the target's sweeps."""
+        times = self._targets.of(situation.target.worker_id)
+        if times.curve is None:
+            return None
+        is_shared = situation.target.num_running > 1
+        rows = round(times.other_rows.median) if is_shared else 0
+        trees = times.other_trees.median if is_shared else 0.0
+        fixed = times.network.median + times.beside.median + times.orchestrator.median
+        fixed += times.queue.median if is_shared else 0.0
+        if self._is_hidden(situation):
+            fixed += times.drafting.median
+        return SweepLoad(times.curve, situation.num_context + rows, trees * session.pair.mean_tokens, fixed)
+
+    def draft_seconds(self, situation: Situation, habits: Habits) -> float:
+        """By which a draft's tree delays a round."""
+        return 0.0 if self._is_hidden(situation) else self._drafting_seconds(situation, habits)
+
+    def step_cost(self, situation: Situation) -> StepCost:
+        """Of a step of the width that steps have had."""
+        draft, target = situation.draft, self._targets.of(situation.target.worker_id)
+        if draft is None:
+            return StepCost(0.0, 0.0)
+        free = 0.0
+        if self._is_hidden(situation):
+            free = target.drafting.median + SHARE_OF_WAIT * self._wait(situation)
+        return StepCost(free, self._drafts.of(draft.worker_id).step_seconds)
+
+    def expect(self, parts: Parts, situation: Situation, load: SweepLoad, habits: Habits | None) -> None:
+        """Fills in what a round should take beside its sweep; `habits` where a draft is asked."""
+        target = self._targets.of(situation.target.worker_id)
+        parts.network, parts.other = target.network.median, target.orchestrator.median
+        parts.queue = target.queue.median if situation.target.num_running > 1 else 0.0
+        parts.sweep = load.curve(load.other_rows + 1)
+        if habits is not None and situation.draft is not None:
+            network = self._drafts.of(situation.draft.worker_id).network.median
+            parts.draft = self._drafting_seconds(situation, habits) - network
+            parts.network += network
+
+    def beside_sweep(self, situation: Situation) -> float:
+        """Seconds of the target's own beside queue and sweep."""
+        return self._targets.of(situation.target.worker_id).beside.median
+
+    def observe(self, situation: Situation, outcome: RoundOutcome) -> None:
+        """A round is over."""
+        self._observe_target(situation, outcome)
+        if situation.draft is not None and outcome.grown is not None:
+            self._observe_draft(situation, situation.draft, outcome)
+
+    def _observe_target(self, situation: Situation, outcome: RoundOutcome) -> None:
+        times, result, timings = self._targets.of(situation.target.worker_id), outcome.result, outcome.timings
+        times.curve = told_curve(situation.target.worker_id, result.cost, times.curve)
+        times.network.add(outcome.target_network_ns * NANO)
+        times.queue.add(timings.queue_ns * NANO)
+        times.drafting.add((timings.draft_ns + outcome.draft_network_ns) * NANO)
+        others_ns = timings.total_ns - timings.draft_ns - timings.network_ns - timings.target_ns
+        times.orchestrator.add(max(0, others_ns) * NANO)
+        if result.timings.num_passes != 1 or result.num_rows == 0:
+            return  # a prompt that took several sweeps, or a target that does not tell
+        own_rows = outcome.num_nodes - len(result.left_out_nodes) + situation.num_context
+        times.other_rows.add(max(0, result.num_rows - own_rows))
+        times.other_trees.add(max(0, result.num_trees - 1))
+        if times.curve is not None:
+            sweep = (timings.target_ns - timings.queue_ns) * NANO
+            times.beside.add(sweep - times.curve(result.num_rows))
+
+    def _observe_draft(self, situation: Situation, draft: WorkerFacts, outcome: RoundOutcome) -> None:
+        times, grown = self._drafts.of(draft.worker_id), outcome.grown
+        assert grown is not None, "seen to by the caller"
+        times.curve = told_curve(draft.worker_id, grown.cost, times.curve)
+        times.network.add(outcome.draft_network_ns * NANO)
+        times.queue.add(grown.timings.queue_ns * NANO)
+        num_passes = grown.timings.num_passes
+        if times.curve is not None and num_passes and situation.num_draft_context <= SMALL_CONTEXT:
+            times.ratio.add(grown.timings.compute_ns * NANO / num_passes / times.curve(1))
+
+    def _drafting_seconds(self, situation: Situation, habits: Habits) -> float:
+        draft = situation.draft
+        if draft is None:
+            return 0.0
+        times = self._drafts.of(draft.worker_id)
+        steps = habits.num_steps or FIRST_STEPS
+        return steps * times.step_seconds + times.network.median + times.queue.median
+
+    def _wait(self, situation: Situation) -> float:
+        """Seconds that calls wait for another sweep to end; 0 where they hardly wait."""
+        times = self._targets.of(situation.target.worker_id)
+        if times.curve is None or situation.target.num_running < 2:
+            return 0.0
+        return max(0.0, times.queue.median - HIDDEN_FROM * times.curve(round(times.other_rows.median) + 1))
+
+    def _is_hidden(self, situation: Situation) -> bool:
+        """Whether sessions take turns, so that one drafts while another's tree is verified."""
+        return self._wait(situation) > 0.0

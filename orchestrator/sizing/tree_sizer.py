@@ -1,0 +1,245 @@
+"""Trees that size themselves: measured while running, sized for most tokens per second, left out where they do not pay.
+
+A round goes through three calls. `plan` compares the sizes that there could be with no tree at all, by what rounds have
+been worth and what sweeps and draft steps take, and tells the draft at which price a step is not worth making.
+`propose` sees what has really grown, and cuts it where the next node is not worth its time. `observe` learns from the
+verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.growth import NO_TREE, BestFirst, Scheme, TreePlan
+from bough.merge import merged, union
+from bough.sizing.acceptance_model import with_values
+from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
+from bough.sizing.decision import Decision, DraftCalibration, Mode
+from bough.tree import Tree
+from orchestrator.sizing.decision_log import DecisionLog
+from orchestrator.sizing.pairs import Habits, PairKey, Pairs, SessionState
+from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan
+from orchestrator.sizing.round_times import RoundTimes
+
+MOST_NODES = 1024  # of a tree
+ROOM_TO_GROW = 1.25  # times the best size: what has really grown may be worth more than usual
+BETTER_BY = 1.03  # before drafting is given up or taken up again,
+TIMES_IN_A_ROW = 2  # as expected so often
+PROBE = BestFirst(budget=4, width=2, depth=2)
+LEAST_WIDTH = 4  # nodes of a step: fewer hardly save time
+CROWDED = 0.8  # of the price, where the target itself divides a sweep's rows among those who share it
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A round between its plan and its verdict."""
+
+    situation: Situation
+    plan: RoundPlan
+    load: SweepLoad | None  # None where nothing is decided
+    price: float
+    decision: Decision
+    drafted: Tree | None = None
+    values: NDArray[np.float64] | None = None  # of the drafted nodes
+    grown_values: NDArray[np.float64] | None = None  # and of all that was guessed
+    places: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))
+
+
+class TreeSizer:
+    """Learns while it runs, of every pair of models, worker and session."""
+
+    def __init__(self, default: BestFirst, max_depth: int) -> None:
+        """`default` is the size while nothing is known of the target; no tree has more levels than `max_depth`."""
+        self._default, self._max_depth = default, max_depth
+        self._pairs, self._times, self._log = Pairs(), RoundTimes(), DecisionLog()
+        self._sessions: dict[str, SessionState] = {}
+        self._pending: dict[str, _Pending] = {}
+
+    def plan(self, situation: Situation) -> RoundPlan:
+        """The size of most tokens per second, or what the request has fixed."""
+        session = self._session(situation)
+        session.num_rounds += 1
+        self._times.note(situation)
+        requested = requested_plan(situation, self._default)
+        if requested is not None:
+            mode = Mode.FIXED if requested.max_nodes > 1 else Mode.OFF
+            pending = self._undecided(situation, session, requested, mode)
+        elif (load := self._times.load(situation, session)) is None:
+            size = limited(TreePlan(self._default, Scheme.TARGET, situation.speculation.guess), situation)
+            pending = self._undecided(situation, session, size, Mode.DRAFT)
+        else:
+            pending = self._decided(situation, session, load)
+        self._pending[situation.session_id] = pending
+        return pending.plan
+
+    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+        """What is worth its time of a tree and of what was looked up beside it; a sample stays whole."""
+        pending, session = self._pending[session_id], self._sessions[session_id]
+        pending.drafted = drafted
+        if drafted.draft_probs is not None:
+            tree = merged(drafted, looked_up, pending.plan.max_nodes) if len(looked_up) > 1 else drafted
+            return Proposal(tree, False, np.arange(len(drafted)))
+        pending.values = session.pair.acceptance.values(drafted, session.bias)
+        both = union(with_values(drafted, pending.values), looked_up)
+        values = np.exp(both.scores().astype(np.float64))
+        order = np.argsort(-values, kind="stable")  # a parent comes first: it is worth no less, and was there before
+        most = min(pending.plan.max_nodes, len(order))
+        if pending.load is not None:
+            share = CROWDED if pending.load.other_tokens else 1.0
+            most = cut_size(values[order], pending.load, share * pending.price, most)
+        kept = order[:most]
+        pending.grown_values = values
+        pending.places = _places(kept, len(both))[: len(drafted)]
+        self._expect(pending, values[kept], len(both))
+        return Proposal(_reordered(both, kept), pending.load is not None, pending.places)
+
+    def observe(self, session_id: str, outcome: RoundOutcome) -> None:
+        """Learns what the round took and which guesses were right."""
+        pending, session = self._pending.pop(session_id, None), self._sessions.get(session_id)
+        if pending is None or session is None:
+            return
+        self._times.observe(pending.situation, outcome)
+        self._learn_guesses(session, pending, outcome)
+        if outcome.grown is not None and pending.plan.asks_draft:
+            for habits in (session.habits, session.pair.habits):
+                habits.note_steps(outcome.grown.timings.num_passes)
+            pending.decision.draft_id = pending.situation.draft.worker_id if pending.situation.draft else ""
+        session.pair.note_tokens(len(outcome.tokens))
+        pending.decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
+        self._log.add(session_id, pending.decision)
+
+    def forget(self, session_id: str) -> None:
+        """What it has taught its pair of models stays."""
+        self._sessions.pop(session_id, None)
+        self._pending.pop(session_id, None)
+
+    def decisions(self, session_id: str) -> Sequence[Decision]:
+        """The last rounds of a session, oldest first."""
+        return self._log.of(session_id)
+
+    def calibrations(self) -> tuple[DraftCalibration, ...]:
+        """How well predictions agreed with what came to pass."""
+        return self._log.calibrations()
+
+    def _session(self, situation: Situation) -> SessionState:
+        """State of a session; begun anew where a failover has brought it to other models."""
+        speculation, draft = situation.speculation, situation.draft
+        key = PairKey(
+            situation.target.identity,
+            draft.identity if draft else "",
+            speculation.scheme,
+            speculation.guess,
+            round(situation.temperature, 1),
+        )
+        session = self._sessions.get(situation.session_id)
+        if session is None or session.key != key:
+            pair = self._pairs.of(key)
+            session = self._sessions[situation.session_id] = SessionState(pair, key, Habits.after(pair.habits))
+        return session
+
+    def _undecided(self, situation: Situation, session: SessionState, plan: RoundPlan, mode: Mode) -> _Pending:
+        decision = Decision(session.num_rounds, mode, num_context=situation.num_context)
+        growth = plan.tree.growth
+        decision.budget, decision.depth = growth.budget, growth.depth
+        load = self._times.load(situation, session)
+        if load is not None:
+            self._times.expect(decision.expected, situation, load, session.habits if plan.asks_draft else None)
+        return _Pending(situation, plan, None, 0.0, decision)
+
+    def _decided(self, situation: Situation, session: SessionState, load: SweepLoad) -> _Pending:
+        """Compares trees of a draft with doing without, and settles the prices."""
+        most = min(MOST_NODES, situation.target.max_nodes)
+        plain = best_size(session.habits.looked_up, load, 0.0, np.arange(1, 2 + min(situation.lookup, most - 1)))
+        best, mode = plain, Mode.LOOKUP
+        drafting = plain
+        if situation.draft is not None and (most_drafted := min(most, situation.draft.max_nodes)) > 1:
+            seconds = self._times.draft_seconds(situation, session.habits)
+            drafting = best_size(session.habits.drafted, load, seconds, np.arange(2, most_drafted + 1))
+            if self._weigh(session, drafting, plain):
+                best, mode = drafting, Mode.DRAFT
+            elif session.pair.probing.is_due():
+                mode = Mode.PROBE
+        plan, decision = self._plan_of(situation, session, best, mode, load)
+        decision.draft_rate, decision.plain_rate = drafting.own_rate, plain.own_rate
+        decision.best_nodes, decision.price = best.num_nodes, best.rate
+        self._times.expect(decision.expected, situation, load, session.habits if plan.asks_draft else None)
+        return _Pending(situation, plan, load, best.rate, decision)
+
+    def _weigh(self, session: SessionState, drafting: Size, plain: Size) -> bool:
+        """Whether to draft; changes its mind where the other way was expected to be better by enough, often enough."""
+        habits = session.habits
+        now, other = (drafting, plain) if habits.is_drafting else (plain, drafting)
+        habits.num_contrary = habits.num_contrary + 1 if other.rate > BETTER_BY * now.rate else 0
+        if habits.num_contrary >= TIMES_IN_A_ROW:
+            habits.is_drafting, habits.num_contrary = not habits.is_drafting, 0
+            if not habits.is_drafting:
+                session.pair.probing.begin()
+            session.pair.habits.is_drafting = habits.is_drafting
+        return habits.is_drafting
+
+    def _plan_of(
+        self, situation: Situation, session: SessionState, best: Size, mode: Mode, load: SweepLoad
+    ) -> tuple[RoundPlan, Decision]:
+        decision = Decision(session.num_rounds, mode, num_context=situation.num_context)
+        if mode is Mode.LOOKUP:
+            plan = RoundPlan(NO_TREE, min(1 + situation.lookup, situation.target.max_nodes), situation.lookup)
+        else:
+            growth = PROBE if mode is Mode.PROBE else self._growth(situation, session, best)
+            decision.step_price = growth.step_price
+            plan = limited(TreePlan(growth, Scheme.TARGET, situation.speculation.guess), situation)
+            if isinstance(plan.tree.growth, BestFirst):
+                decision.width = plan.tree.growth.width
+        decision.budget, decision.depth = plan.tree.growth.budget, plan.tree.growth.depth
+        return plan, decision
+
+    def _growth(self, situation: Situation, session: SessionState, best: Size) -> BestFirst:
+        """Room for the best size and a little more, and the price of a step; levels are left to that price."""
+        speculation = situation.speculation
+        budget = min(MOST_NODES, math.ceil(ROOM_TO_GROW * best.num_nodes))
+        width = speculation.width or min(max(self._default.width, budget // 8), max(LEAST_WIDTH, budget // 2))
+        free_seconds, step_seconds = self._times.step_cost(situation)
+        price = 0.0 if free_seconds else best.own_rate * step_seconds / session.pair.margin.ratio
+        return BestFirst(budget, width, speculation.depth or self._max_depth, step_price=price, seconds=free_seconds)
+
+    def _expect(self, pending: _Pending, kept: NDArray[np.float64], num_grown: int) -> None:
+        decision = pending.decision
+        decision.num_grown, decision.num_sent = num_grown, len(kept)
+        decision.expected_tokens = float(kept.sum())
+        load = pending.load or self._times.load(pending.situation, self._sessions[pending.situation.session_id])
+        if load is not None:
+            beside = self._times.beside_sweep(pending.situation)
+            decision.expected.sweep = load.curve(load.other_rows + len(kept)) + beside
+
+    def _learn_guesses(self, session: SessionState, pending: _Pending, outcome: RoundOutcome) -> None:
+        drafted, values = pending.drafted, pending.values
+        if drafted is None or values is None or pending.grown_values is None:
+            return
+        if len(drafted) > 1:
+            left_out = np.isin(pending.places, outcome.result.left_out_nodes)
+            is_verified = (pending.places >= 0) & ~left_out
+            session.pair.acceptance.observe(drafted, drafted.along(outcome.tokens), is_verified, session.bias)
+            session.pair.margin.observe(drafted, values)
+        if pending.plan.asks_draft and outcome.grown is None:
+            return  # a draft that failed says nothing of what its trees are worth
+        for habits in (session.habits, session.pair.habits):
+            profile = habits.drafted if pending.plan.asks_draft else habits.looked_up
+            profile.observe(pending.grown_values)
+
+
+def _places(kept: NDArray[np.intp], num_nodes: int) -> NDArray[np.intp]:
+    """(num_nodes,) where each node is among those that are kept; -1 for the others."""
+    places = np.full(num_nodes, -1, np.intp)
+    places[kept] = np.arange(len(kept))
+    return places
+
+
+def _reordered(tree: Tree, kept: NDArray[np.intp]) -> Tree:
+    """These nodes in this order, each after its parent."""
+    places = _places(kept, len(tree))
+    parents = np.where(tree.parents[kept] < 0, -1, places[tree.parents[kept]]).astype(np.int32)
+    return Tree(tree.tokens[kept], parents, tree.log_probs[kept])

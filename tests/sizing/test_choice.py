@@ -1,0 +1,89 @@
+"""Which size is chosen: against every other size, on staircases, and at the edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bough.sizing.choice import SweepLoad, best_size, cut_size
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.gain_profile import EDGES, GainProfile
+
+SIZES = np.arange(1, 513)
+FLAT_TO_64 = CostCurve((64, 128), (1.0, 2.0), 8)  # offloaded: a knee at 64 rows
+LINEAR = CostCurve((8, 64), (0.3, 1.7), 8)  # resident: every eight rows cost
+
+
+def grown(profile: GainProfile, values: list[float], rounds: int = 40) -> GainProfile:
+    for _ in range(rounds):
+        profile.observe(np.array([1.0, *values]))
+    return profile
+
+
+def test_a_tree_fills_what_costs_nothing() -> None:
+    assert best_size(GainProfile(), SweepLoad(FLAT_TO_64), 0.05, SIZES).num_nodes == 64
+
+
+def test_a_tree_is_small_where_every_row_costs() -> None:
+    assert 4 <= best_size(GainProfile(), SweepLoad(LINEAR), 0.05, SIZES).num_nodes <= 16
+
+
+def test_others_in_the_sweep_leave_less_room() -> None:
+    load = SweepLoad(FLAT_TO_64, other_rows=48, other_tokens=9.0)
+    assert best_size(GainProfile(), load, 0.05, SIZES).num_nodes == 16
+
+
+def test_a_hopeless_draft_makes_no_tree_worth_its_steps() -> None:
+    hopeless = grown(GainProfile(), [0.001] * 15)
+    on = best_size(hopeless, SweepLoad(LINEAR), 0.1, SIZES[1:])
+    off = best_size(GainProfile(), SweepLoad(LINEAR), 0.0, SIZES[:1])
+    assert off.rate > 1.2 * on.rate
+
+
+def test_seconds_of_a_network_make_trees_larger() -> None:
+    near, far = (best_size(GainProfile(), SweepLoad(LINEAR, fixed_seconds=s), 0.05, SIZES) for s in (0.0, 2.0))
+    assert far.num_nodes > near.num_nodes
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=40),
+    st.integers(1, 9),
+    st.floats(0.01, 20),
+    st.integers(0, 30),
+    st.integers(1, 40),
+)
+def test_a_cut_is_the_best_of_all_cuts(values: list[float], step: int, price: float, others: int, most: int) -> None:
+    ranked = np.array([1.0, *sorted(values, reverse=True)])
+    load = SweepLoad(CostCurve((4, 20, 40), (0.5, 0.5, 2.0), step), others)
+    worth = [ranked[:n].sum() - price * load.curve(others + n) for n in range(1, min(len(ranked), most) + 1)]
+    assert worth[cut_size(ranked, load, price, most) - 1] == pytest.approx(max(worth))
+
+
+def test_padding_is_filled() -> None:
+    values = np.array([1.0, 0.9, *[0.01] * 14])
+    assert cut_size(values, SweepLoad(CostCurve((8, 16), (1.0, 2.0), 8)), 0.5, 16) == 8
+
+
+def test_a_profile_follows_what_was_grown() -> None:
+    values = sorted((0.9 * 0.8**rank for rank in range(31)), reverse=True)
+    profile = grown(GainProfile(), values)
+    assert profile.gains(np.array([1, 32]))[1] == pytest.approx(sum(values), rel=0.02)
+    assert profile.gains(np.array([1]))[0] == 0.0
+
+
+def test_what_was_not_grown_changes_with_what_was() -> None:
+    """A session whose trees were large once and are small now: its large ones are worth less as its small ones are."""
+    profile = grown(GainProfile(), [0.8, 0.5, 0.5, *[0.2] * 28])
+    large = profile.gains(np.array([32]))[0]
+    grown(profile, [0.1, 0.05, 0.05])
+    assert profile.gains(np.array([32]))[0] < 0.5 * large
+
+
+def test_a_session_begins_with_what_others_have_taught() -> None:
+    shared = grown(GainProfile(), [0.1] * 7)
+    own = GainProfile(shared)
+    assert own.gains(EDGES[:4] + 1) == pytest.approx(shared.gains(EDGES[:4] + 1))
+    grown(own, [0.9] * 7)
+    assert shared.gains(np.array([8]))[0] < 1.0 < own.gains(np.array([8]))[0]
