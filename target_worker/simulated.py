@@ -121,7 +121,8 @@ class SimulatedTarget(ServedTarget):
     def info(self) -> WorkerInfo:
         """What it stands for, and that it is simulated."""
         figures, profile = self._engine.pool.figures(), self._pair.profile.target
-        notes = [*self._pair.notes()]
+        kv = f"KV of {profile.kv_tokens} tokens is counted as {ROW_BYTES // 1024} KB each, and not taken"
+        notes = [*self._pair.notes(), kv]
         if self._metrics.port >= 0:
             notes.append(f"metrics at http://{self._config.host}:{self._metrics.port}/metrics")
         return WorkerInfo(
