@@ -50,6 +50,13 @@ def to_flags(config: object) -> list[str]:
     return flags
 
 
+def at_most(config: object, name: str, limit: int) -> int:
+    """A limit, or a setting that is less; a setting that stands at its default says nothing."""
+    (default,) = (f.default for f in _fields(type(config)) if f.name == name)
+    value: int = getattr(config, name)
+    return limit if value == default else min(value, limit)
+
+
 def _choose_one(name: str, other: str, named: dict[str, Any], flagged: dict[str, Any]) -> None:
     """Of two fields of which one is given instead of the other; a flag wins over a variable of either."""
     given = [key for key in (name, other) if flagged.get(key)]

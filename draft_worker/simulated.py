@@ -15,6 +15,7 @@ from bough.errors import ConfigError
 from bough.messages import WorkerInfo
 from bough.model.arena import Arena
 from bough.model.sample import GREEDY_TOKENS, greedy_weights
+from bough.settings import at_most
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of, mixed
 from bough.simulation.law import Law
@@ -90,8 +91,9 @@ class SimulatedDraftWorker(ServedDraft):
         super().__init__(config, worker_id)
         self._pair = pair
         self.tokenizer, self.vocab_size = pair.tokenizer, pair.vocab_size
-        num_rows = config.kv_memory // ROW_BYTES
-        self._window = Window(min(config.max_context, num_rows - MAX_EXPANSIONS), pair.profile.target.max_context)
+        num_rows, max_positions = config.kv_memory // ROW_BYTES, pair.profile.target.max_context
+        max_context = min(at_most(config, "max_context", max_positions), num_rows - MAX_EXPANSIONS)
+        self._window = Window(max_context, max_positions)
         if self._window.max_context < 1:
             least = (MAX_EXPANSIONS + 1) * ROW_BYTES
             raise ConfigError(f"--kv-memory: value was {config.kv_memory}; must be at least {least}, for one session")
@@ -101,6 +103,11 @@ class SimulatedDraftWorker(ServedDraft):
         draft, sharpnesses = SimulatedDraft(pair, clock), Sharpnesses(config.sharpness)
         self._engine = Engine(draft, self.vocab_size, config.branch, pool, ahead_steps, sharpnesses)
         self._start_thread()
+
+    @property
+    def max_nodes(self) -> int:
+        """As many as the target takes."""
+        return at_most(self._config, "max_nodes", self._pair.profile.target.max_nodes)
 
     def info(self) -> WorkerInfo:
         """What it stands for, and that it is simulated."""
@@ -114,7 +121,7 @@ class SimulatedDraftWorker(ServedDraft):
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             vocab_size=self.vocab_size,
             max_context=self._window.max_context,
-            max_nodes=self._config.max_nodes,
+            max_nodes=self.max_nodes,
             max_sessions=pool.num_bytes // (self._window.max_rows * ROW_BYTES),
             num_sessions=len(pool),
             kv_bytes=pool.num_bytes,

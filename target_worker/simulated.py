@@ -16,11 +16,13 @@ from bough.model.limits import Limits
 from bough.model.slot import Slot
 from bough.row_counts import RowCounts
 from bough.sampling import PositionLogprobs, TokenLogprob
+from bough.settings import at_most
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of
 from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair, text_seed
 from bough.simulation.profile import TargetProfile, jittered
+from bough.simulation.reading import refusal
 from target_worker.batching import Part
 from target_worker.engine import Engine
 from target_worker.job import Job
@@ -101,19 +103,20 @@ def position_logprobs(law: Law, seed: int, position: int, num_top: int) -> Posit
 
 
 class SimulatedTarget(ServedTarget):
-    """A target of a profile; limits are the profile's, or the settings' where those are less."""
+    """A target of a profile, with the profile's limits, or the settings' where those are less and no defaults."""
 
     def __init__(self, config: TargetConfig, worker_id: str, pair: SimulatedPair, clock: SimulatedClock) -> None:
-        """Raises ConfigError where not one session fits the profile's tokens of KV."""
+        """Raises ConfigError where the profile's tokens of KV hold no session."""
         super().__init__(config, worker_id, config.model_name or pair.name)
         self._pair, profile = pair, pair.profile.target
         self.tokenizer, self.vocab_size = pair.tokenizer, pair.vocab_size
-        self.max_nodes = min(config.max_nodes, profile.max_nodes)
-        max_sweep_tokens = max(min(config.max_sweep_tokens, profile.max_sweep_rows), self.max_nodes)
-        max_context = min(config.max_context, profile.max_context)
+        self.max_nodes = at_most(config, "max_nodes", profile.max_nodes)
+        max_sweep_tokens = max(at_most(config, "max_sweep_tokens", profile.max_sweep_rows), self.max_nodes)
+        max_context = min(at_most(config, "max_context", profile.max_context), profile.kv_tokens - self.max_nodes)
+        if max_context < 1:
+            raise refusal("target.kv_tokens", profile.kv_tokens, f"more than the nodes of a tree, {self.max_nodes}")
         self._limits = Limits(profile.row_step, max_sweep_tokens, self.max_nodes, max_context)
-        num_rows = self._limits.num_rows(ROW_BYTES, profile.kv_tokens * ROW_BYTES)
-        pool = SlotPool(Arena(num_rows, ROW_BYTES), config.lease_seconds, time.monotonic)
+        pool = SlotPool(Arena(profile.kv_tokens, ROW_BYTES), config.lease_seconds, time.monotonic)
         sweeper = SimulatedSweeper(pair, clock)
         self._engine = Engine(sweeper, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
         self._start_engine()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,10 @@ import pytest
 from fake_draft import grow_call
 from fake_target import verify_call
 from simulated import TurnedClock, pair_of, text_of
+from simulated_growth import grown, wide_tree
 
 from bough.errors import ConfigError, Exhausted, Unavailable
 from bough.growth import BestFirst, Chains, Scheme, TreePlan
-from bough.messages import GrowCall, GrowResult
 from bough.model.arena import Arena
 from bough.model.limits import Limits
 from bough.sampling import SamplingParams
@@ -22,12 +24,6 @@ from bough.simulation.clock import SimulatedClock
 from bough.simulation.line import Line
 from bough.simulation.pair import SimulatedPair
 from bough.tree import Tree
-from draft_worker.engine import Engine as DraftEngine
-from draft_worker.engine import Request
-from draft_worker.pool import SessionPool
-from draft_worker.session import Window
-from draft_worker.sharpness import Sharpnesses
-from draft_worker.simulated import SimulatedDraft
 from target_worker.engine import Engine
 from target_worker.simulated import SimulatedSweeper
 from target_worker.slots import SlotPool
@@ -99,20 +95,6 @@ def test_slots_without_keys_are_leased_and_forked_as_those_with(pair: SimulatedP
         pool.check_integrity()
     finally:
         engine.stop()
-
-
-def grown(pair: SimulatedPair, clock: SimulatedClock, calls: list[GrowCall]) -> list[GrowResult]:
-    """Trees that grow together."""
-    window = Window(1000, 2000)
-    arena = Arena(len(calls) * window.max_rows, 1, rows_to_keep=lambda slot: slot.num_rows)
-    draft, pool = SimulatedDraft(pair, clock), SessionPool(arena, window)
-    engine = DraftEngine(draft, pair.vocab_size, 16, pool, 0, Sharpnesses(1.0))
-    requests = [Request(call, Future(), 0) for call in calls]
-    for request in requests:
-        engine.start(request)
-    while engine.is_growing:
-        engine.step()
-    return [request.future.result(0) for request in requests]
 
 
 def best_first(depth: int = 4, budget: int = 12, width: int = 3) -> TreePlan:
@@ -229,3 +211,15 @@ async def test_a_call_that_hangs_waits_for_the_end_of_the_failure(tmp_path: Path
 def test_a_profile_whose_kv_holds_no_session_is_refused() -> None:
     with pytest.raises(ConfigError, match="hold no session; one of 288 tokens takes"):
         LIMITS.num_rows(10, 2000)
+
+
+def test_trees_are_the_same_where_nothing_is_compiled(tmp_path: Path) -> None:
+    """A simulated draft loads no numba: its growers run as they are written."""
+    script = Path(__file__).with_name("simulated_growth.py")
+    ran = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=True)
+    loaded, (tokens, parents, log_probs) = json.loads(ran.stdout)
+    compiled = wide_tree(tmp_path)
+    assert loaded == []
+    assert len(tokens) > 20
+    assert [tokens, parents] == compiled[:2]
+    assert log_probs == pytest.approx(compiled[2], rel=1e-5)

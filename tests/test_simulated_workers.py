@@ -32,9 +32,12 @@ from bough.generation import (
 )
 from bough.growth import Chains, Guess, Scheme, StaticShape
 from bough.launch import Cluster, Settings
+from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair, simulated_pair
 from bough.simulation.profile import shipped_profiles
 from bough.tether import MODULE
+from draft_worker.simulated import SimulatedDraftWorker
+from target_worker.simulated import SimulatedTarget
 
 PROMPT = TextPrompt("Once upon a time")
 PLAIN = Speculation(disabled=True)
@@ -206,12 +209,14 @@ async def test_another_target_of_the_profile_takes_over(folder: Path, pair: Simu
         assert finished(events).num_failovers == 1
 
 
-async def test_a_draft_that_fails_now_and_then_costs_rounds_and_no_tokens(folder: Path, pair: SimulatedPair) -> None:
-    flaky = write_profile(folder, "flaky", failures=[{"worker": "draft", "probability": 0.5}])
+async def test_workers_that_fail_now_and_then_cost_rounds_and_no_tokens(folder: Path, pair: SimulatedPair) -> None:
+    flaky = write_profile(
+        folder, "flaky", failures=[{"worker": kind, "probability": 0.3} for kind in ("draft", "target")]
+    )
     async with pipeline(simulated_settings(flaky, flaky)) as cluster, Client(cluster.address) as client:
         events = await events_of(client, replace(OPTIONS, max_tokens=60))
     assert tokens_of(events) == expected(pair, events, replace(OPTIONS, max_tokens=60))
-    assert 0 < finished(events).speculation.num_degraded_rounds < finished(events).speculation.num_rounds
+    assert finished(events).speculation.num_degraded_rounds > 0, "the draft's fifth call fails"
 
 
 @pytest.mark.parametrize("package", ["target_worker", "draft_worker"])
@@ -231,6 +236,23 @@ worker.close()
     assert ran.stdout == f"{package.removesuffix('_worker')} []\n"
 
 
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_workers_of_every_shipped_profile_start(name: str) -> None:
+    """With the profile's limits, and with less where settings want less."""
+    pair, clock = simulated_pair(name), SimulatedClock()
+    limits = pair.profile.target
+    flags = ["--simulate", name, "--max-nodes", "99"]
+    draft = SimulatedDraftWorker(parse(DraftConfig, "d", flags[:2], {}), "d", pair, clock)
+    target = SimulatedTarget(parse(TargetConfig, "t", [*flags, "--metrics-port", "-1"], {}), "t", pair, clock)
+    try:
+        assert (draft.max_nodes, draft.info().max_context) == (limits.max_nodes, limits.max_context)
+        assert (target.max_nodes, target.info().max_context) == (99, min(limits.max_context, limits.kv_tokens - 99))
+        assert target.info().max_sessions >= 1
+    finally:
+        target.close()
+        draft.close()
+
+
 @pytest.mark.parametrize("command", [["target_worker"], ["draft_worker"], ["bough.cli", "up"]])
 def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: list[str]) -> None:
     ran = subprocess.run(
@@ -246,6 +268,14 @@ def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: lis
 def test_a_profile_with_a_field_that_does_not_fit_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"target\.link_seconds: value was -1; must be a number of at least 0"):
         simulated_pair(str(write_profile(tmp_path, target={"link_seconds": -1})))
+
+
+def test_a_target_whose_kv_holds_no_session_does_not_start(tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, target={"link_seconds": 1, "kv_tokens": 512})
+    with pytest.raises(
+        ConfigError, match=r"target\.kv_tokens: value was 512; must be more than the nodes of a tree, 512"
+    ):
+        SimulatedTarget(parse(TargetConfig, "t", ["--simulate", "p"], {}), "t", pair, SimulatedClock())
 
 
 def test_targets_take_over_from_their_like_alone(tmp_path: Path) -> None:
