@@ -133,6 +133,11 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="model folder or cached hub id; the demonstration model by default")
     parser.add_argument("--draft", help="the same for the draft, or none; the demonstration model has one by default")
+    parser.add_argument(
+        "--simulate",
+        metavar="PROFILE",
+        help="workers without weights: a shipped profile's name or a JSON file (docs/simulated-workers.md)",
+    )
     parser.add_argument("--drop-layers", help="layers that a substitute leaves out, such as 12-15")
     parser.add_argument(
         "--draft-adapter",

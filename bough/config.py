@@ -6,13 +6,12 @@ flag wins. What is unknown or cannot be read is refused by its name.
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, NoReturn, TypeVar
+from dataclasses import MISSING, dataclass
 
-from bough.errors import ConfigError
+from bough.settings import parse as parse  # who reads settings finds both here
+from bough.settings import setting
+from bough.settings import to_flags as to_flags
 from bough.values import (
     DRAFT_BITS,
     DTYPE_NAMES,
@@ -28,15 +27,7 @@ from bough.values import (
     parse_speed,
 )
 
-ENV_PREFIX = "BOUGH"
 DEFAULT_PORT = 7411
-
-Config = TypeVar("Config")
-
-
-def setting(default: Any, parse: Callable[[str], Any], text: str) -> Any:
-    """A field of a settings class; without a default where that is MISSING."""
-    return field(default=default, metadata={"parse": parse, "help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +48,10 @@ class ServiceConfig:
 class WorkerConfig(ServiceConfig):
     """What both workers need to know."""
 
-    model: str = setting(MISSING, str, "model folder, or hub id in the local cache")
+    model: str = setting(MISSING, str, "model folder, or hub id in the local cache", instead="simulate")
+    simulate: str = setting(
+        "", str, "instead of a model: a shipped profile's name or a JSON file, for a worker without weights"
+    )
     model_name: str = setting("", str, "name that users know the model by; its folder's name by default")
     dtype: str = setting("bfloat16", one_of(*DTYPE_NAMES), "data type to compute in")
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
@@ -223,67 +217,3 @@ class DistillConfig:
     )
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
     threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads; one is faster where others compute too")
-
-
-def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """Settings of a service from flags, then environment, then defaults.
-
-    Raises:
-        ConfigError: naming the flag or variable that is unknown, malformed or missing.
-    """
-    values = _from_environment(cls, service, environ) | _from_flags(cls, service, argv)
-    missing = [f.name for f in _fields(cls) if f.default is MISSING and f.name not in values]
-    if missing:
-        raise ConfigError(f"{_flag(missing[0])}: missing; the flag or {_variable(service, missing[0])} sets it")
-    return cls(**values)
-
-
-def to_flags(config: object) -> list[str]:
-    """Flags from which `parse` makes an equal value, whatever the environment says."""
-    flags = []
-    for f in _fields(type(config)):
-        value = getattr(config, f.name)
-        flags += [_flag(f.name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    return flags
-
-
-def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    known = {_variable(service, f.name): f for f in _fields(cls)}
-    prefix = _variable(service, "")
-    for name in environ:
-        if name.startswith(prefix) and name not in known:
-            raise ConfigError(f"{name}: no such setting; {', '.join(sorted(known))} are known")
-    return {f.name: _read(name, f, environ[name]) for name, f in known.items() if name in environ}
-
-
-def _from_flags(cls: type, service: str, argv: Sequence[str]) -> dict[str, Any]:
-    parser = _Parser(prog=f"python -m {service}", description=cls.__doc__, allow_abbrev=False)
-    for f in _fields(cls):
-        default = "" if f.default in (MISSING, "", ()) else f" (default {f.default})"
-        parser.add_argument(_flag(f.name), dest=f.name, default=None, help=f.metadata["help"] + default)
-    given = {name: text for name, text in vars(parser.parse_args(argv)).items() if text is not None}
-    return {f.name: _read(_flag(f.name), f, given[f.name]) for f in _fields(cls) if f.name in given}
-
-
-def _read(name: str, f: Field[Any], text: str) -> Any:
-    try:
-        return f.metadata["parse"](text)
-    except ValueError as exc:
-        raise ConfigError(f"{name}: {text!r}: {exc}") from exc
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def _fields(cls: type) -> tuple[Field[Any], ...]:
-    return fields(cls)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _variable(service: str, name: str) -> str:
-    return f"{ENV_PREFIX}_{service.removesuffix('_worker')}_{name}".upper()

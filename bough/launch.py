@@ -88,7 +88,8 @@ class Cluster:
         if not self.index_url:
             self.start_index()
         settings = self.settings
-        takes_the_rest = settings.target.device_memory == 0 and settings.target.resident_layers != 0
+        target = settings.target
+        takes_the_rest = target.device_memory == 0 and target.resident_layers != 0 and not target.simulate
         if settings.draft is None or not takes_the_rest:
             self._start_target()
         if settings.draft is not None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from bough.config import DraftConfig, parse
+from bough.model import jit
 from bough.pb import draft_pb2, draft_pb2_grpc
 from bough.process import configure_logging, new_worker_id, run, serve_worker
 from bough.rpc import service_name
-from draft_worker.service import DraftService
-from draft_worker.worker import DraftWorker
+
+if TYPE_CHECKING:
+    from draft_worker.served import ServedDraft
+    from draft_worker.service import DraftService
+
+    Parts = tuple[DraftService, Callable[[], ServedDraft]]  # what answers calls, and what loads the worker
 
 
 async def main() -> None:
@@ -18,15 +25,43 @@ async def main() -> None:
     config = parse(DraftConfig, "draft_worker", sys.argv[1:], os.environ)
     configure_logging(config.log_level)
     worker_id = new_worker_id("draft")
+    servicer, load = simulated_parts(config, worker_id) if config.simulate else model_parts(config, worker_id)
     await serve_worker(
         config,
         "draft",
         worker_id,
         service_name(draft_pb2.DESCRIPTOR, "Draft"),
-        DraftService(),
+        servicer,
         draft_pb2_grpc.add_DraftServicer_to_server,
-        lambda: DraftWorker(config, worker_id),
+        load,
     )
+
+
+def model_parts(config: DraftConfig, worker_id: str) -> Parts:
+    """Of a worker with a model; imports torch."""
+    from draft_worker.service import DraftService
+    from draft_worker.worker import DraftWorker
+
+    return DraftService(), lambda: DraftWorker(config, worker_id)
+
+
+def simulated_parts(config: DraftConfig, worker_id: str) -> Parts:
+    """Of a worker without weights; imports no torch and no numba.
+
+    Raises:
+        ConfigError: the profile is not known, or a field of it does not fit.
+    """
+    jit.interpret()
+    from bough.simulation.clock import SimulatedClock
+    from bough.simulation.line import Line
+    from bough.simulation.pair import simulated_pair
+    from draft_worker.service import SimulatedDraftService
+    from draft_worker.simulated import SimulatedDraftWorker
+
+    pair = simulated_pair(config.simulate)
+    clock = SimulatedClock(pair.profile.clock_scale)
+    servicer = SimulatedDraftService(Line("draft", pair.profile, clock))
+    return servicer, lambda: SimulatedDraftWorker(config, worker_id, pair, clock)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import grpc
 from bough import wire
 from bough.pb import common_pb2, draft_pb2
 from bough.process import WorkerService
-from draft_worker.worker import DraftWorker
+from bough.simulation.line import Line
+from draft_worker.served import ServedDraft
 
 
-class DraftService(WorkerService[DraftWorker]):
+class DraftService(WorkerService[ServedDraft]):
     """bough.v1.Draft."""
 
     async def Grow(
@@ -29,3 +30,18 @@ class DraftService(WorkerService[DraftWorker]):
         """Forgets a session."""
         await asyncio.wrap_future(self.worker.release(request.session_id))
         return common_pb2.ReleaseReply()
+
+
+class SimulatedDraftService(DraftService):
+    """bough.v1.Draft at the far end of a simulated network, with the failures of a profile."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self._line = line
+
+    async def Grow(
+        self, request: draft_pb2.GrowRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> draft_pb2.GrowReply:
+        """Grows a tree, or fails as the profile wants."""
+        async with self._line.crossed():
+            return await super().Grow(request, context)

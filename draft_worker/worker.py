@@ -1,46 +1,36 @@
-"""A loaded draft model, its engine, and the one thread that runs both."""
+"""A loaded draft model and its engine."""
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import Any
 
 import torch
 
 from bough import __version__
 from bough.config import DraftConfig
 from bough.distill.adapter import open_adapter
-from bough.errors import ConfigError, Exhausted, Unavailable
-from bough.futures import Unanswered, settle
-from bough.messages import GrowCall, GrowResult, WorkerInfo
+from bough.errors import ConfigError
+from bough.messages import WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
 from bough.model.kv_arena import KVArena
 from bough.model.pages import large_pages
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.records import WorkerLoad
 from draft_worker.ahead import MAX_ROWS, num_steps
-from draft_worker.engine import Engine, Request
+from draft_worker.engine import Engine
 from draft_worker.model_draft import ModelDraft
 from draft_worker.pool import SessionPool
+from draft_worker.served import ServedDraft
 from draft_worker.session import MAX_EXPANSIONS, Window
 from draft_worker.sharpness import Sharpnesses
 from draft_worker.sources import load_draft
 from draft_worker.warm_up import warm_up_choosing
 
 
-class DraftWorker:
-    """Grows trees of all sessions that call at once, in the same draft steps."""
+class DraftWorker(ServedDraft):
+    """Grows trees with a model that is resident."""
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
-        self._config = config
-        self._worker_id = worker_id
+        super().__init__(config, worker_id)
         checkpoint = Checkpoint.open(config.model)
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
         self._fingerprint = checkpoint.fingerprint()
@@ -65,49 +55,7 @@ class DraftWorker:
         self.vocab_size = self._model.skeleton.vocab_size
         draft, sharpnesses = ModelDraft(self._model, self.vocab_size), Sharpnesses(config.sharpness)
         self._engine = Engine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, sharpnesses)
-        self._unanswered = Unanswered(config.max_waiting)
-        self._is_draining = False
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._is_over = False
-        self._thread = Thread(target=self._work, name="draft", daemon=True)  # a process that fails must end
-        self._thread.start()
-
-    def grow(self, call: GrowCall) -> Future[GrowResult]:
-        """Queues a call; the future raises InvalidRequest or PrefixMissing. Cancelled, it ends with the next step."""
-        request = Request(call, Future(), time.perf_counter_ns())
-        try:
-            self._unanswered.add(request.future)
-        except Exhausted as exc:
-            settle(request.future, exc)
-            return request.future
-        self._post(request.future, lambda: self._start(request))
-        return request.future
-
-    def release(self, session_id: str) -> Future[None]:
-        """Forgets a session; the future raises NotFound."""
-        future: Future[None] = Future()
-
-        def release() -> None:
-            self._engine.release(session_id)
-            settle(future, None)
-
-        self._post(future, release)
-        return future
-
-    def drain(self) -> Future[None]:
-        """Refuses new sessions from now on; done when no call is without a tree."""
-        self._is_draining = True
-        return self._unanswered.none_left()
-
-    def close(self) -> None:
-        """Ends the thread after the draft step that is being run; calls that have no tree yet, or come later, fail."""
-        self._inbox.put(None)
-        self._thread.join()
-
-    def load(self) -> WorkerLoad:
-        """How busy it is, for the index."""
-        pool = self._engine.pool
-        return WorkerLoad(len(pool), pool.num_bytes, self._engine.kv_used_bytes)
+        self._start_thread(lambda: compute_with(config.threads))
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
@@ -147,11 +95,6 @@ class DraftWorker:
             bough_version=__version__,
         )
 
-    @property
-    def max_nodes(self) -> int:
-        """Most nodes of a tree."""
-        return self._config.max_nodes
-
     def _make_pool(self) -> SessionPool:
         """Memory for sessions, over which the model is warmed up."""
         skeleton = self._model.skeleton
@@ -170,56 +113,3 @@ class DraftWorker:
         warm_up_choosing(skeleton.vocab_size, device)
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)
         return SessionPool(arena, window, self._ahead_steps * MAX_ROWS)
-
-    def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
-        """Has the thread do something; what goes wrong is told to whoever waits on the future."""
-
-        def run() -> None:
-            try:
-                if self._is_over:
-                    raise Unavailable("the draft worker is being shut down")
-                act()
-            except Exception as exc:
-                settle(future, exc)
-
-        self._inbox.put(run)
-        if self._is_over:
-            self._refuse_commands()
-
-    def _refuse_commands(self) -> None:
-        """What comes when the thread has ended, from whichever thread: each is taken once."""
-        with suppress(Empty):
-            while True:
-                if (command := self._inbox.get_nowait()) is not None:
-                    command()
-
-    def _start(self, request: Request) -> None:
-        if self._is_draining and request.call.context.session_id not in self._engine.pool:
-            settle(request.future, Unavailable("this draft worker is draining: it takes no new sessions"))
-        else:
-            self._engine.start(request)
-
-    def _work(self) -> None:
-        """What the thread does: calls that came meanwhile, then a draft step for all that grow."""
-        compute_with(self._config.threads)
-        while True:
-            for command in self._commands():
-                if command is not None:
-                    command()
-                    continue
-                self._engine.close()
-                self._is_over = True
-            if self._is_over:
-                self._refuse_commands()
-                return
-            self._engine.step()
-
-    def _commands(self) -> list[Callable[[], None] | None]:
-        """All that have come; where there is nothing else to do, at least one."""
-        is_busy = self._engine.is_growing or self._engine.can_go_ahead
-        commands = [] if is_busy else [self._inbox.get()]
-        try:
-            while True:
-                commands.append(self._inbox.get_nowait())
-        except Empty:
-            return commands

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from bough.config import TargetConfig, parse
 from bough.pb import target_pb2, target_pb2_grpc
 from bough.process import configure_logging, new_worker_id, run, serve_worker
 from bough.rpc import service_name
-from target_worker.service import TargetService
-from target_worker.worker import TargetWorker
+
+if TYPE_CHECKING:
+    from target_worker.served import ServedTarget
+    from target_worker.service import TargetService
+
+    Parts = tuple[TargetService, Callable[[], ServedTarget]]  # what answers calls, and what loads the worker
 
 
 async def main() -> None:
@@ -18,15 +24,42 @@ async def main() -> None:
     config = parse(TargetConfig, "target_worker", sys.argv[1:], os.environ)
     configure_logging(config.log_level)
     worker_id = new_worker_id("target")
+    servicer, load = simulated_parts(config, worker_id) if config.simulate else model_parts(config, worker_id)
     await serve_worker(
         config,
         "target",
         worker_id,
         service_name(target_pb2.DESCRIPTOR, "Target"),
-        TargetService(),
+        servicer,
         target_pb2_grpc.add_TargetServicer_to_server,
-        lambda: TargetWorker(config, worker_id),
+        load,
     )
+
+
+def model_parts(config: TargetConfig, worker_id: str) -> Parts:
+    """Of a worker with a model; imports torch."""
+    from target_worker.service import TargetService
+    from target_worker.worker import TargetWorker
+
+    return TargetService(), lambda: TargetWorker(config, worker_id)
+
+
+def simulated_parts(config: TargetConfig, worker_id: str) -> Parts:
+    """Of a worker without weights; imports no torch.
+
+    Raises:
+        ConfigError: the profile is not known, or a field of it does not fit.
+    """
+    from bough.simulation.clock import SimulatedClock
+    from bough.simulation.line import Line
+    from bough.simulation.pair import simulated_pair
+    from target_worker.service import SimulatedTargetService
+    from target_worker.simulated import SimulatedTarget
+
+    pair = simulated_pair(config.simulate)
+    clock = SimulatedClock(pair.profile.clock_scale)
+    servicer = SimulatedTargetService(Line("target", pair.profile, clock))
+    return servicer, lambda: SimulatedTarget(config, worker_id, pair, clock)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import grpc
 from bough import wire
 from bough.pb import common_pb2, target_pb2
 from bough.process import WorkerService
-from target_worker.worker import TargetWorker
+from bough.simulation.line import Line
+from target_worker.served import ServedTarget
 
 
-class TargetService(WorkerService[TargetWorker]):
+class TargetService(WorkerService[ServedTarget]):
     """bough.v1.Target."""
 
     async def Verify(
@@ -29,3 +30,18 @@ class TargetService(WorkerService[TargetWorker]):
         """Forgets a session."""
         await asyncio.wrap_future(self.worker.release(request.session_id, request.epoch))
         return common_pb2.ReleaseReply()
+
+
+class SimulatedTargetService(TargetService):
+    """bough.v1.Target at the far end of a simulated network, with the failures of a profile."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self._line = line
+
+    async def Verify(
+        self, request: target_pb2.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.VerifyReply:
+        """Verifies a tree, or fails as the profile wants."""
+        async with self._line.crossed():
+            return await super().Verify(request, context)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future
-from contextlib import ExitStack
 
 import torch
 
 from bough import __version__
 from bough.config import TargetConfig
-from bough.errors import Unavailable
-from bough.messages import VerifyCall, VerifyResult, WorkerInfo
+from bough.messages import WorkerInfo
 from bough.model import files_hash
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, device_name
@@ -23,12 +20,11 @@ from bough.model.memory import fixed_bytes, resident_bytes, unpacking_bytes
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Placement, Tier, gigabytes
-from bough.records import WorkerLoad
 from target_worker.budgets import choose_places
 from target_worker.engine import Engine
 from target_worker.kernels import compile_apart
 from target_worker.kv_stage import KVHome, KVInPlace, KVStage
-from target_worker.metrics import Load, Metrics
+from target_worker.served import ServedTarget
 from target_worker.slots import SlotPool
 from target_worker.streamed_sweeper import StreamedSweeper
 from target_worker.sweep import StreamedModel
@@ -38,17 +34,15 @@ from target_worker.weights import LayerExperts, plan_apart, plan_layer, sizes_ap
 logger = logging.getLogger(__name__)
 
 
-class TargetWorker:
+class TargetWorker(ServedTarget):
     """Owns everything that the target needs; closed once."""
 
     def __init__(self, config: TargetConfig, worker_id: str) -> None:
         hand_over_soon()
-        self._config = config
-        self._worker_id = worker_id
         checkpoint = Checkpoint.open(config.model)
+        super().__init__(config, worker_id, config.model_name or checkpoint.folder.name)
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
         self._fingerprint = checkpoint.fingerprint()
-        self._name = config.model_name or checkpoint.folder.name
         self._device = choose_device(config.device)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
@@ -60,8 +54,6 @@ class TargetWorker:
         self._placement = self._place()
         if self._device.type == "cpu":
             compile_apart(config.dtype)
-        self._metrics = Metrics(self._name)
-        self._resources = ExitStack()
         try:
             self._start()
         except BaseException:
@@ -79,39 +71,7 @@ class TargetWorker:
         self._engine = Engine(
             StreamedSweeper(self._model), pool, self._limits, config.max_waiting, config.gather, self._metrics.observe
         )
-        self._metrics.watch(self._load)
-        self._engine.start(lambda: compute_reproducibly_with(config.threads))
-        self._resources.callback(self._engine.stop)
-        self._resources.callback(self._metrics.close)
-        self._metrics.serve(config.host, config.metrics_port)
-        self._engine.warm_up().result()
-
-    def verify(self, call: VerifyCall) -> Future[VerifyResult]:
-        """Queues a call for the next sweep that has room.
-
-        Raises:
-            Unavailable: another worker is meant, which had this one's address.
-        """
-        if call.worker_id not in ("", self._worker_id):
-            raise Unavailable(f"worker_id: {call.worker_id!r} is not here; at this address is {self._worker_id} now")
-        return self._engine.verify(call)
-
-    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
-        """Forgets a session, unless a newer epoch than this one has begun; 0 does not care."""
-        return self._engine.release(session_id, epoch)
-
-    def drain(self) -> Future[None]:
-        """Refuses new sessions from now on; done when no call is without an answer."""
-        return self._engine.drain()
-
-    def close(self) -> None:
-        """Ends the sweep thread and the link."""
-        self._resources.close()
-
-    def load(self) -> WorkerLoad:
-        """How busy it is, for the index."""
-        info = self.info()
-        return WorkerLoad(info.num_sessions, info.kv_bytes, info.kv_used_bytes, self._metrics.recent_seconds())
+        self._start_engine(lambda: compute_reproducibly_with(config.threads))
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
@@ -142,9 +102,6 @@ class TargetWorker:
             bough_version=__version__,
             arithmetic=", ".join(ground),
         )
-
-    def _load(self) -> Load:
-        return Load(self._engine.pool.figures(), self._engine.num_running, self._engine.num_waiting)
 
     def _notes(self) -> tuple[str, ...]:
         notes = [self._memory_in_words]

@@ -22,20 +22,26 @@ from bough.errors import ConfigError
 from bough.launch import Child, Cluster, Settings, launched
 from bough.model import compiled_folder
 from bough.model.hub import fetch
+from bough.simulation.profile import load_profile, shipped_profiles
 from bough.tether import MODULE, tethered
 
 WATCH_SECONDS = 0.5
 RESTART_SECONDS = 1.0
 NO_DRAFT = "none"
+MODEL_FLAGS = (
+    "target", "drop_layers", "draft_adapter", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
+    "draft_device", "draft_dtype",
+)  # fmt: skip
 
 
 async def up(arguments: argparse.Namespace) -> int:
     """Starts everything and keeps it running until Ctrl-C; a worker that ends is started again."""
     settings = settings_from(arguments)
-    if settings.target.model == str(demonstration_folder()):
-        ensure_demonstration()
-    fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
-    tell_of_first_start()
+    if not settings.target.simulate:
+        if settings.target.model == str(demonstration_folder()):
+            ensure_demonstration()
+        fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
+        tell_of_first_start()
     async with launched(settings, report) as cluster:
         clear_report()
         print(f"ready: {cluster.address} (index {cluster.index_url}; logs in {cluster.folder})")
@@ -45,7 +51,13 @@ async def up(arguments: argparse.Namespace) -> int:
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """What the flags of `bough up` ask for, over what the environment says."""
+    """What the flags of `bough up` ask for, over what the environment says.
+
+    Raises:
+        ConfigError: naming the flag that cannot be used.
+    """
+    if arguments.simulate:
+        return simulated_settings(arguments)
     target = arguments.target or os.environ.get("BOUGH_TARGET_MODEL")
     draft = arguments.draft or os.environ.get("BOUGH_DRAFT_MODEL")
     drops = arguments.drop_layers or os.environ.get("BOUGH_DRAFT_DROP_LAYERS")
@@ -61,14 +73,45 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
         target_flags += _given(f"--{name.replace('_', '-')}", getattr(arguments, name))
     if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
         target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
-    orchestrator_flags = ["--draft", NO_DRAFT if draft == NO_DRAFT else "workers", "--port", str(arguments.port)]
     target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)
     return Settings(
         target=target_config,
         draft=_draft_config(arguments, target_config, draft, drops, adapter),
-        orchestrator=parse(OrchestratorConfig, "orchestrator", orchestrator_flags, os.environ),
+        orchestrator=_orchestrator_config(arguments, has_draft=draft != NO_DRAFT),
         index_url=arguments.index_url,
     )
+
+
+def simulated_settings(arguments: argparse.Namespace) -> Settings:
+    """Workers without weights for both parts, or with `--draft none` for the target alone.
+
+    Raises:
+        ConfigError: the profile is not known, or a flag is given that is about a model.
+    """
+    for name in MODEL_FLAGS:
+        if (value := getattr(arguments, name)) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: value was {value}; must not be given beside --simulate, which has no model")
+    if arguments.draft not in (None, NO_DRAFT):
+        raise ConfigError(f"--draft: value was {arguments.draft}; must be none or not given beside --simulate")
+    profile = arguments.simulate
+    load_profile(profile)  # to say at once what is wrong with it
+    path = Path(profile)
+    flags = ["--simulate", profile if profile in shipped_profiles() else str(path.absolute())]
+    flags += _given("--max-context", arguments.max_context)
+    has_draft = arguments.draft is None
+    draft_flags = [*flags, *_given("--ahead-steps", arguments.ahead_steps)]
+    return Settings(
+        target=parse(TargetConfig, "target_worker", flags, os.environ),
+        draft=parse(DraftConfig, "draft_worker", draft_flags, os.environ) if has_draft else None,
+        orchestrator=_orchestrator_config(arguments, has_draft),
+        index_url=arguments.index_url,
+    )
+
+
+def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> OrchestratorConfig:
+    flags = ["--draft", "workers" if has_draft else NO_DRAFT, "--port", str(arguments.port)]
+    return parse(OrchestratorConfig, "orchestrator", flags, os.environ)
 
 
 def _draft_config(

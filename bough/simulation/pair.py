@@ -1,0 +1,67 @@
+"""What the draft and the target of a profile have in common, in whichever processes they are."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from bough.sampling import SamplingParams
+from bough.simulation.law import Law
+from bough.simulation.profile import Profile, load_profile
+from bough.simulation.tokenizer import END_TOKEN, FIRST_WORD, NUM_WORDS, simulated_tokenizer
+from bough.tokenizer import TokenizerFiles
+
+END_RATE = 0.01  # of positions at which a text ends, unless a request ignores that
+
+
+class SimulatedPair(NamedTuple):
+    """A profile, and the text that its workers agree on."""
+
+    name: str  # of the profile, or its file's without the ending
+    profile: Profile
+    law: Law
+    tokenizer: TokenizerFiles
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where targets stand for the same model on the same machine, whatever happens to each of them."""
+        calm = replace(self.profile, source="", events=(), failures=(), clock_scale=1.0)
+        content = f"{calm!r} {self.law!r} {self.tokenizer.fingerprint}"
+        return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows."""
+        return len(self.tokenizer.vocabulary)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a person who asks a worker must be told."""
+        profile = self.profile
+        notes = [
+            f"simulated: profile {self.name}, no weights; words are drawn by seed and position and mean nothing",
+            f"profile: {profile.source}",
+            "penalties, biases and filters are accepted and do not change simulated text",
+        ]
+        if profile.clock_scale != 1.0:
+            notes.append(f"the clock is scaled: {profile.clock_scale:g} simulated seconds in a real one")
+        if profile.events or profile.failures:
+            notes.append(f"{len(profile.events)} events and {len(profile.failures)} failures happen in mid-run")
+        return tuple(notes)
+
+
+def simulated_pair(name: str) -> SimulatedPair:
+    """Of a shipped profile or a JSON file.
+
+    Raises:
+        ConfigError: it is neither, or a field does not fit.
+    """
+    profile = load_profile(name)
+    law = Law(profile.acceptance, FIRST_WORD, NUM_WORDS, END_TOKEN, END_RATE)
+    return SimulatedPair(Path(name).stem, profile, law, simulated_tokenizer())
+
+
+def text_seed(sampling: SamplingParams) -> int:
+    """The seed of a request's text: greedy decoding knows one text."""
+    return 0 if sampling.is_greedy else sampling.seed

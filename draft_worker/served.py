@@ -1,0 +1,139 @@
+"""What every draft worker does with its engine, whatever is asked below it: the one thread that runs it."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from bough.config import DraftConfig
+from bough.errors import Exhausted, Unavailable
+from bough.futures import Unanswered, settle
+from bough.messages import GrowCall, GrowResult, WorkerInfo
+from bough.records import WorkerLoad
+from bough.tokenizer import TokenizerFiles
+from draft_worker.engine import Engine, Request
+
+
+class ServedDraft(ABC):
+    """Grows trees of all sessions that call at once, in the same draft steps. Subclasses make what is asked."""
+
+    tokenizer: TokenizerFiles
+    vocab_size: int
+    _engine: Engine
+
+    def __init__(self, config: DraftConfig, worker_id: str) -> None:
+        self._config, self._worker_id = config, worker_id
+        self._unanswered = Unanswered(config.max_waiting)
+        self._is_draining = False
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_over = False
+
+    def _start_thread(self, prepare: Callable[[], None] = lambda: None) -> None:
+        """Begins to serve; `prepare` is called on the thread before anything else."""
+        self._inbox.put(prepare)
+        self._thread = Thread(target=self._work, name="draft", daemon=True)  # a process that fails must end
+        self._thread.start()
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes of a tree."""
+        return self._config.max_nodes
+
+    def grow(self, call: GrowCall) -> Future[GrowResult]:
+        """Queues a call; the future raises InvalidRequest or PrefixMissing. Cancelled, it ends with the next step."""
+        request = Request(call, Future(), time.perf_counter_ns())
+        try:
+            self._unanswered.add(request.future)
+        except Exhausted as exc:
+            settle(request.future, exc)
+            return request.future
+        self._post(request.future, lambda: self._start(request))
+        return request.future
+
+    def release(self, session_id: str) -> Future[None]:
+        """Forgets a session; the future raises NotFound."""
+        future: Future[None] = Future()
+
+        def release() -> None:
+            self._engine.release(session_id)
+            settle(future, None)
+
+        self._post(future, release)
+        return future
+
+    def drain(self) -> Future[None]:
+        """Refuses new sessions from now on; done when no call is without a tree."""
+        self._is_draining = True
+        return self._unanswered.none_left()
+
+    def close(self) -> None:
+        """Ends the thread after the draft step that is being run; calls that have no tree yet, or come later, fail."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def load(self) -> WorkerLoad:
+        """How busy it is, for the index."""
+        pool = self._engine.pool
+        return WorkerLoad(len(pool), pool.num_bytes, self._engine.kv_used_bytes)
+
+    @abstractmethod
+    def info(self) -> WorkerInfo:
+        """Model, limits and load."""
+
+    def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
+        """Has the thread do something; what goes wrong is told to whoever waits on the future."""
+
+        def run() -> None:
+            try:
+                if self._is_over:
+                    raise Unavailable("the draft worker is being shut down")
+                act()
+            except Exception as exc:
+                settle(future, exc)
+
+        self._inbox.put(run)
+        if self._is_over:
+            self._refuse_commands()
+
+    def _refuse_commands(self) -> None:
+        """What comes when the thread has ended, from whichever thread: each is taken once."""
+        with suppress(Empty):
+            while True:
+                if (command := self._inbox.get_nowait()) is not None:
+                    command()
+
+    def _start(self, request: Request) -> None:
+        if self._is_draining and request.call.context.session_id not in self._engine.pool:
+            settle(request.future, Unavailable("this draft worker is draining: it takes no new sessions"))
+        else:
+            self._engine.start(request)
+
+    def _work(self) -> None:
+        """What the thread does: calls that came meanwhile, then a draft step for all that grow."""
+        while True:
+            for command in self._commands():
+                if command is not None:
+                    command()
+                    continue
+                self._engine.close()
+                self._is_over = True
+            if self._is_over:
+                self._refuse_commands()
+                return
+            self._engine.step()
+
+    def _commands(self) -> list[Callable[[], None] | None]:
+        """All that have come; where there is nothing else to do, at least one."""
+        is_busy = self._engine.is_growing or self._engine.can_go_ahead
+        commands = [] if is_busy else [self._inbox.get()]
+        try:
+            while True:
+                commands.append(self._inbox.get_nowait())
+        except Empty:
+            return commands

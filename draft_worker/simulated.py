@@ -1,0 +1,132 @@
+"""A draft without weights: the engine, sessions and growers of the real one over steps that only take their time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough import __version__
+from bough.config import DraftConfig
+from bough.errors import ConfigError
+from bough.messages import WorkerInfo
+from bough.model.arena import Arena
+from bough.model.sample import GREEDY_TOKENS, greedy_weights
+from bough.settings import at_most
+from bough.simulation.clock import SimulatedClock
+from bough.simulation.hashing import key_of, mixed
+from bough.simulation.law import Law
+from bough.simulation.pair import SimulatedPair, text_seed
+from bough.simulation.profile import jittered
+from draft_worker.ahead import MAX_ROWS, num_steps
+from draft_worker.engine import Engine
+from draft_worker.grow import Candidates
+from draft_worker.guess import Guessing
+from draft_worker.job import Stepping
+from draft_worker.pool import SessionPool
+from draft_worker.served import ServedDraft
+from draft_worker.session import MAX_EXPANSIONS, Window
+from draft_worker.sharpness import Sharpnesses
+
+ROW_BYTES = 32 * 1024  # of keys and values of a token, as a 1B model's are; counted, and never taken
+
+
+class Stated(NamedTuple):
+    """What a law has a draft say of some nodes."""
+
+    law: Law
+    paths: NDArray[np.int32]  # (num_nodes, width) tokens from the root down to each
+    positions: NDArray[np.int32]  # (num_nodes, width) where they stand; -1 in places that are not used
+
+    def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
+        """By rank, whatever temperature and filters are; to be sampled from at temperature 0, in order of rank."""
+        seed, is_used = text_seed(guessing.params), self.positions >= 0
+        truth = self.law.truth(seed, np.maximum(self.positions, 0).reshape(-1)).reshape(self.paths.shape)
+        is_right = (self.paths == truth) | ~is_used
+        is_right[:, 0] = True  # the root is text
+        salts = mixed(*np.where(is_used, self.paths, 0).T)
+        said = self.law.candidates(seed, is_right.all(axis=1), positions, salts, is_used.sum(axis=1) - 1)
+        if guessing.is_sample and guessing.params.is_greedy:
+            num = min(GREEDY_TOKENS, said.tokens.shape[1])
+            weights = np.broadcast_to(np.log(greedy_weights(num)), (len(positions), num))
+            return Candidates(said.tokens[:, :num], weights.astype(np.float32))
+        return Candidates(*said)
+
+
+class SimulatedDraft:
+    """Takes the seconds of a profile for a step of all sessions, and says what its law has a draft say."""
+
+    def __init__(self, pair: SimulatedPair, clock: SimulatedClock) -> None:
+        self._pair, self._clock = pair, clock
+        self._random = Random(key_of(f"draft {pair.name}"))
+
+    def ask(self, parts: Sequence[Stepping]) -> list[Stated]:
+        """Returns when a step with all these rows would be over."""
+        began = self._clock.now()
+        draft, factors = self._pair.profile.draft, self._pair.profile.factors_at(began)
+        segments = [segment for part in parts for segment in part.segments()]
+        num_rows = sum(len(segment) for segment in segments if segment.wants_logits)
+        num_context = sum(len(segment) for segment in segments if not segment.wants_logits)
+        seconds = draft.step_seconds(num_rows, factors) + draft.prefill_seconds(num_context, factors)
+        answers = [self._answer(part) for part in parts]
+        self._clock.sleep_until(began + jittered(seconds, draft.jitter, self._random))
+        return answers
+
+    def _answer(self, part: Stepping) -> Stated:
+        if part.wanted is None:  # of a context that is not read to its end nothing is asked
+            nothing = np.zeros((0, 1), np.int32)
+            return Stated(self._pair.law, nothing, nothing)
+        paths = part.session.explored.path_tokens(part.wanted)
+        return Stated(self._pair.law, paths, part.session.path_positions(part.wanted))
+
+
+class SimulatedDraftWorker(ServedDraft):
+    """A draft of a profile."""
+
+    def __init__(self, config: DraftConfig, worker_id: str, pair: SimulatedPair, clock: SimulatedClock) -> None:
+        """Raises ConfigError where --kv-memory holds no session."""
+        super().__init__(config, worker_id)
+        self._pair = pair
+        self.tokenizer, self.vocab_size = pair.tokenizer, pair.vocab_size
+        num_rows, max_positions = config.kv_memory // ROW_BYTES, pair.profile.target.max_context
+        max_context = min(at_most(config, "max_context", max_positions), num_rows - MAX_EXPANSIONS)
+        self._window = Window(max_context, max_positions)
+        if self._window.max_context < 1:
+            least = (MAX_EXPANSIONS + 1) * ROW_BYTES
+            raise ConfigError(f"--kv-memory: value was {config.kv_memory}; must be at least {least}, for one session")
+        ahead_steps = num_steps(config.ahead_steps, "cpu")
+        arena = Arena(num_rows, ROW_BYTES, rows_to_keep=lambda slot: slot.num_rows)
+        pool = SessionPool(arena, self._window, ahead_steps * MAX_ROWS)
+        draft, sharpnesses = SimulatedDraft(pair, clock), Sharpnesses(config.sharpness)
+        self._engine = Engine(draft, self.vocab_size, config.branch, pool, ahead_steps, sharpnesses)
+        self._start_thread()
+
+    @property
+    def max_nodes(self) -> int:
+        """As many as the target takes."""
+        return at_most(self._config, "max_nodes", self._pair.profile.target.max_nodes)
+
+    def info(self) -> WorkerInfo:
+        """What it stands for, and that it is simulated."""
+        pool = self._engine.pool
+        return WorkerInfo(
+            kind="draft",
+            worker_id=self._worker_id,
+            model_name=self._config.model_name or f"{self._pair.name}-draft",
+            model_description="simulated draft",
+            model_fingerprint=self._pair.fingerprint,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            vocab_size=self.vocab_size,
+            max_context=self._window.max_context,
+            max_nodes=self.max_nodes,
+            max_sessions=pool.num_bytes // (self._window.max_rows * ROW_BYTES),
+            num_sessions=len(pool),
+            kv_bytes=pool.num_bytes,
+            kv_used_bytes=self._engine.kv_used_bytes,
+            num_waiting=len(self._unanswered),
+            notes=(*self._pair.notes(), *self._engine.sharpnesses.notes()),
+            bough_version=__version__,
+        )

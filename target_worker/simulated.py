@@ -1,0 +1,150 @@
+"""A target without weights: the engine, slots and services of the real one over sweeps that only take their time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+
+from bough import __version__
+from bough.config import TargetConfig
+from bough.messages import Verdict, WorkerInfo
+from bough.model.arena import Arena
+from bough.model.limits import Limits
+from bough.model.slot import Slot
+from bough.row_counts import RowCounts
+from bough.sampling import PositionLogprobs, TokenLogprob
+from bough.settings import at_most
+from bough.simulation.clock import SimulatedClock
+from bough.simulation.hashing import key_of
+from bough.simulation.law import Law
+from bough.simulation.pair import SimulatedPair, text_seed
+from bough.simulation.profile import TargetProfile, jittered
+from bough.simulation.reading import refusal
+from target_worker.batching import Part
+from target_worker.engine import Engine
+from target_worker.job import Job
+from target_worker.served import ServedTarget
+from target_worker.slots import SlotPool
+from target_worker.sweep_figures import SweepFigures
+from target_worker.sweeper import Swept
+from target_worker.verify import walk
+
+ROW_BYTES = 320 * 1024  # of keys and values of a token, as a 70B model's are; told, and never taken
+LINK_BYTES = 1000**3  # that a second of the link is told to have carried
+CHUNK_ROWS = 64  # that are computed together, or as many as a profile pads to
+
+
+class SimulatedSweeper:
+    """Takes the seconds of a profile; the verdict on a tree is how far its law's text goes along it."""
+
+    def __init__(self, pair: SimulatedPair, clock: SimulatedClock) -> None:
+        self._pair, self._clock = pair, clock
+        self._random = Random(key_of(f"target {pair.name}"))
+        step = pair.profile.target.row_step
+        self.rows = RowCounts(most=-(-CHUNK_ROWS // step) * step, step=step)
+
+    def sweep(self, parts: Sequence[Part[Job]]) -> Swept:
+        """Returns when a sweep of these rows would be over."""
+        began = self._clock.now()
+        profile, num_rows = self._pair.profile, sum(part.num_tokens for part in parts)
+        target, factors = profile.target, profile.factors_at(began)
+        luck = jittered(1.0, target.jitter, self._random)
+        self._clock.sleep_until(began + luck * target.sweep_seconds(num_rows, factors))
+        link = luck * factors.link * target.link_seconds_of(num_rows)
+        compute = luck * factors.compute * target.compute_seconds(num_rows)
+        figures = SweepFigures(
+            total_ns=self._clock.real_ns(self._clock.now() - began),
+            wait_ns=self._clock.real_ns(max(0.0, link - compute)),
+            link_ns=self._clock.real_ns(link),
+            link_bytes=link_bytes(target, num_rows),
+            link_ideal_ns=self._clock.real_ns(target.link_seconds_of(num_rows)),
+        )
+        return Swept(figures, lambda job: verdict_by(self._pair.law, job))
+
+    def warm_up(self, slot: Slot) -> None:
+        """There is nothing to make."""
+
+
+def link_bytes(target: TargetProfile, num_rows: int) -> int:
+    """What a sweep of so many rows is told to bring across the link."""
+    return round(LINK_BYTES * target.link_seconds_of(num_rows))
+
+
+def verdict_by(law: Law, job: Job) -> Verdict:
+    """The tokens of a law's text as far as the tree has them, and the one after them."""
+    call, tree = job.call, job.call.tree
+    first = call.context.base_length + 1  # position of what follows the root
+    seed = text_seed(call.sampling)
+    text = law.truth(seed, np.arange(first, first + int(tree.depths().max()) + 1)).tolist()
+    verdict = walk(tree, lambda path: text[len(path) - 1])
+    if call.sampling.logprobs is None:
+        return verdict
+    positions = range(first, first + len(verdict.accepted_nodes) + 1)
+    logprobs = tuple(position_logprobs(law, seed, position, call.sampling.logprobs) for position in positions)
+    return verdict._replace(logprobs=logprobs)
+
+
+def position_logprobs(law: Law, seed: int, position: int, num_top: int) -> PositionLogprobs:
+    """Of the token at a position and the likeliest: what a draft of this law states. All are finite.
+
+    A token that the draft does not name has what those that it names leave, in equal parts with all other words.
+    """
+    here = np.array([position])
+    (tokens,), (stated,) = law.candidates(seed, np.array([True]), here)
+    token = int(law.truth(seed, here)[0])
+    named = {int(each): float(log_prob) for each, log_prob in zip(tokens, stated, strict=True)}
+    rest = max(1.0 - float(np.exp(stated.astype(np.float64)).sum()), 1e-9) / (law.num_words - law.num_ranks)
+    best = sorted(named.items(), key=lambda item: -item[1])[:num_top]
+    top = tuple(TokenLogprob(each, log_prob) for each, log_prob in best)
+    return PositionLogprobs(TokenLogprob(token, named.get(token, float(np.log(rest)))), top)
+
+
+class SimulatedTarget(ServedTarget):
+    """A target of a profile, with the profile's limits, or the settings' where those are less and no defaults."""
+
+    def __init__(self, config: TargetConfig, worker_id: str, pair: SimulatedPair, clock: SimulatedClock) -> None:
+        """Raises ConfigError where the profile's tokens of KV hold no session."""
+        super().__init__(config, worker_id, config.model_name or pair.name)
+        self._pair, profile = pair, pair.profile.target
+        self.tokenizer, self.vocab_size = pair.tokenizer, pair.vocab_size
+        self.max_nodes = at_most(config, "max_nodes", profile.max_nodes)
+        max_sweep_tokens = max(at_most(config, "max_sweep_tokens", profile.max_sweep_rows), self.max_nodes)
+        max_context = min(at_most(config, "max_context", profile.max_context), profile.kv_tokens - self.max_nodes)
+        if max_context < 1:
+            raise refusal("target.kv_tokens", profile.kv_tokens, f"more than the nodes of a tree, {self.max_nodes}")
+        self._limits = Limits(profile.row_step, max_sweep_tokens, self.max_nodes, max_context)
+        pool = SlotPool(Arena(profile.kv_tokens, ROW_BYTES), config.lease_seconds, time.monotonic)
+        sweeper = SimulatedSweeper(pair, clock)
+        self._engine = Engine(sweeper, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
+        self._start_engine()
+
+    def info(self) -> WorkerInfo:
+        """What it stands for, and that it is simulated."""
+        figures, profile = self._engine.pool.figures(), self._pair.profile.target
+        kv = f"KV of {profile.kv_tokens} tokens is counted as {ROW_BYTES // 1024} KB each, and not taken"
+        notes = [*self._pair.notes(), kv]
+        if self._metrics.port >= 0:
+            notes.append(f"metrics at http://{self._config.host}:{self._metrics.port}/metrics")
+        return WorkerInfo(
+            kind="target",
+            worker_id=self._worker_id,
+            model_name=self._name,
+            model_description="simulated target",
+            model_fingerprint=self._pair.fingerprint,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            vocab_size=self.vocab_size,
+            max_context=self._limits.max_context,
+            max_nodes=self.max_nodes,
+            max_sessions=profile.kv_tokens // self._limits.slot_rows,
+            num_sessions=figures.num_sessions,
+            kv_bytes=figures.num_bytes,
+            kv_used_bytes=figures.held_bytes,
+            num_waiting=self._engine.num_waiting,
+            link_bytes_per_pass=link_bytes(profile, 1),
+            notes=tuple(notes),
+            bough_version=__version__,
+            arithmetic="simulated: text by seed and position",
+        )
