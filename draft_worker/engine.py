@@ -22,6 +22,8 @@ from bough.futures import settle
 from bough.growth import BestFirst
 from bough.messages import GrowCall, GrowResult, Timings
 from bough.model.batch import Batch, Segment
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.step_times import StepTimes
 from bough.tree import Tree
 from draft_worker.ahead import Ahead
 from draft_worker.grow import Grower
@@ -35,6 +37,7 @@ from draft_worker.top import largest
 logger = logging.getLogger(__name__)
 
 NUM_CONSIDERED = 256  # of a row's logits, the largest
+MAX_STEP_ROWS = 1024  # for which it is told what a step takes
 
 Largest = tuple[NDArray[np.float32], NDArray[np.int32]]  # of a part's rows, as from `largest`
 
@@ -66,8 +69,8 @@ class _Running(NamedTuple):
     def session_id(self) -> str:
         return self.request.call.context.session_id
 
-    def result(self) -> GrowResult:
-        """When its tree is done."""
+    def result(self, cost: CostCurve | None) -> GrowResult:
+        """When its tree is done; `cost` is what draft steps take."""
         ended_ns = time.perf_counter_ns()
         timings = Timings(
             total_ns=ended_ns - self.request.arrived_ns,
@@ -75,7 +78,7 @@ class _Running(NamedTuple):
             compute_ns=ended_ns - self.began_ns,
             num_passes=self.job.num_passes,
         )
-        return GrowResult(self.job.tree(), len(self.job.session.tokens), timings, self.job.num_warm)
+        return GrowResult(self.job.tree(), len(self.job.session.tokens), timings, self.job.num_warm, cost)
 
 
 class Engine:
@@ -96,6 +99,8 @@ class Engine:
         self._running: dict[str, _Running] = {}
         self._waiting: deque[Request] = deque()  # while every session that there is room for has a tree growing
         self._ahead: OrderedDict[str, Ahead] = OrderedDict()
+        self._times = StepTimes(MAX_STEP_ROWS)
+        self.cost: CostCurve | None = None  # seconds of a draft step by its rows; any thread may read this
         self.num_trees = 0
         self.num_warm_trees = 0  # for which something had been found out ahead
 
@@ -164,8 +169,9 @@ class Engine:
 
     def _run(self, parts: Sequence[_Running]) -> None:
         """One model pass. Where it fails, each part alone: the error of one must not become that of all."""
+        began = time.perf_counter()
         try:
-            answers = self._ask([running.job for running in parts])
+            answers, num_rows = self._ask([running.job for running in parts])
         except Exception as exc:
             if len(parts) == 1:
                 self._end(parts[0].session_id, exc)
@@ -175,9 +181,11 @@ class Engine:
             return
         for running, answer in zip(parts, answers, strict=True):
             self._go_on(running, answer)
+        self._times.observe(num_rows, time.perf_counter() - began)
+        self.cost = self._times.curve()
 
-    def _ask(self, parts: Sequence[Stepping]) -> list[Largest]:
-        """The largest adjusted logits of each part's rows."""
+    def _ask(self, parts: Sequence[Stepping]) -> tuple[list[Largest], int]:
+        """The largest adjusted logits of each part's rows, and how many rows these are; 0 if context is read beside."""
         segments = [part.segments() for part in parts]
         readable = [self._readable(segment) for own in segments for segment in own]
         logits = self._model.logits(Batch(readable, None, self._model.device))
@@ -186,7 +194,8 @@ class Engine:
             part.adjust(rows)
         values, tokens = largest(logits, NUM_CONSIDERED)
         ends = np.cumsum(sizes)[:-1]
-        return list(zip(np.split(values, ends), np.split(tokens, ends), strict=True))
+        num_rows = sum(sizes) if all(segment.wants_logits for segment in readable) else 0
+        return list(zip(np.split(values, ends), np.split(tokens, ends), strict=True)), num_rows
 
     def _readable(self, segment: Segment) -> Segment:
         """With any other token for those that only the target's model has: guesses after them matter little."""
@@ -200,7 +209,7 @@ class Engine:
                 running.job.learn(*answer, self._vocab_size)
             if running.job.advance():
                 return
-            result = running.result()
+            result = running.result(self.cost)
             self.pool.note(running.job.session)
             self.pool.check_integrity()
         except Exception as exc:
@@ -238,7 +247,7 @@ class Engine:
             return
         try:
             if ahead.advance():
-                (answer,) = self._ask([ahead])
+                ((answer,), _) = self._ask([ahead])
                 ahead.learn(*answer, self._vocab_size)
                 self._ahead[session_id] = ahead
         except Exception:

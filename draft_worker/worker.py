@@ -145,6 +145,7 @@ class DraftWorker:
             num_waiting=len(self._unanswered),
             notes=notes,
             bough_version=__version__,
+            cost=self._engine.cost,
         )
 
     @property

@@ -23,12 +23,13 @@ from bough.model.batch import Batch
 from bough.model.kv import KVSlot
 from bough.model.memory import Limits
 from bough.row_counts import RowCounts
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.sweep_times import SweepPrior, SweepTimes
 from target_worker.batching import Part
 from target_worker.calls import Calls
 from target_worker.gathering import Gathering
-from target_worker.job import Job
+from target_worker.job import Job, SweepShare
 from target_worker.judge import judge
-from target_worker.pace import Pace
 from target_worker.sharing import choose_shared
 from target_worker.slots import SlotPool
 from target_worker.sweep import SweepFigures
@@ -49,8 +50,11 @@ class SweepModel(Protocol):
         """(num_logit_rows, vocab_size) logits, and where the time went."""
         ...
 
-    def warm_up(self, slot: KVSlot) -> None:
-        """Makes what is made at the first use, with one row of a slot; raises what `bough.errors` names."""
+    def warm_up(self, slot: KVSlot) -> SweepPrior | None:
+        """Makes what is made at the first use, with rows of a slot; raises what `bough.errors` names.
+
+        Returns what sweeps can be expected to take, by what this has.
+        """
         ...
 
 
@@ -74,10 +78,11 @@ class Engine:
         self.num_running = 0  # calls that have a part in the sweep that is under way
         self._observe = observe
         self._model = model
-        self._max_sweep_tokens = limits.max_sweep_tokens
+        self._limits = limits
         self._calls = Calls(pool, limits)
         self._unanswered = Unanswered(max_waiting)
-        self._pace = Pace(model.rows)
+        self._times = SweepTimes(model.rows.step, limits.max_sweep_tokens)
+        self.cost: CostCurve | None = None  # seconds of a sweep by its rows; any thread may read this
         self._gathering = Gathering(patience)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_over = False
@@ -93,8 +98,11 @@ class Engine:
         future: Future[None] = Future()
 
         def run() -> None:
-            with self.pool.scratch(1) as slot:
-                self._model.warm_up(slot)
+            with self.pool.scratch(min(self._model.rows.most, self._limits.slot_rows)) as slot:
+                prior = self._model.warm_up(slot)
+            if prior is not None:
+                self._times = SweepTimes(self._model.rows.step, self._limits.max_sweep_tokens, prior)
+                self.cost = self._times.curve()
             settle(future, None)
 
         self._post(future, run)
@@ -213,9 +221,9 @@ class Engine:
 
     def _choose(self) -> list[Part[Job]]:
         jobs = [*self._calls]
-        pace, chunk = self._pace, self._model.rows.most
-        knee = max(pace.knee, chunk)  # that much is computed at once, and how long rows take is seen there
-        parts = choose_shared(jobs, self._max_sweep_tokens, knee, chunk, pace.seconds)
+        chunk, cost = self._model.rows.most, self.cost
+        knee = max(self._times.knee, chunk)  # that much is computed at once, and how long rows take is seen there
+        parts = choose_shared(jobs, self._limits.max_sweep_tokens, knee, chunk, cost or (lambda _: 0.0))
         for job in jobs:
             job.num_passed_over += 1
         return parts
@@ -227,7 +235,7 @@ class Engine:
             segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
             batch = Batch(segments, self._model.rows, self._model.device)
             logits, figures = self._model.sweep(batch)
-            self._pace.observe(batch.num_tokens, figures)
+            self._observe_times(batch.num_tokens, figures)
             self._gathering.swept(figures.total_ns * NANO)
             self._observe(batch.num_tokens, figures)
             self._finish(parts, logits, figures, began_ns)
@@ -238,8 +246,12 @@ class Engine:
         finally:
             self.num_running = 0
 
+    def _observe_times(self, num_rows: int, figures: SweepFigures) -> None:
+        self._times.observe(num_rows, figures.total_ns * NANO, figures.wait_ns * NANO, figures.link_bytes)
+        self.cost = self._times.curve()
+
     def _finish(self, parts: Sequence[Part[Job]], logits: torch.Tensor, figures: SweepFigures, began_ns: int) -> None:
-        first_row = 0
+        first_row, share = 0, SweepShare.of(parts, self.cost)
         for job, num_context, has_tree in parts:
             begin = job.num_held
             rows = range(begin, begin + num_context)
@@ -249,18 +261,18 @@ class Engine:
                 own = logits[first_row : first_row + job.num_nodes]
                 first_row += job.num_nodes
                 try:
-                    self._answer(job, own)
+                    self._answer(job, own, share)
                 except Exception as exc:  # of one call: no reason for the others to go without an answer
                     if not isinstance(exc, BoughError):
                         logger.exception("a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
         self.pool.check_integrity()
 
-    def _answer(self, job: Job, logits: torch.Tensor) -> None:
+    def _answer(self, job: Job, logits: torch.Tensor, share: SweepShare) -> None:
         tree, base = job.call.tree, len(job.text.tokens)
         verdict = judge(job.call, job.text.tokens, lambda path: logits[path[-1]].double().numpy())
         path = (0, *verdict.accepted_nodes)
         self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
         self.pool.count(len(job.call.context.tokens), job.num_computed)
         self._gathering.answered(job.session.session_id, time.perf_counter(), job.call.caller)
-        self._calls.answer(job, job.result(verdict))
+        self._calls.answer(job, job.result(verdict, share))

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from bough.futures import settle
 from bough.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.model.batch import Segment
+from bough.sizing.cost_curve import CostCurve
+from target_worker.batching import Part
 from target_worker.held import HeldSession, Text
 from target_worker.sweep import SweepFigures
+
+
+class SweepShare(NamedTuple):
+    """What a call is told of the sweep that verified its tree."""
+
+    num_rows: int  # of all calls
+    num_trees: int
+    cost: CostCurve | None  # what sweeps take, this one included
+
+    @classmethod
+    def of(cls, parts: Sequence[Part[Any]], cost: CostCurve | None) -> SweepShare:
+        """Of a sweep of these parts."""
+        return cls(sum(part.num_tokens for part in parts), sum(part.has_tree for part in parts), cost)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,10 +85,18 @@ class Job:
             num_passes=before.num_passes + 1,
         )
 
-    def result(self, verdict: Verdict) -> VerifyResult:
+    def result(self, verdict: Verdict, share: SweepShare) -> VerifyResult:
         """What is answered."""
         timings = replace(self.timings, total_ns=time.perf_counter_ns() - self.arrived_ns)
-        return VerifyResult(verdict, self.num_held, timings, len(self.text.tokens) - self.num_computed)
+        return VerifyResult(
+            verdict,
+            self.num_held,
+            timings,
+            cached_length=len(self.text.tokens) - self.num_computed,
+            cost=share.cost,
+            num_rows=share.num_rows,
+            num_trees=share.num_trees,
+        )
 
     def settle(self, outcome: VerifyResult | Exception) -> None:
         """Tells everyone who still waits."""

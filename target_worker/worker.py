@@ -137,6 +137,7 @@ class TargetWorker:
             notes=self._notes(),
             bough_version=__version__,
             arithmetic=", ".join(ground),
+            cost=self._engine.cost,
         )
 
     def _load(self) -> Load:
