@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from bough.model.batch import Batch, Chunk, Segment
-from bough.model.device import working_on
+from bough.model.device import await_all, working_on
 from bough.model.draw import require_numbers
 from bough.model.experts import with_rows
 from bough.model.kv import KVSlot
@@ -70,6 +70,7 @@ class StreamedModel:
         self._made: dict[LayerAt, MadeLayer] = {}
         self._has_failed = False  # the last sweep
         self._held: torch.Tensor | None = None  # layer 0's slab, while that layer alone is computed again and again
+        self._layer_seconds = 0.0  # that it took the last time
         self._num_computed = len(tiers.layers)  # layers of a sweep, from the first on; rows pass by the others
         bind_resident(skeleton, skeleton.resident_slots, device)
         move_buffers(skeleton.model, device)
@@ -116,7 +117,7 @@ class StreamedModel:
                 return None
             self.tiers.restart()
             with self.tiers.layer(0) as self._held:
-                compute = compute_curve(self._seconds_of(slot), self.rows, slot.num_rows, num_layers)
+                compute = compute_curve(self._passes(slot), self.rows, slot.num_rows, num_layers)
         finally:
             self._held = None
             self.tiers.restart()
@@ -133,13 +134,15 @@ class StreamedModel:
         finally:
             self._num_computed = num_all
 
-    def _seconds_of(self, slot: KVSlot) -> PassSeconds:
-        def seconds(num_rows: int, num_layers: int) -> float:
-            began = time.perf_counter()
-            self._first_layers(slot, num_rows, num_layers)
-            return time.perf_counter() - began
+    def _passes(self, slot: KVSlot) -> Callable[[int], PassSeconds]:
+        """Of tokens through the layer that is held."""
 
-        return seconds
+        def one_layer(num_tokens: int) -> PassSeconds:
+            began = time.perf_counter()
+            self._first_layers(slot, num_tokens, 1)
+            return PassSeconds(self._layer_seconds, time.perf_counter() - began - self._layer_seconds)
+
+        return one_layer
 
     def _logits(self, batch: Batch) -> torch.Tensor:
         with working_on(self.device), self._kv.sweep(batch) as batch:
@@ -167,7 +170,7 @@ class StreamedModel:
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
             if index >= self._num_computed:
                 return hidden_states
-            arrival = self.tiers.layer(index) if self._held is None else nullcontext(self._held)
+            arrival = self.tiers.layer(index) if self._held is None else self._timed(self._held)
             with arrival as slab, self._kv.layer(index):
                 place = self._bind(index, slab)
                 if self._compiled is not None:
@@ -181,6 +184,15 @@ class StreamedModel:
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
         return run
+
+    @contextmanager
+    def _timed(self, slab: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Instead of the arrival of a layer that is held: times what is done with it."""
+        await_all(self.device)
+        began = time.perf_counter()
+        yield slab
+        await_all(self.device)
+        self._layer_seconds = time.perf_counter() - began
 
     @property
     def arithmetic(self) -> str:

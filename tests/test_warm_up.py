@@ -23,7 +23,7 @@ from bough.row_counts import RowCounts
 from loadtest.tiny_model import TINY, save_model
 from target_worker import kernels
 from target_worker.lanes import InlineLanes
-from target_worker.warm_up import compute_curve
+from target_worker.warm_up import PassSeconds, compute_curve
 
 TOKENS = [5, 6, 7, 8]
 WAYS: dict[str, dict[str, Any]] = {
@@ -62,22 +62,23 @@ def test_a_start_tells_what_sweeps_can_be_expected_to_take(twelve_layers: Path) 
 
 
 def test_of_a_layer_and_the_head_a_whole_sweep_is_made() -> None:
-    def seconds(rows: int, layers: int) -> float:
-        return 0.1 + 0.001 * rows + layers * (0.2 + 0.01 * rows)
+    asked: list[int] = []
 
-    curve = compute_curve(seconds, RowCounts(256, 1), 1000, 10, lambda: 0.0)
+    def one_layer(num_tokens: int) -> PassSeconds:
+        asked.append(num_tokens)
+        return PassSeconds(layer=0.2 + 0.01 * num_tokens, rest=0.1 + 0.001 * num_tokens)
+
+    curve = compute_curve(one_layer, RowCounts(256, 1), 1000, 10, lambda: 0.0)
     assert curve.rows == (1, 8, 64, 256)
-    assert curve.at([1, 100, 256]).tolist() == pytest.approx([2.201, 12.2, 27.956])
-    few = compute_curve(seconds, RowCounts(256, 1), 100, 10, lambda: 0.0)
+    assert curve.at([1, 256]).tolist() == pytest.approx([2.201, 27.956])
+    few = compute_curve(one_layer, RowCounts(256, 1), 100, 10, lambda: 0.0)
     assert few.rows[-1] == 100, "a slot has no room for more"
     now = itertools.count(0.0, 1.0)
-    assert compute_curve(seconds, RowCounts(256, 1), 1000, 10, lambda: next(now)).rows == (1, 256), "time is up"
-    assert compute_curve(seconds, RowCounts(128, 128), 1000, 10).rows == (128,)
-    asked: list[int] = []
-    compute_curve(lambda rows, _: float(asked.append(rows) or 1), RowCounts(128, 128), 1, 10)
+    assert compute_curve(one_layer, RowCounts(256, 1), 1000, 10, lambda: next(now)).rows == (1, 256), "time is up"
+    asked.clear()
+    assert compute_curve(one_layer, RowCounts(128, 128), 1, 10).rows == (128,)
     assert {*asked} == {1}, "a slot of one row has no room for what pads it"
-    falling = compute_curve(lambda rows, _: 1 / rows, RowCounts(256, 1), 1000, 10)
-    falling.validate("compute")
+    compute_curve(lambda tokens: PassSeconds(1 / tokens, 0.0), RowCounts(256, 1), 1000, 10).validate("compute")
 
 
 def test_experts_that_were_read_for_it_are_no_others_later(tmp_path: Path) -> None:
