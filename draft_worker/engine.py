@@ -17,6 +17,8 @@ from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.futures import settle
 from bough.growth import BestFirst
 from bough.messages import GrowCall, GrowResult, Timings
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.step_times import StepTimes
 from bough.tree import Tree
 from draft_worker.ahead import Ahead
 from draft_worker.grow import Grower
@@ -28,6 +30,8 @@ from draft_worker.shaped import grower_for
 from draft_worker.sharpness import Sharpnesses
 
 logger = logging.getLogger(__name__)
+
+MAX_STEP_ROWS = 1024  # for which it is told what a step takes
 
 
 class Request(NamedTuple):
@@ -47,8 +51,8 @@ class _Running(NamedTuple):
     def session_id(self) -> str:
         return self.request.call.context.session_id
 
-    def result(self) -> GrowResult:
-        """When its tree is done."""
+    def result(self, cost: CostCurve | None) -> GrowResult:
+        """When its tree is done; `cost` is what draft steps take."""
         ended_ns = time.perf_counter_ns()
         timings = Timings(
             total_ns=ended_ns - self.request.arrived_ns,
@@ -56,7 +60,7 @@ class _Running(NamedTuple):
             compute_ns=ended_ns - self.began_ns,
             num_passes=self.job.num_passes,
         )
-        return GrowResult(self.job.tree(), len(self.job.session.tokens), timings, self.job.num_warm)
+        return GrowResult(self.job.tree(), len(self.job.session.tokens), timings, self.job.num_warm, cost)
 
 
 class Engine:
@@ -77,6 +81,8 @@ class Engine:
         self._running: dict[str, _Running] = {}
         self._waiting: deque[Request] = deque()  # while every session that there is room for has a tree growing
         self._ahead: OrderedDict[str, Ahead] = OrderedDict()
+        self._times = StepTimes(MAX_STEP_ROWS)
+        self.cost: CostCurve | None = None  # seconds of a draft step by its rows; any thread may read this
         self.num_trees = 0
         self.num_warm_trees = 0  # for which something had been found out ahead
 
@@ -145,8 +151,10 @@ class Engine:
 
     def _run(self, parts: Sequence[_Running]) -> None:
         """One draft step. Where it fails, each part alone: the error of one must not become that of all."""
+        began = time.perf_counter()
         try:
             answers = self._draft.ask([running.job for running in parts])
+            num_rows = frontier_rows([running.job for running in parts])
         except Exception as exc:
             if len(parts) == 1:
                 self._end(parts[0].session_id, exc)
@@ -156,6 +164,8 @@ class Engine:
             return
         for running, answer in zip(parts, answers, strict=True):
             self._go_on(running, answer)
+        self._times.observe(num_rows, time.perf_counter() - began)
+        self.cost = self._times.curve()
 
     def _go_on(self, running: _Running, answer: Answer | None = None) -> None:
         """With what the model said, as far as can be without it."""
@@ -164,7 +174,7 @@ class Engine:
                 running.job.learn(answer)
             if running.job.advance():
                 return
-            result = running.result()
+            result = running.result(self.cost)
             self.pool.note(running.job.session)
             self.pool.check_integrity()
         except Exception as exc:
@@ -217,6 +227,13 @@ class Engine:
         for request in waiting:
             settle(request.future, exc)
         return bool(waiting)
+
+
+def frontier_rows(jobs: Sequence[Job]) -> int:
+    """Rows of a step that expand nodes; 0 where context is read beside, which is no step's time."""
+    if any(job.num_context for job in jobs):
+        return 0
+    return sum(len(job.wanted.tokens) for job in jobs if job.wanted is not None)
 
 
 def _fitted(call: GrowCall) -> GrowCall:

@@ -69,7 +69,7 @@ class Job:
         session.stand_on(call, guessing, sharpnesses.of(guessing))
         session.grown = grower.tree
         self._walk = Walk(grower, session.explored)
-        self._num_context = 0  # pending tokens in this step
+        self.num_context = 0  # pending tokens in this step
         self.wanted: Wanted | None = None
 
     @property
@@ -84,8 +84,8 @@ class Job:
     def segments(self) -> list[Segment]:
         """The context that is not held yet, or a part of it, and then the frontier."""
         context = [self.session.pending()] if self.session.num_pending else []
-        self._num_context = sum(map(len, context))
-        if self._num_context < self.session.num_pending:
+        self.num_context = sum(map(len, context))
+        if self.num_context < self.session.num_pending:
             self.wanted = None
             return context
         self.wanted = self.session.explored.wanted(*self._walk.missing())
@@ -94,7 +94,7 @@ class Job:
     def learn(self, answer: Answer) -> None:
         """Commits the context and puts what may follow where `advance` finds it."""
         self.num_passes += 1
-        self.session.commit(self._num_context)
+        self.session.commit(self.num_context)
         if self.wanted is not None:
             self.session.learn(self.wanted, answer)
 

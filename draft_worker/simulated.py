@@ -129,4 +129,5 @@ class SimulatedDraftWorker(ServedDraft):
             num_waiting=len(self._unanswered),
             notes=(*self._pair.notes(), *self._engine.sharpnesses.notes()),
             bough_version=__version__,
+            cost=self._engine.cost,
         )

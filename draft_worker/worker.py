@@ -93,6 +93,7 @@ class DraftWorker(ServedDraft):
             num_waiting=len(self._unanswered),
             notes=notes,
             bough_version=__version__,
+            cost=self._engine.cost,
         )
 
     def _make_pool(self) -> SessionPool:

@@ -18,11 +18,14 @@ from bough.errors import BoughError, StaleEpoch, Unavailable
 from bough.futures import Unanswered, settle
 from bough.messages import Verdict, VerifyCall, VerifyResult
 from bough.model.limits import Limits
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.sweep_times import SweepTimes
 from target_worker.batching import Part
 from target_worker.calls import Calls
+from target_worker.dividing import make_fit, share_rows
 from target_worker.gathering import Gathering
-from target_worker.job import Job
-from target_worker.pace import Pace
+from target_worker.job import Job, SweepShare
+from target_worker.price import TokenPrice
 from target_worker.sharing import choose_shared
 from target_worker.slots import SlotPool
 from target_worker.sweep_figures import SweepFigures
@@ -54,11 +57,13 @@ class Engine:
         self.num_running = 0  # calls that have a part in the sweep that is under way
         self._observe = observe
         self._sweeper = sweeper
-        self._max_sweep_tokens = limits.max_sweep_tokens
+        self._limits = limits
         self._calls = Calls(pool, limits)
         self._unanswered = Unanswered(max_waiting)
-        self._pace = Pace(sweeper.rows)
+        self._times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
+        self.cost: CostCurve | None = None  # seconds of a sweep by its rows; any thread may read this
         self._gathering = Gathering(patience)
+        self._price = TokenPrice()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
@@ -73,8 +78,11 @@ class Engine:
         future: Future[None] = Future()
 
         def run() -> None:
-            with self.pool.scratch(1) as slot:
-                self._sweeper.warm_up(slot)
+            with self.pool.scratch(min(self._sweeper.rows.most, self._limits.slot_rows)) as slot:
+                prior = self._sweeper.warm_up(slot)
+            if prior is not None:
+                self._times = SweepTimes(self._sweeper.rows.step, self._limits.max_sweep_tokens, prior)
+                self.cost = self._times.curve()
             settle(future, None)
 
         self._post(future, run)
@@ -193,9 +201,12 @@ class Engine:
 
     def _choose(self) -> list[Part[Job]]:
         jobs = [*self._calls]
-        pace, chunk = self._pace, self._sweeper.rows.most
-        knee = max(pace.knee, chunk)  # that much is computed at once, and how long rows take is seen there
-        parts = choose_shared(jobs, self._max_sweep_tokens, knee, chunk, pace.seconds)
+        chunk, cost = self._sweeper.rows.most, self.cost
+        knee = max(self._times.knee, chunk)  # that much is computed at once, and how long rows take is seen there
+        price, most = self._price.tokens_per_second, self._limits.max_sweep_tokens
+        make_fit(jobs, cost, price, most)
+        parts = choose_shared(jobs, most, knee, chunk, cost or (lambda _: 0.0))
+        share_rows(parts, cost, price, most)
         for job in jobs:
             job.num_passed_over += 1
         return parts
@@ -206,7 +217,7 @@ class Engine:
         try:
             num_tokens = sum(part.num_tokens for part in parts)
             swept = self._sweeper.sweep(parts)
-            self._pace.observe(num_tokens, swept.figures)
+            self._observe_times(num_tokens, swept.figures)
             self._gathering.swept(swept.figures.total_ns * NANO)
             self._observe(num_tokens, swept.figures)
             self._finish(parts, swept, began_ns)
@@ -217,7 +228,12 @@ class Engine:
         finally:
             self.num_running = 0
 
+    def _observe_times(self, num_rows: int, figures: SweepFigures) -> None:
+        self._times.observe(num_rows, figures.total_ns * NANO, figures.wait_ns * NANO, figures.link_bytes)
+        self.cost = self._times.curve()
+
     def _finish(self, parts: Sequence[Part[Job]], swept: Swept, began_ns: int) -> None:
+        num_tokens, share = 0, SweepShare.of(parts, self.cost)
         for job, num_context, has_tree in parts:
             begin = job.num_held
             rows = range(begin, begin + num_context)
@@ -225,17 +241,20 @@ class Engine:
             job.swept(num_context, swept.figures, began_ns)
             if has_tree:
                 try:
-                    self._answer(job, swept.verdict_on(job))
+                    num_tokens += self._answer(job, swept.verdict_on(job), share)
                 except Exception as exc:  # of one call: no reason for the others to go without an answer
                     if not isinstance(exc, BoughError):
                         logger.exception("a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
+        self._price.swept(num_tokens, swept.figures.total_ns * NANO, time.perf_counter())
         self.pool.check_integrity()
 
-    def _answer(self, job: Job, verdict: Verdict) -> None:
-        tree, base = job.call.tree, len(job.text.tokens)
+    def _answer(self, job: Job, verdict: Verdict, share: SweepShare) -> int:
+        """The number of tokens that a session has from it."""
+        tree, base = job.tree, len(job.text.tokens)
         path = (0, *verdict.accepted_nodes)
         self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
         self.pool.count(len(job.call.context.tokens), job.num_computed)
         self._gathering.answered(job.session.session_id, time.perf_counter(), job.call.caller)
-        self._calls.answer(job, job.result(verdict))
+        self._calls.answer(job, job.result(verdict, share))
+        return len(path)

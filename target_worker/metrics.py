@@ -8,7 +8,7 @@ from threading import Thread
 from typing import NamedTuple
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +19,7 @@ from target_worker.sweep_figures import SweepFigures
 
 NANO = 1e-9
 NUM_RECENT = 32  # sweeps
+ROWS = tuple(2**power for power in range(13))  # at which `bough_sweep_rows` is divided
 
 
 class Load(NamedTuple):
@@ -84,6 +85,8 @@ class Metrics:
         self._kv = self._counter("bough_kv_copied_bytes", "Bytes of keys and values copied from and to the host")
         self._sweeps = self._counter("bough_sweeps", "Passes over the target's layers")
         self._tokens = self._counter("bough_sweep_tokens", "Tokens of context and nodes of trees in these passes")
+        text = "Tokens of context and nodes of trees in one pass"
+        self._rows = Histogram("bough_sweep_rows", text, ["model_name"], buckets=ROWS, registry=self._registry)
         efficiency = "Of the last sweep: the time its weights ideally take on the link, over the time it took"
         self._efficiency = self._gauge("bough_link_efficiency", efficiency)
 
@@ -127,6 +130,7 @@ class Metrics:
         self._kv.inc(figures.kv_bytes)
         self._sweeps.inc()
         self._tokens.inc(num_tokens)
+        self._rows.labels(self._model_name).observe(num_tokens)
         self._recent.append(figures.total_ns * NANO)
         self._efficiency.set(min(1.0, figures.link_ideal_ns / figures.total_ns))
 

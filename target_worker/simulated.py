@@ -23,6 +23,8 @@ from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair, text_seed
 from bough.simulation.profile import TargetProfile, jittered
 from bough.simulation.reading import refusal
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.sweep_times import LEAST_SECONDS, SweepPrior
 from target_worker.batching import Part
 from target_worker.engine import Engine
 from target_worker.job import Job
@@ -34,6 +36,8 @@ from target_worker.verify import walk
 
 ROW_BYTES = 320 * 1024  # of keys and values of a token, as a 70B model's are; told, and never taken
 LINK_BYTES = 1000**3  # that a second of the link is told to have carried
+PRIOR_ROWS = (1, 8, 64, 256)  # for which it is told what a sweep takes before the first
+SECOND_NS = 1e9
 CHUNK_ROWS = 64  # that are computed together, or as many as a profile pads to
 
 
@@ -64,8 +68,14 @@ class SimulatedSweeper:
         )
         return Swept(figures, lambda job: verdict_by(self._pair.law, job))
 
-    def warm_up(self, slot: Slot) -> None:
-        """There is nothing to make."""
+    def warm_up(self, slot: Slot) -> SweepPrior:
+        """There is nothing to make; what sweeps take is the profile's, without jitter or events."""
+        target = self._pair.profile.target
+        rows = (self.rows.step, *(size for size in PRIOR_ROWS if size > self.rows.step))
+        seconds = (self._clock.real_ns(target.compute_seconds(size)) / SECOND_NS for size in rows)
+        curve = CostCurve(rows, tuple(max(LEAST_SECONDS, each) for each in seconds), self.rows.step)
+        link = self._clock.real_ns(target.link_seconds_of(1)) / SECOND_NS
+        return SweepPrior(curve, link_bytes(target, 1), link)
 
 
 def link_bytes(target: TargetProfile, num_rows: int) -> int:
@@ -75,7 +85,7 @@ def link_bytes(target: TargetProfile, num_rows: int) -> int:
 
 def verdict_by(law: Law, job: Job) -> Verdict:
     """The tokens of a law's text as far as the tree has them, and the one after them."""
-    call, tree = job.call, job.call.tree
+    call, tree = job.call, job.tree
     first = call.context.base_length + 1  # position of what follows the root
     seed = text_seed(call.sampling)
     text = law.truth(seed, np.arange(first, first + int(tree.depths().max()) + 1)).tolist()
@@ -147,4 +157,5 @@ class SimulatedTarget(ServedTarget):
             notes=tuple(notes),
             bough_version=__version__,
             arithmetic="simulated: text by seed and position",
+            cost=self._engine.cost,
         )

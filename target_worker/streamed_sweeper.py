@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from bough.messages import Verdict
 from bough.model.batch import Batch
 from bough.model.slot import Slot
 from bough.row_counts import RowCounts
+from bough.sizing.sweep_times import SweepPrior
 from target_worker.batching import Part
 from target_worker.job import Job
 from target_worker.judge import judge
@@ -28,7 +30,7 @@ class SweepModel(Protocol):
         """(num_logit_rows, vocab_size) logits, and where the time went."""
         ...
 
-    def warm_up(self, slot: Slot) -> None:
+    def warm_up(self, slot: Slot) -> SweepPrior | None:
         """As a sweeper's."""
         ...
 
@@ -48,11 +50,11 @@ class StreamedSweeper:
         own = dict(zip(map(id, trees), torch.split(logits, [job.num_nodes for job in trees]), strict=True))
 
         def verdict_on(job: Job) -> Verdict:
-            rows = own[id(job)]
-            return judge(job.call, job.text.tokens, lambda path: rows[path[-1]].double().numpy())
+            call, rows = replace(job.call, tree=job.tree), own[id(job)]
+            return judge(call, job.text.tokens, lambda path: rows[path[-1]].double().numpy())
 
         return Swept(figures, verdict_on)
 
-    def warm_up(self, slot: Slot) -> None:
-        """Passes a row through the model for nobody."""
-        self._model.warm_up(slot)
+    def warm_up(self, slot: Slot) -> SweepPrior | None:
+        """Passes rows through the model for nobody."""
+        return self._model.warm_up(slot)

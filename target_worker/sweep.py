@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from bough.model.batch import Batch, Chunk, Segment
-from bough.model.device import working_on
+from bough.model.device import await_all, working_on
 from bough.model.draw import require_numbers
 from bough.model.experts import with_rows
 from bough.model.lean_parts import is_lean
@@ -17,14 +18,17 @@ from bough.model.loading import Skeleton, bind_resident, move_buffers
 from bough.model.reproducible import describe, make_reproducible
 from bough.model.slot import Slot
 from bough.model.source import ReusedMemory
+from bough.sizing.sweep_times import SweepPrior
 from bough.tree import Tree
 from target_worker.compiled import CompiledLayers, LayerAt
 from target_worker.kv_stage import KVHome, KVInPlace
 from target_worker.stream import BestSpeed
 from target_worker.sweep_figures import SweepFigures
 from target_worker.tiers import Tiers
+from target_worker.warm_up import PassSeconds, compute_curve
 from target_worker.weights import MadeLayer
 
+NANO = 1e-9
 SPEED_BYTES = 1000**3  # over which the link's speed is taken
 WARM_LAYERS = 2  # where those are not of all kinds, a first sweep compiles what is missing
 MOST_MADE = 2048  # layers in slabs of which that is kept: up to 20 KB each, beside the memory that is budgeted
@@ -55,6 +59,8 @@ class StreamedModel:
         self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
         self._made: dict[LayerAt, MadeLayer] = {}
         self._has_failed = False  # the last sweep
+        self._held: torch.Tensor | None = None  # layer 0's slab, while that layer alone is computed again and again
+        self._layer_seconds = 0.0  # that it took the last time
         self._num_computed = len(tiers.layers)  # layers of a sweep, from the first on; rows pass by the others
         bind_resident(skeleton, skeleton.resident_slots, device)
         move_buffers(skeleton.model, device)
@@ -83,24 +89,50 @@ class StreamedModel:
         return logits, self._account(time.perf_counter_ns() - began, kv_bytes)
 
     @torch.inference_mode()
-    def warm_up(self, slot: Slot) -> None:
+    def warm_up(self, slot: Slot) -> SweepPrior | None:
         """Passes a token through the first layers and the head, so that what is made at the first use is there.
 
-        The link begins again with layer 0. A row of the slot is written, and not committed.
+        Then, but for mixtures of experts, the rows that a slot has room for through the first layer, which tells what
+        sweeps can be expected to take. The link begins again with layer 0. Rows are written, and not committed.
 
         Raises:
             StreamError: one of these layers could not be read.
             Unavailable: what came of them is not numbers.
         """
-        batch = Batch([Segment.tree(slot, 0, Tree.root(0))], self.rows, self.device)
-        num_layers, self._num_computed = self._num_computed, min(WARM_LAYERS, self._num_computed)
+        num_layers = len(self.tiers.layers)
         try:
-            logits = self._logits(batch)
+            logits = self._first_layers(slot, 1, min(WARM_LAYERS, num_layers))
+            require_numbers(logits[0].double().numpy(), 0)
+            if self.tiers.experts is not None:  # how long some of them take to come says nothing of computing
+                return None
+            self.tiers.restart()
+            with self.tiers.layer(0) as self._held:
+                compute = compute_curve(self._passes(slot), self.rows, slot.num_rows, num_layers)
         finally:
-            self._num_computed = num_layers
+            self._held = None
             self.tiers.restart()
             self._figures = self.tiers.figures()
-        require_numbers(logits[0].double().numpy(), 0)
+        speed, num_bytes = self._best_speed.seen(self._figures), self.tiers.placement.link_bytes
+        return SweepPrior(compute, num_bytes, num_bytes / speed * NANO) if speed else SweepPrior(compute)
+
+    def _first_layers(self, slot: Slot, num_rows: int, num_layers: int) -> torch.Tensor:
+        """Logits of a root and rows below it, of the first layers alone."""
+        tree = Tree.of([0] * num_rows, [-1] + [0] * (num_rows - 1), [0.0] * num_rows)
+        num_all, self._num_computed = self._num_computed, num_layers
+        try:
+            return self._logits(Batch([Segment.tree(slot, 0, tree)], self.rows, self.device))
+        finally:
+            self._num_computed = num_all
+
+    def _passes(self, slot: Slot) -> Callable[[int], PassSeconds]:
+        """Of tokens through the layer that is held."""
+
+        def one_layer(num_tokens: int) -> PassSeconds:
+            began = time.perf_counter()
+            self._first_layers(slot, num_tokens, 1)
+            return PassSeconds(self._layer_seconds, time.perf_counter() - began - self._layer_seconds)
+
+        return one_layer
 
     def _logits(self, batch: Batch) -> torch.Tensor:
         with working_on(self.device), self._kv.sweep(batch) as batch:
@@ -128,7 +160,8 @@ class StreamedModel:
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
             if index >= self._num_computed:
                 return hidden_states
-            with self.tiers.layer(index) as slab, self._kv.layer(index):
+            arrival = self.tiers.layer(index) if self._held is None else self._timed(self._held)
+            with arrival as slab, self._kv.layer(index):
                 place = self._bind(index, slab)
                 if self._compiled is not None:
                     is_last, rotary = index + 1 == self._num_computed, kwargs["position_embeddings"]
@@ -141,6 +174,15 @@ class StreamedModel:
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
         return run
+
+    @contextmanager
+    def _timed(self, slab: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Instead of the arrival of a layer that is held: times what is done with it."""
+        await_all(self.device)
+        began = time.perf_counter()
+        yield slab
+        await_all(self.device)
+        self._layer_seconds = time.perf_counter() - began
 
     @property
     def arithmetic(self) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from bough.messages import Verdict
 from bough.model.slot import Slot
 from bough.row_counts import RowCounts
+from bough.sizing.sweep_times import SweepPrior
 from target_worker.batching import Part
 from target_worker.job import Job
 from target_worker.sweep_figures import SweepFigures
@@ -32,6 +33,9 @@ class Sweeper(Protocol):
         """
         ...
 
-    def warm_up(self, slot: Slot) -> None:
-        """Makes what is made at the first use, with one row of a slot; raises what `bough.errors` names."""
+    def warm_up(self, slot: Slot) -> SweepPrior | None:
+        """Makes what is made at the first use, with rows of a slot; raises what `bough.errors` names.
+
+        Returns what sweeps can be expected to take, by what this has; None where nothing can be said.
+        """
         ...

@@ -101,6 +101,7 @@ class TargetWorker(ServedTarget):
             notes=self._notes(),
             bough_version=__version__,
             arithmetic=", ".join(ground),
+            cost=self._engine.cost,
         )
 
     def _notes(self) -> tuple[str, ...]:

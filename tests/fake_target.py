@@ -15,6 +15,7 @@ from bough.model.kv_arena import KVArena
 from bough.model.limits import Limits
 from bough.row_counts import RowCounts
 from bough.sampling import SamplingParams
+from bough.sizing.sweep_times import SweepPrior
 from bough.tree import Tree
 from target_worker.engine import Engine
 from target_worker.slots import SlotPool
@@ -45,6 +46,7 @@ class FakeModel:
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
+        self.prior: SweepPrior | None = None
 
     @property
     def num_computed(self) -> int:
@@ -67,9 +69,10 @@ class FakeModel:
         tokens = batch.input_ids[0, batch.logit_rows]
         return torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float(), self.figures
 
-    def warm_up(self, slot: KVSlot) -> None:
+    def warm_up(self, slot: KVSlot) -> SweepPrior | None:
         if self.error is not None:
             raise self.error
+        return self.prior
 
     def wait_for_sweep(self, number: int = 1) -> None:
         """Until so many sweeps have begun."""

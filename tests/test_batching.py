@@ -10,12 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.prefix import common_length
-from bough.row_counts import RowCounts
 from target_worker.batching import Part, choose
 from target_worker.held import Text
-from target_worker.pace import Pace
 from target_worker.sharing import choose_shared
-from target_worker.sweep_figures import SweepFigures
 
 ROOM, MAX_NODES, ROWS = 64, 24, 8
 
@@ -238,22 +235,3 @@ def test_waiting_for_anothers_work_makes_nobody_later(num_calls: int, common: in
 
     together = calls()
     assert seconds(together, sharing(together)) <= seconds(calls(), plainly)
-
-
-def test_the_pace_is_the_links_or_the_products() -> None:
-    pace = Pace(RowCounts(8, 8))
-    assert pace.seconds(100) == 0.0
-    for _ in range(20):
-        pace.observe(16, SweepFigures(1_000_000_000, 600_000_000, 900_000_000, 1, 1))
-    assert abs(pace.seconds(8) - 0.9) < 1e-6
-    assert abs(pace.seconds(80) - 10 * 0.2) < 1e-6
-
-
-def test_the_knee_is_where_products_take_as_long_as_the_link_at_its_best() -> None:
-    pace = Pace(RowCounts(8, 8))
-    assert pace.knee == inf, "nothing is known"
-    pace.observe(16, SweepFigures(1_000_000_000, 0, 0, 0, 0))
-    assert pace.knee == inf, "and where there is no link nothing is for free"
-    for _ in range(60):
-        pace.observe(16, SweepFigures(1_000_000_000, 600_000_000, 1_000_000_000, 1, 800_000_000))
-    assert abs(pace.knee - 0.8 / (0.4 / 16)) < 1e-6

@@ -138,9 +138,9 @@ async def test_a_running_system_tells(tiny_cluster: Cluster, capsys: pytest.Capt
         (report,) = await client.calibrations()
     finished = events[-1]
     assert isinstance(finished, Finished)
-    # The last round may have had no tree: one token was left.
+    # A draft that is seldom right is asked only now and then.
     num_rounds = report.num_rounds - before.get(report.draft_id, 0)
-    assert finished.speculation.num_rounds - 1 <= num_rounds <= finished.speculation.num_rounds
+    assert 1 <= num_rounds <= finished.speculation.num_rounds
     assert 1.0 <= report.realised_tokens < 40
     assert 1.0 < report.expected_tokens < 32
     assert await doctor(argument_parser().parse_args(["doctor", "--address", tiny_cluster.address])) == 0

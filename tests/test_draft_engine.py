@@ -46,6 +46,18 @@ def test_a_session_kept_over_rounds_grows_what_a_fresh_one_would() -> None:
     assert grow_now(engine, grow_call(tokens, 2)).tree == grown_alone(grow_call(tokens)).tree
 
 
+def test_a_tree_comes_with_what_draft_steps_take_but_for_those_that_read_context() -> None:
+    engine = new_engine(FakeModel())
+    first = grow_now(engine, grow_call([3, 1, 4, 1, 5], plan=TreePlan(BestFirst(4, 3, 1))))
+    assert first.cost is None, "its one step read the context too"
+    second = grow_now(engine, grow_call([3, 1, 4, 1, 5, 2, 2]))
+    third = grow_now(engine, grow_call([3, 1, 4, 1, 5, 2, 2, 2]))
+    assert third.cost is not None
+    third.cost.validate("cost")
+    assert engine.cost is not None
+    assert second.timings.num_passes > 1
+
+
 def test_a_session_that_the_caller_has_forgotten_is_not_run_again() -> None:
     """An orchestrator whose draft call timed out sends all tokens once more."""
     model = FakeModel()

@@ -20,6 +20,8 @@ from bough.messages import VerifyResult
 from bough.model.batch import Batch
 from bough.model.kv import KVSlot
 from bough.sampling import SamplingParams
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.sweep_times import SweepPrior
 from bough.tree import Tree
 from target_worker.engine import Engine
 from target_worker.sweep_figures import SweepFigures
@@ -58,6 +60,30 @@ def test_a_warm_up_leaves_nothing_and_tells_what_keeps_it(engine: Engine, model:
     model.error = None
     assert (engine.pool.figures(), model.batches) == (before, [])
     assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
+
+
+def test_a_verdict_tells_of_its_sweep_and_what_sweeps_take(engine: Engine, model: FakeModel) -> None:
+    assert engine.cost is None
+    model.gate.clear()
+    first = engine.verify(verify_call("z", [1]))
+    model.wait_for_sweep()
+    calls = [engine.verify(verify_call("a", [5, 6, 7], max_length=4)), engine.verify(verify_call("b", [9], 0, 0, 1))]
+    model.gate.set()
+    alone, shared = first.result(5), calls[0].result(5)
+    assert (alone.num_rows, alone.num_trees) == (1, 1)
+    assert (shared.num_rows, shared.num_trees) == (4, 2), "the context's rows, and a root of each"
+    assert shared.left_out_nodes == ()
+    assert shared.cost is not None
+    shared.cost.validate("cost")
+    assert shared.cost(1) == pytest.approx(1e-7), "as long as the fake says that it waited"
+    assert engine.cost is not None
+
+
+def test_what_a_warm_up_took_is_told_before_the_first_sweep(engine: Engine, model: FakeModel) -> None:
+    model.prior = SweepPrior(CostCurve((8, 16), (0.5, 0.9), 8), 1000, 0.7)
+    engine.warm_up().result(5)
+    assert engine.cost is not None
+    assert [engine.cost(rows) for rows in (1, 16)] == pytest.approx([0.7, 0.9])
 
 
 def test_rounds_follow_one_another(engine: Engine) -> None:

@@ -29,7 +29,12 @@ def test_sweeps_are_counted_and_served() -> None:
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     label = '{model_name="tiny"}'
     values = {name.replace(label, ""): float(value) for name, value in values.items() if "created" not in name}
+    rows = {name: values.pop(name) for name in [*values] if name.startswith("bough_sweep_rows_bucket")}
+    assert rows['bough_sweep_rows_bucket{le="32.0",model_name="tiny"}'] == 0
+    assert rows['bough_sweep_rows_bucket{le="64.0",model_name="tiny"}'] == 2
     assert values == {
+        "bough_sweep_rows_count": 2,
+        "bough_sweep_rows_sum": 128,
         "bough_link_bytes_total": 2000,
         "bough_link_seconds_total": 3.6,
         "bough_link_ideal_seconds_total": 2.0,

@@ -17,6 +17,7 @@ FLAT = CostCurve((1, 2), (1.0, 1.0))
 WINDOW = 32  # samples of a bucket
 TRUST = 3.0  # samples that a given shape is worth, and what the shape makes of a bucket's neighbours
 FADING = 4.0  # samples of a bucket after which these are worth one less
+FAR = 0.35  # from it, where even the nearest of two or more samples is, at which it is worth half; in logarithms
 NEAR = 0.25  # times as much a sample counts for a bucket that is one further
 KNOWN = 3  # samples of a bucket that can say that something has changed
 RUN = 3  # samples in a row, all too long or all too short, that say so
@@ -55,6 +56,10 @@ class _Bucket:
             clipped = sum([low if ratio < low else high if ratio > high else ratio for ratio in ratios])
             self._average = sum(places) / len(places), clipped / len(ratios)
         return self._average
+
+    def distance(self, ratio: float) -> float:
+        """From it to the nearest sample."""
+        return min(abs(sample - ratio) for _, sample in self.samples)
 
 
 class RowAverages:
@@ -171,6 +176,8 @@ class RowAverages:
                 near = [NEAR ** abs(number - other) * count for other, count in zip(numbers, sizes, strict=True)]
                 weighted = sum(weight * other for weight, other in zip(near, means, strict=True))
                 common = (weighted + self._of_shape * self._anchor) / (sum(near) + self._of_shape)
+                if size > 1:
+                    trust /= 1 + (self._buckets[number].distance(common) / FAR) ** 2
                 ratio = (size * mean + trust * common) / (size + trust)
             values.append(shape + ratio)
         return list(places), [value - shape for value, shape in zip(_rising(values, sizes), shapes, strict=True)]

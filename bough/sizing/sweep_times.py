@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,14 @@ LEAST_SECONDS = 1e-7  # of a sweep's computing
 ASSUMED = CostCurve((1, 257), (33.0, 289.0))
 
 
+class SweepPrior(NamedTuple):
+    """What is known of sweeps before the first, and worth three of them."""
+
+    compute: CostCurve  # what they compute for; its step is that of sweeps
+    link_bytes: int = 0  # that cross the link in each; 0 where none do, or it is not known how many
+    link_seconds: float = 0.0  # that these take
+
+
 class SweepTimes:
     """Seconds of a sweep: the link's or the computing's, whichever are more.
 
@@ -32,13 +41,15 @@ class SweepTimes:
     a mixture of experts grow with its rows: so the speed of the link is taken not to depend on the rows.
     """
 
-    def __init__(self, step: int, most_rows: int, prior: CostCurve | None = None) -> None:
-        """Rows are padded to multiples of `step`; `prior` is of the computing alone, and worth three sweeps."""
-        self._step = step
+    def __init__(self, step: int, most_rows: int, prior: SweepPrior | None = None) -> None:
+        """Rows are padded to multiples of `step`, or of the prior's."""
+        self._step = step = prior.compute.step if prior else step
         self._rows = grid(step, most_rows)
-        self._compute = RowAverages(prior or ASSUMED, self._rows, is_given=prior is not None)
-        self._volume = RowAverages(FLAT, self._rows)  # bytes
-        self._byte_seconds = RowAverages(FLAT, np.ones(1, np.int64))
+        self._compute = RowAverages(prior.compute if prior else ASSUMED, self._rows, is_given=prior is not None)
+        has_link = prior is not None and prior.link_bytes > 0 and prior.link_seconds > 0
+        num_bytes, seconds = (prior.link_bytes, prior.link_seconds) if prior and has_link else (1, 1.0)
+        self._volume = RowAverages(FLAT.scaled(num_bytes), self._rows, has_link)
+        self._byte_seconds = RowAverages(FLAT.scaled(seconds / num_bytes), np.ones(1, np.int64), has_link)
         self._fit: _Fit | None = None
 
     def observe(self, rows: int, total_seconds: float, wait_seconds: float, link_bytes: int = 0) -> None:

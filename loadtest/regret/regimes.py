@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.law import Law
 from bough.simulation.profile import Experts, Factors, NetworkProfile, Profile, TargetProfile, load_profile
-from loadtest.regret.world import Sample
+from loadtest.regret.calls import Sample
 
 NUM_WORDS, FIRST_WORD = 400, 10
+UNCHANGED = Factors()
 GOOD = AcceptanceLaw("by_rank", (load_profile("l40-70b-16bit").acceptance.rows[0],), spread=0.5)
 MEDIUM = load_profile("two-cores").acceptance
 # A draft that is right for a third of tokens, and thinks it is for more.
@@ -27,7 +28,7 @@ class Regime:
     name: str
     profile: Profile
     laws: tuple[AcceptanceLaw, ...]  # of its sessions, all at once
-    change: Factors = Factors()  # from when half of all tokens have come
+    change: Factors = UNCHANGED  # from when half of all tokens have come
 
     def samples(self, seed: int, num_tokens: int) -> list[Sample]:
         """The sessions' texts of one repeat; another seed makes others."""
@@ -38,7 +39,7 @@ class Regime:
 
     def factors(self, num_tokens_at: Callable[[], int], num_tokens: int) -> Callable[[], Factors]:
         """What seconds are multiplied by now, given how many tokens have come and how many will."""
-        return lambda: self.change if 2 * num_tokens_at() >= num_tokens else Factors()
+        return lambda: self.change if 2 * num_tokens_at() >= num_tokens else UNCHANGED
 
 
 def _target(profile: Profile, **changes: object) -> Profile:

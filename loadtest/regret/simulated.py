@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from bough.generation import Speculation
 from bough.growth import BestFirst
-from bough.sizing.decision import Decision, Mode
+from bough.sizing.decision import Decision, DraftCalibration, Mode
+from bough.tree import Tree
 from loadtest.regret.regimes import Regime, regimes
 from loadtest.regret.scoring import Score, geomean, score
 from loadtest.regret.world import World
@@ -22,6 +23,8 @@ SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 DEPTHS = (1, 2, 4, 6, 8, 12, 16)
 NO_SHARING = 1 << 30  # a fixed size is that size, however many sessions there are
 PLAIN = Speculation(disabled=True)
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
@@ -36,8 +39,8 @@ class TimedSizer:
     def plan(self, situation: Situation) -> RoundPlan:
         return self._timed(lambda: self.sizer.plan(situation))
 
-    def propose(self, session_id: str, *trees: Any) -> Proposal:
-        return self._timed(lambda: self.sizer.propose(session_id, *trees))
+    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+        return self._timed(lambda: self.sizer.propose(session_id, drafted, looked_up))
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> None:
         self.num_rounds += 1
@@ -50,10 +53,10 @@ class TimedSizer:
     def decisions(self, session_id: str) -> Sequence[Decision]:
         return self.sizer.decisions(session_id)
 
-    def calibrations(self) -> tuple[Any, ...]:
+    def calibrations(self) -> tuple[DraftCalibration, ...]:
         return self.sizer.calibrations()
 
-    def _timed(self, work: Callable[[], Any]) -> Any:
+    def _timed(self, work: Callable[[], Answer]) -> Answer:
         began = time.perf_counter()
         try:
             return work()
@@ -72,7 +75,7 @@ class Scale:
 
 
 def seconds_of(regime: Regime, sizer: Sizer, speculation: Speculation, scale: Scale) -> list[float]:
-    """For each repeat the seconds that its sessions took, added up. What the sizer learns it keeps from one to the next."""
+    """For each repeat the seconds of all its sessions. What the sizer learns it keeps from one repeat to the next."""
     totals = []
     for repeat in range(scale.repeats):
         world = World(regime.profile, sizer, speculation, repeat)
@@ -149,9 +152,10 @@ def run(scale: Scale, names: Sequence[str] = ()) -> dict[str, Any]:
         result = measure(regime, scale)
         results.append(result)
         s = result.score
+        errors = f"tokens {result.token_error:+.3f}, seconds {result.round_time_error:+.3f}"
         print(
             f"{regime.name:36} {s.ratio:.3f} ({s.low:.3f}-{s.high:.3f}) of {s.best_fixed}; plain {s.plain_ratio:.3f}, "
-            f"first repeat {result.cold_ratio:.3f}; tokens {result.token_error:+.3f}, seconds {result.round_time_error:+.3f}",
+            f"first repeat {result.cold_ratio:.3f}; {errors}",
             file=sys.stderr,
             flush=True,
         )

@@ -7,7 +7,6 @@ every time: nothing here depends on the clock or on the order of threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -16,86 +15,24 @@ import simpy
 
 from bough.generation import Speculation
 from bough.growth import BestFirst, TreePlan
-from bough.messages import GrowResult, RoundTimings, Timings, Verdict, VerifyResult
-from bough.simulation.law import Law
+from bough.messages import GrowResult, RoundTimings, Timings, VerifyResult
 from bough.simulation.profile import Factors, Profile, jittered
 from bough.sizing.cost_curve import CostCurve
+from bough.sizing.division import Rider, divide
 from bough.sizing.step_times import StepTimes
-from bough.sizing.sweep_times import SweepTimes
+from bough.sizing.sweep_times import SweepPrior, SweepTimes
 from bough.tree import Tree
 from draft_worker.best_first import BestFirstGrower
-from draft_worker.grow import Candidates
-from orchestrator.sizing.plans import RoundOutcome, Situation, Sizer, WorkerFacts
+from loadtest.regret.calls import NO_TOKENS, Growing, Sample, Verifying
+from orchestrator.sizing.plans import Proposal, RoundOutcome, Situation, Sizer, WorkerFacts
 from target_worker.batching import choose
 from target_worker.gathering import Gathering
-from target_worker.verify import walk
+from target_worker.price import TokenPrice
 
 BRANCH = 16  # children of a node, as draft workers have by default
 SECOND = 1e9
-PRIOR_ERROR = 1.3  # times the true seconds of computing, that a target takes for true before its first sweep
-NO_TOKENS = np.zeros(0, np.int32)
+PRIOR_ERROR = 1.3  # times the true seconds, that a target takes for true before its first sweep
 Process = Generator[simpy.Event, Any, Any]
-
-
-@dataclass(slots=True)
-class Growing:
-    """A tree that grows at the simulated draft, and what is true of its nodes."""
-
-    law: Law
-    seed: int
-    root_position: int
-    grower: BestFirstGrower
-    done: simpy.Event
-    arrived: float
-    num_context: int
-    num_passes: int = 0
-    is_true: list[bool] = field(default_factory=lambda: [True])
-    salts: list[int] = field(default_factory=lambda: [0])
-
-    def step(self) -> None:
-        """Expands the frontier."""
-        self.num_passes += 1
-        frontier, tree = self.grower.frontier(), self.grower.tree
-        positions = self.root_position + tree.depths[frontier] + 1
-        is_true = np.array([self.is_true[node] for node in frontier])
-        salts = np.array([self.salts[node] for node in frontier], np.uint64)
-        said = self.law.candidates(self.seed, is_true, positions, salts, tree.depths[frontier])
-        first = tree.num_nodes
-        self.grower.take(frontier, Candidates(said.tokens, said.log_probs))
-        new = np.arange(first, tree.num_nodes)
-        truth = self.law.truth(self.seed, self.root_position + tree.depths[new]) if len(new) else NO_TOKENS
-        for node, true_token in zip(new.tolist(), truth.tolist(), strict=True):
-            parent, token = int(tree.parents[node]), int(tree.tokens[node])
-            self.is_true.append(self.is_true[parent] and token == true_token)
-            self.salts.append((self.salts[parent] * 1_000_003 + token + 1) % 2**61)
-
-
-@dataclass(slots=True)
-class Verifying:
-    """A call that waits at the simulated target; what `target_worker.batching` wants to know of it."""
-
-    session_id: str
-    tree: Tree
-    num_left: int  # tokens of context
-    done: simpy.Event
-    arrived: float
-    num_running: int
-    num_passed_over: int = 0
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.tree)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A session of the world: how certain its text is, and how much of it there is to say."""
-
-    name: str
-    seed: int
-    law: Law
-    num_tokens: int
-    prompt_tokens: int = 32
 
 
 class World:
@@ -112,9 +49,7 @@ class World:
         self._step_times = StepTimes(profile.target.max_nodes)
         target = profile.target
         self._sweep_times = SweepTimes(target.row_step, target.max_sweep_rows, _prior(profile))
-        link = target.link_seconds_of(1)
-        waited = max(0.0, link - target.compute_seconds(1))
-        self._sweep_times.observe(1, target.sweep_seconds(1), waited, round(link * SECOND))
+        self._price = TokenPrice()
         self._gathering = Gathering(1.0)
         self._num_running = 0
         self.num_tokens = 0  # of all sessions
@@ -146,7 +81,7 @@ class World:
             else:
                 drafted = Tree.root(root)
             proposal = self._sizer.propose(sample.name, drafted, Tree.root(root))
-            result = yield from self._verify(sample, proposal.tree, position, position - target_held)
+            result = yield from self._verify(sample, proposal, position, position - target_held)
             chosen = result.verdict.tokens_of(proposal.tree)
             target_held, position = position + len(chosen), position + len(chosen)
             self.num_tokens += len(chosen)
@@ -217,21 +152,36 @@ class World:
             for each in stepping:
                 each.step()
 
-    def _verify(self, sample: Sample, tree: Tree, position: int, num_context: int) -> Process:
+    def _verify(self, sample: Sample, proposal: Proposal, position: int, num_context: int) -> Process:
         yield self.env.timeout(self._network())
-        done = self.env.event()
-        call = Verifying(sample.name, tree, num_context, done, self.env.now, self._num_running)
-        self._calls.append(call)
+        tree, may_leave_out, done = proposal.tree, proposal.may_leave_out, self.env.event()
+        self._calls.append(Verifying(sample, tree, position, num_context, may_leave_out, done, self.env.now))
         self._gathering.arrived(sample.name, self.env.now, "o", self._num_running)
         if not self._target_wakes.triggered:
             self._target_wakes.succeed()
         result: VerifyResult = yield done
+        return result
 
-        def draw(path: list[int]) -> int:
-            return int(sample.law.truth(sample.seed, np.array([position + len(path)]))[0])
+    def _divide(self, calls: list[Verifying], num_context: int) -> None:
+        """As `target_worker.dividing` has it: sessions that share a sweep share its rows."""
+        cost = self._sweep_times.curve()
+        if cost is None or len(calls) + (num_context > 0) < 2 or not any(call.may_leave_out for call in calls):
+            return
+        riders = [Rider.of(call.tree, call.may_leave_out) for call in calls]
+        most, price = self._profile.target.max_sweep_rows, self._price.tokens_per_second
+        for call, nodes in zip(calls, divide(riders, num_context, cost, price, most), strict=True):
+            call.kept = nodes
 
-        verdict: Verdict = walk(tree, draw)  # type: ignore[arg-type]
-        return replace(result, verdict=verdict)
+    def _answer(self, call: Verifying, began: float, num_rows: int, num_trees: int) -> int:
+        """Ends a call after its sweep; the tokens that it comes to."""
+        self._calls.remove(call)
+        total, queue = self.env.now - call.arrived, began - call.arrived
+        timings = Timings(round(total * SECOND), round(queue * SECOND), num_passes=1)
+        left_out = tuple(np.setdiff1d(np.arange(len(call.tree)), call.kept).tolist())
+        self._gathering.answered(call.sample.name, self.env.now, "o")
+        verdict, curve = call.verdict(), self._sweep_times.curve()
+        call.done.succeed(VerifyResult(verdict, 0, timings, 0, left_out, curve, num_rows, num_trees))
+        return len(verdict.accepted_nodes) + 1
 
     def _target(self) -> Process:
         """A sweep at a time, as `target_worker.engine` has them."""
@@ -244,7 +194,10 @@ class World:
                 self._target_wakes = self.env.event()
                 yield self._target_wakes if wait is None else self._target_wakes | self.env.timeout(wait)
             knee = max(self._sweep_times.knee, 64)
+            for call in self._calls:
+                call.kept = np.arange(len(call.tree))
             parts = choose(self._calls, target.max_sweep_rows, knee)
+            self._divide([part.job for part in parts if part.has_tree], sum(part.num_context for part in parts))
             for call in self._calls:
                 call.num_passed_over += 1
             began = self.env.now
@@ -256,22 +209,20 @@ class World:
             yield self.env.timeout(seconds)
             self._sweep_times.observe(rows, seconds, waited, round(target.link_seconds_of(rows) * SECOND))
             self._gathering.swept(seconds)
-            trees = sum(part.has_tree for part in parts)
+            trees, tokens = sum(part.has_tree for part in parts), 0
             for part in parts:
                 call = part.job
                 call.num_left -= part.num_context
                 call.num_passed_over = 0
                 if part.has_tree:
-                    self._calls.remove(call)
-                    total, queue = self.env.now - call.arrived, began - call.arrived
-                    timings = Timings(round(total * SECOND), round(queue * SECOND), num_passes=1)
-                    curve = self._sweep_times.curve()
-                    self._gathering.answered(call.session_id, self.env.now, "o")
-                    call.done.succeed(VerifyResult(Verdict((), 0), 0, timings, 0, (), curve, rows, trees))
+                    tokens += self._answer(call, began, rows, trees)
+            self._price.swept(tokens, seconds, self.env.now)
 
 
-def _prior(profile: Profile) -> CostCurve:
-    """What a target would have reckoned of its computing before the first sweep: not quite what it comes to."""
-    rows = (1, 8, 64, min(256, profile.target.max_sweep_rows))
-    seconds = (PRIOR_ERROR * profile.target.compute_seconds(num) for num in rows)
-    return CostCurve(rows, tuple(max(1e-6, each) for each in seconds), profile.target.row_step)
+def _prior(profile: Profile) -> SweepPrior:
+    """What a target would have reckoned of its sweeps before the first: not quite what it comes to."""
+    target = profile.target
+    rows = (target.row_step, *(num for num in (8, 64, 256) if target.row_step < num <= target.max_sweep_rows))
+    seconds = tuple(max(1e-6, PRIOR_ERROR * target.compute_seconds(num)) for num in rows)
+    link = target.link_seconds_of(1)
+    return SweepPrior(CostCurve(rows, seconds, target.row_step), round(link * SECOND), PRIOR_ERROR * link)

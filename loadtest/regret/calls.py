@@ -1,0 +1,91 @@
+"""Calls to the draft and the target of a simulated world, while they are there, and what is true of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import simpy
+from numpy.typing import NDArray
+
+from bough.messages import Verdict
+from bough.simulation.law import Law
+from bough.tree import Tree
+from draft_worker.best_first import BestFirstGrower
+from draft_worker.grow import Candidates
+from target_worker.verify import walk
+
+NO_TOKENS = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class Growing:
+    """A tree that grows at the simulated draft, and what is true of its nodes."""
+
+    law: Law
+    seed: int
+    root_position: int
+    grower: BestFirstGrower
+    done: simpy.Event
+    arrived: float
+    num_context: int
+    num_passes: int = 0
+    is_true: list[bool] = field(default_factory=lambda: [True])
+    salts: list[int] = field(default_factory=lambda: [0])
+
+    def step(self) -> None:
+        """Expands the frontier."""
+        self.num_passes += 1
+        frontier, tree = self.grower.frontier(), self.grower.tree
+        positions = self.root_position + tree.depths[frontier] + 1
+        is_true = np.array([self.is_true[node] for node in frontier])
+        salts = np.array([self.salts[node] for node in frontier], np.uint64)
+        said = self.law.candidates(self.seed, is_true, positions, salts, tree.depths[frontier])
+        first = tree.num_nodes
+        self.grower.take(frontier, Candidates(said.tokens, said.log_probs))
+        new = np.arange(first, tree.num_nodes)
+        truth = self.law.truth(self.seed, self.root_position + tree.depths[new]) if len(new) else NO_TOKENS
+        for node, true_token in zip(new.tolist(), truth.tolist(), strict=True):
+            parent, token = int(tree.parents[node]), int(tree.tokens[node])
+            self.is_true.append(self.is_true[parent] and token == true_token)
+            self.salts.append((self.salts[parent] * 1_000_003 + token + 1) % 2**61)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A session of the world: how certain its text is, and how much of it there is to say."""
+
+    name: str
+    seed: int
+    law: Law
+    num_tokens: int
+    prompt_tokens: int = 32
+
+
+@dataclass(slots=True)
+class Verifying:
+    """A call that waits at the simulated target; what `target_worker.batching` wants to know of it."""
+
+    sample: Sample
+    tree: Tree
+    position: int  # of the root
+    num_left: int  # tokens of context
+    may_leave_out: bool
+    done: simpy.Event
+    arrived: float
+    kept: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))  # nodes of the tree that are swept
+    num_passed_over: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.kept)
+
+    def verdict(self) -> Verdict:
+        """By the text of the law, in the numbers of the whole tree."""
+
+        def draw(path: Sequence[int]) -> int:
+            return int(self.sample.law.truth(self.sample.seed, np.array([self.position + len(path)]))[0])
+
+        verdict = walk(self.tree.only(self.kept), draw)
+        return verdict._replace(accepted_nodes=tuple(self.kept[list(verdict.accepted_nodes)].tolist()))

@@ -1,0 +1,105 @@
+"""Dividing a sweep's rows among trees: against all ways to do it, on small cases."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.division import Rider, divide
+from bough.tree import Tree
+
+FREE = CostCurve((1, 1000), (1.0, 1.0))
+LINEAR = CostCurve((1, 1001), (1.0, 101.0))  # a tenth of a second a row
+
+
+def random_rider(random: np.random.Generator, size: int, may_leave_out: bool = True) -> Rider:
+    parents = np.array([-1, *(random.integers(0, node) for node in range(1, size))], np.int32)
+    log_probs = np.where(parents < 0, 0.0, np.log(random.uniform(0.05, 1.0, size)))
+    return Rider.of(Tree.of([0] * size, parents.tolist(), log_probs.tolist()), may_leave_out)
+
+
+def is_closed(rider: Rider, nodes: np.ndarray) -> bool:
+    return 0 in nodes and all(int(rider.parents[node]) in nodes for node in nodes if node)
+
+
+def worth(riders: list[Rider], kept: list[np.ndarray], fixed: int, cost: CostCurve, price: float) -> float:
+    gained = sum(rider.values[nodes].sum() for rider, nodes in zip(riders, kept, strict=True))
+    return float(gained - price * cost(fixed + sum(map(len, kept))))
+
+
+def every_way(rider: Rider) -> list[np.ndarray]:
+    """All closed sets that keep the floor."""
+    least = set(rider.least().tolist())
+    nodes = range(len(rider.values))
+    sets = (np.array(some) for num in range(1, len(nodes) + 1) for some in itertools.combinations(nodes, num))
+    return [some for some in sets if least <= set(some.tolist()) and is_closed(rider, some)]
+
+
+cases = st.tuples(
+    st.integers(0, 10_000),
+    st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3),
+    st.integers(0, 9),
+    st.floats(0.0, 5.0),
+    st.sampled_from([1, 3, 4]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases)
+def test_no_other_way_is_worth_more(
+    case: tuple[int, list[tuple[int, bool]], int, float, int],
+) -> None:
+    seed, sizes, fixed, price, step = case
+    random = np.random.default_rng(seed)
+    riders = [random_rider(random, size, may) for size, may in sizes]
+    seconds = np.cumsum(random.exponential(0.3, 6)) + 0.1
+    cost = CostCurve(tuple(range(step, 7 * step, step)), tuple(seconds.tolist()), step)
+    least, most = fixed + sum(len(rider.least()) for rider in riders), int(random.integers(1, 30))
+    kept = divide(riders, fixed, cost, price, most)
+    num_rows = fixed + sum(map(len, kept))
+    assert num_rows <= max(most, least)
+    for rider, nodes in zip(riders, kept, strict=True):
+        assert is_closed(rider, nodes)
+        assert set(rider.least().tolist()) <= set(nodes.tolist())
+        assert nodes.tolist() == sorted(nodes.tolist())
+        assert rider.may_leave_out or len(nodes) == len(rider.values)
+    ways = itertools.product(*(every_way(rider) for rider in riders))
+    best = max(
+        worth(riders, list(way), fixed, cost, price) for way in ways if fixed + sum(map(len, way)) <= max(most, least)
+    )
+    assert worth(riders, kept, fixed, cost, price) == pytest.approx(best)
+
+
+def test_where_rows_cost_nothing_nothing_is_left_out() -> None:
+    riders = [random_rider(np.random.default_rng(seed), 40) for seed in range(3)]
+    assert [len(nodes) for nodes in divide(riders, 100, FREE, 50.0, 1000)] == [40, 40, 40]
+    hopeless = Rider(np.array([1.0, 0.0, 0.0]), np.array([-1, 0, 0], np.int32))
+    assert len(divide([hopeless], 0, FREE, 50.0, 1000)[0]) == 3, "though it is worth nothing either"
+
+
+def test_where_rows_cost_much_each_keeps_a_root_and_its_best_child() -> None:
+    tree = Tree.of([0, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [0.0, -2.0, -0.1, 0.0, -0.1])
+    kept = divide([Rider.of(tree, True), Rider.of(Tree.root(7), True)], 0, LINEAR, 1e6, 1000)
+    assert [nodes.tolist() for nodes in kept] == [[0, 2], [0]]
+
+
+def test_easy_text_gets_the_rows_that_hard_text_cannot_use() -> None:
+    easy = Rider.of(Tree.of([0] * 16, range(-1, 15), [0.0] + [-0.05] * 15), True)
+    hard = Rider.of(Tree.of([0] * 16, range(-1, 15), [0.0] + [-2.0] * 15), True)
+    sizes = [len(nodes) for nodes in divide([easy, hard], 0, FREE, 1.0, 18)]
+    assert sizes == [16, 2]
+
+
+def test_behind_a_step_that_does_not_pay_may_be_one_that_does() -> None:
+    """Seconds rise at 5 rows and stay: the first node beyond is not worth it, twelve of them are."""
+    cost = CostCurve((4, 5, 100), (1.0, 3.0, 3.0))
+    chain = Rider.of(Tree.of([0] * 17, [-1] + [0] * 16, [0.0] + [-0.7] * 16), True)
+    (nodes,) = divide([chain], 0, cost, 1.5, 1000)
+    assert len(nodes) == 17
+    (nodes,) = divide([chain], 0, cost, 4.0, 1000)
+    assert len(nodes) == 4
