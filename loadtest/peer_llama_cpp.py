@@ -27,6 +27,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -159,6 +160,7 @@ class Bench:
         differing = differences(texts, BOUGH_PLAIN, self._prompts.eos_ids)
         return {
             "memory_bytes": regime.memory_bytes,
+            "load_after": round(os.getloadavg()[2], 2),  # over 15 minutes: ours is about the number of threads
             "prompts_chosen_on": len(next(iter(regime.by_length.values()))),
             "prompts_scored_on": len(answers[BOUGH]),
             "chosen_by": {n: [round(rate, 3) for rate in rates] for n, rates in sorted(regime.by_length.items())},
@@ -202,11 +204,13 @@ def require_peer(python: str) -> None:
     Raises:
         PeerError: it is not.
     """
-    if subprocess.run([python, "-c", "import xllamacpp"], capture_output=True, check=False).returncode != 0:
+    try:
+        subprocess.run([python, "-c", "import xllamacpp"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as exc:
         raise PeerError(
-            f"--peer-python: {python} cannot import xllamacpp; `pip install 'bough[peer]'` would do, or the Python of "
-            "an environment that has it"
-        )
+            f"--peer-python: value was {python}; must be a Python that can import xllamacpp, such as that of an "
+            "environment in which `pip install 'bough[peer]'` was run"
+        ) from exc
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -251,6 +255,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the order and of the intervals")
     parser.add_argument("--peer-python", default=sys.executable, help="Python of an environment that has xllamacpp")
     arguments = parser.parse_args(argv)
+    arguments.peer_python = shutil.which(arguments.peer_python) or arguments.peer_python  # as a shell would find it
     there_are = len(load_prompts()) - 1  # the last one warms up
     if not 2 <= arguments.prompts <= there_are:
         parser.error(f"--prompts: value was {arguments.prompts}; must be 2 to {there_are}")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,6 +123,11 @@ def event_tokens(line: bytes) -> list[int]:
     return json.loads(line.removeprefix(prefix)).get("tokens", []) if line.startswith(prefix) else []
 
 
+def peer_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a process of the peer's: without how threads wait, which bough sets for its own (`bough.model`)."""
+    return {name: value for name, value in environ.items() if name != "GOMP_SPINCOUNT"}
+
+
 @contextmanager
 def llama_server(python: str, settings: LlamaSettings, memory_bytes: int) -> Iterator[LlamaServer]:
     """A server of its own, within so much memory; 0 is no limit.
@@ -134,7 +139,11 @@ def llama_server(python: str, settings: LlamaSettings, memory_bytes: int) -> Ite
     with limited(memory_bytes) as prefix, TemporaryFile() as log:
         command = tethered([python, "-P", str(SERVER), json.dumps(asdict(settings))])
         process = subprocess.Popen(
-            [*(prefix if memory_bytes else ()), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            [*(prefix if memory_bytes else ()), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=peer_environment(os.environ),
         )
         try:
             assert process.stdout is not None, "it was opened"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -15,7 +16,15 @@ import pytest
 from loadtest import limits, peer_llama_cpp
 from loadtest.gguf_export import Pair
 from loadtest.peer_llama_cpp import Bench, Prompts, Regime, parse_arguments, require_peer, why_unlimited
-from loadtest.peer_llama_cpp_sides import Answer, LlamaServer, LlamaSettings, PeerError, answer_of, event_tokens
+from loadtest.peer_llama_cpp_sides import (
+    Answer,
+    LlamaServer,
+    LlamaSettings,
+    PeerError,
+    answer_of,
+    event_tokens,
+    peer_environment,
+)
 from loadtest.peer_llama_cpp_summary import (
     SAME_WEIGHTS,
     SIDES,
@@ -92,6 +101,12 @@ def test_lines_of_the_peers_stream() -> None:
     assert event_tokens(b'data: {"content": "x", "tokens": [5, 6]}\n') == [5, 6]
     assert event_tokens(b'data: {"content": "", "stop": true}\n') == []
     assert event_tokens(b"\n") == []
+
+
+def test_the_peers_threads_wait_as_they_do_by_themselves() -> None:
+    """What makes bough's share two processors makes a peer that has them for itself slower."""
+    assert os.environ["GOMP_SPINCOUNT"], "bough.model sets it for whatever is started from here"
+    assert peer_environment({"GOMP_SPINCOUNT": "3000", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
 class _Completion(BaseHTTPRequestHandler):
@@ -232,8 +247,9 @@ def test_a_python_without_the_peer_is_refused(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
-    with pytest.raises(PeerError, match=r"--peer-python: .* cannot import xllamacpp"):
-        require_peer(str(python))
+    for name in (str(python), str(tmp_path / "none")):
+        with pytest.raises(PeerError, match=r"--peer-python: value was .*; must be a Python that can import xllamacpp"):
+            require_peer(name)
     python.write_text("#!/bin/sh\nexit 0\n")
     require_peer(str(python))
 
