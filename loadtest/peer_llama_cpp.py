@@ -28,7 +28,7 @@ import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -46,8 +46,16 @@ from bough.tokenizer import Tokenizer
 from bough.values import parse_bytes
 from loadtest.draft_step import processor
 from loadtest.gguf_export import FORMATS, Pair, export_demonstration, gguf_folder
-from loadtest.limits import drop_cached, limited
-from loadtest.peer_llama_cpp_sides import Answer, Bough, LlamaSettings, PeerError, bough_up, llama_server
+from loadtest.limits import drop_cached
+from loadtest.peer_llama_cpp_sides import (
+    Answer,
+    Bough,
+    LlamaSettings,
+    bough_up,
+    llama_server,
+    require_peer,
+    why_unlimited,
+)
 from loadtest.peer_llama_cpp_summary import (
     BOUGH,
     BOUGH_PLAIN,
@@ -148,7 +156,8 @@ class Bench:
         )
         if regime.memory_bytes:
             drop_cached(gguf_folder())
-        with llama_server(self._arguments.peer_python, settings, regime.memory_bytes) as server:
+        python, variables = self._arguments.peer_python, dict(self._arguments.peer_variable)
+        with llama_server(python, settings, regime.memory_bytes, variables) as server:
             self.llama_cpp = {"xllamacpp": server.version, "system_info": server.system_info}
             return await asyncio.to_thread(server.ask, self._prompts.measured[number], self._arguments.tokens)
 
@@ -179,15 +188,6 @@ def _until(end: float, numbers: Sequence[int]) -> Iterator[int]:
         yield number
 
 
-def why_unlimited(memory_bytes: int) -> str:
-    """Why memory cannot be limited here; empty where it can."""
-    try:
-        with limited(memory_bytes):
-            return ""
-    except OSError as exc:
-        return f"control groups for memory cannot be made here: {exc}"
-
-
 def machine() -> dict[str, Any]:
     """What the figures were measured on, and how busy it was with other things before."""
     return {
@@ -198,23 +198,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def require_peer(python: str) -> None:
-    """Makes sure that llama.cpp is there before anything is written or started.
-
-    Raises:
-        PeerError: it is not.
-    """
-    try:
-        subprocess.run([python, "-c", "import xllamacpp"], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as exc:
-        raise PeerError(
-            f"--peer-python: value was {python}; must be a Python that can import xllamacpp, such as that of an "
-            "environment in which `pip install 'bough[peer]'` was run"
-        ) from exc
-
-
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every regime that is asked for and possible here."""
+    """Every regime that is asked for and possible here. SIGTERM ends it as Ctrl-C does: nothing is left behind."""
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     require_peer(arguments.peer_python)
     ensure_demonstration()
     figures: dict[str, Any] = {"machine": machine()}
@@ -254,6 +242,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=25.0, help="after which no other prompt begins")
     parser.add_argument("--seed", type=int, default=1, help="of the order and of the intervals")
     parser.add_argument("--peer-python", default=sys.executable, help="Python of an environment that has xllamacpp")
+    parser.add_argument(
+        "--peer-variable",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="in llama.cpp's environment; with GOMP_SPINCOUNT=3000 it suffers less from others on the same processors",
+    )
     arguments = parser.parse_args(argv)
     arguments.peer_python = shutil.which(arguments.peer_python) or arguments.peer_python  # as a shell would find it
     there_are = len(load_prompts()) - 1  # the last one warms up
@@ -262,6 +258,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.tokens < MIN_TOKENS:
         parser.error(f"--tokens: value was {arguments.tokens}; must be at least {MIN_TOKENS}")
     return arguments
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"value was {text}; must be NAME=VALUE")
+    return name, value
 
 
 def _tell(text: str) -> None:
@@ -274,6 +277,8 @@ def main() -> None:
         print(json.dumps(asyncio.run(run(parse_arguments(sys.argv[1:])))))
     except BoughError as exc:
         raise SystemExit(f"error: {exc}") from exc
+    except asyncio.CancelledError:
+        raise SystemExit("ended by a signal") from None
 
 
 if __name__ == "__main__":

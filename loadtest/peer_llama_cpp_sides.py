@@ -39,6 +39,30 @@ class PeerError(BoughError):
     """A side could not be started, or did not answer; with the last lines of its log."""
 
 
+def require_peer(python: str) -> None:
+    """Makes sure that llama.cpp is there before anything is written or started.
+
+    Raises:
+        PeerError: it is not.
+    """
+    try:
+        subprocess.run([python, "-c", "import xllamacpp"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as exc:
+        raise PeerError(
+            f"--peer-python: value was {python}; must be a Python that can import xllamacpp, such as that of an "
+            "environment in which `pip install 'bough[peer]'` was run"
+        ) from exc
+
+
+def why_unlimited(memory_bytes: int) -> str:
+    """Why memory cannot be limited here; empty where it can."""
+    try:
+        with limited(memory_bytes):
+            return ""
+    except OSError as exc:
+        return f"control groups for memory cannot be made here: {exc}"
+
+
 class Answer(NamedTuple):
     """What a side said to a prompt, and when."""
 
@@ -123,14 +147,16 @@ def event_tokens(line: bytes) -> list[int]:
     return json.loads(line.removeprefix(prefix)).get("tokens", []) if line.startswith(prefix) else []
 
 
-def peer_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def peer_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """Variables for a process of the peer's: without how threads wait, which bough sets for its own (`bough.model`)."""
-    return {name: value for name, value in environ.items() if name != "GOMP_SPINCOUNT"}
+    return {name: value for name, value in environ.items() if name != "GOMP_SPINCOUNT"} | dict(added)
 
 
 @contextmanager
-def llama_server(python: str, settings: LlamaSettings, memory_bytes: int) -> Iterator[LlamaServer]:
-    """A server of its own, within so much memory; 0 is no limit.
+def llama_server(
+    python: str, settings: LlamaSettings, memory_bytes: int, variables: Mapping[str, str]
+) -> Iterator[LlamaServer]:
+    """A server of its own, within so much memory (0 is no limit), with these variables in its environment.
 
     Raises:
         PeerError: it could not start.
@@ -143,7 +169,7 @@ def llama_server(python: str, settings: LlamaSettings, memory_bytes: int) -> Ite
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=peer_environment(os.environ),
+            env=peer_environment(os.environ, variables),
         )
         try:
             assert process.stdout is not None, "it was opened"

@@ -15,7 +15,7 @@ import pytest
 
 from loadtest import limits, peer_llama_cpp
 from loadtest.gguf_export import Pair
-from loadtest.peer_llama_cpp import Bench, Prompts, Regime, parse_arguments, require_peer, why_unlimited
+from loadtest.peer_llama_cpp import Bench, Prompts, Regime, parse_arguments
 from loadtest.peer_llama_cpp_sides import (
     Answer,
     LlamaServer,
@@ -24,6 +24,8 @@ from loadtest.peer_llama_cpp_sides import (
     answer_of,
     event_tokens,
     peer_environment,
+    require_peer,
+    why_unlimited,
 )
 from loadtest.peer_llama_cpp_summary import (
     SAME_WEIGHTS,
@@ -106,7 +108,9 @@ def test_lines_of_the_peers_stream() -> None:
 def test_the_peers_threads_wait_as_they_do_by_themselves() -> None:
     """What makes bough's share two processors makes a peer that has them for itself slower."""
     assert os.environ["GOMP_SPINCOUNT"], "bough.model sets it for whatever is started from here"
-    assert peer_environment({"GOMP_SPINCOUNT": "3000", "PATH": "/bin"}) == {"PATH": "/bin"}
+    ours = {"GOMP_SPINCOUNT": "3000", "PATH": "/bin"}
+    assert peer_environment(ours, {}) == {"PATH": "/bin"}
+    assert peer_environment(ours, {"GOMP_SPINCOUNT": "7"}) == {"GOMP_SPINCOUNT": "7", "PATH": "/bin"}
 
 
 class _Completion(BaseHTTPRequestHandler):
@@ -162,8 +166,10 @@ class FakeSides:
         return Answer((5, 6, 7, 8 if side == "llama_cpp_draft" and prompt[0] == 2 else 9), 1.0, 1, 1.0 + 3 / rate)
 
     @contextmanager
-    def _llama_server(self, python: str, settings: LlamaSettings, memory_bytes: int) -> Iterator[Any]:
-        assert (python, memory_bytes) == ("python-of-peer", 1000)
+    def _llama_server(
+        self, python: str, settings: LlamaSettings, memory_bytes: int, variables: dict[str, str]
+    ) -> Iterator[Any]:
+        assert (python, memory_bytes, variables) == ("python-of-peer", 1000, {"A": "b=c"})
         rates = {"bf16.gguf": 1.0, "q4.gguf": 9.0}
         side = {"bf16.gguf": "llama_cpp_plain", "q4.gguf": "llama_cpp_plain_4_bit"}[settings.model]
         rate, sides = rates[settings.model], self
@@ -193,7 +199,7 @@ class FakeSides:
 async def test_a_regime(monkeypatch: pytest.MonkeyPatch) -> None:
     """The length is chosen on some prompts, all sides are scored on the others, and a text that differs is told."""
     sides = FakeSides(monkeypatch)
-    arguments = parse_arguments(["--prompts", "4", "--peer-python", "python-of-peer"])
+    arguments = parse_arguments(["--prompts", "4", "--peer-python", "python-of-peer", "--peer-variable", "A=b=c"])
     prompts = Prompts([[0], [1], [2], [3]], [7], EOS)
     pair, small = Pair(Path("bf16.gguf"), Path("draft.gguf")), Pair(Path("q4.gguf"), Path("draft-q4.gguf"))
     bench = Bench(arguments, prompts, pair, small)
@@ -217,7 +223,7 @@ async def test_a_regime(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_when_time_is_up_one_prompt_of_each_half_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeSides(monkeypatch)
-    arguments = parse_arguments(["--prompts", "6", "--peer-python", "python-of-peer"])
+    arguments = parse_arguments(["--prompts", "6", "--peer-python", "python-of-peer", "--peer-variable", "A=b=c"])
     prompts = Prompts([[number] for number in range(6)], [7], EOS)
     pair, small = Pair(Path("bf16.gguf"), Path("draft.gguf")), Pair(Path("q4.gguf"), Path("draft-q4.gguf"))
     figures = await Bench(arguments, prompts, pair, small).measure(Regime("limited", 1000, minutes=-1))
@@ -259,6 +265,7 @@ def test_a_python_without_the_peer_is_refused(tmp_path: Path) -> None:
     [
         (["--prompts", "1"], "--prompts: value was 1; must be 2 to 23"),
         (["--prompts", "24"], "--prompts: value was 24; must be 2 to 23"),
+        (["--peer-variable", "A"], "--peer-variable: value was A; must be NAME=VALUE"),
         (["--tokens", "3"], "--tokens: value was 3; must be at least 16"),
     ],
 )
