@@ -15,6 +15,7 @@ from functools import partial
 
 import simpy
 
+from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.capacity_choice import PLAIN, Load, Size, SizeChoice
 from bough.simulation.capacity_workers import Draft, Session, Target, World, accepted_of
 from bough.simulation.measuring import Measured, report
@@ -56,19 +57,24 @@ class _Simulation:
         self._env = simpy.Environment()
         self._random = random.Random(scenario.seed)
         self._world = World(self._env, scenario.profile, self._random)
-        middle = sum(kind.prompt_tokens + kind.output_tokens // 2 for kind in scenario.kinds) // len(scenario.kinds)
-        tokens = RoundYield(scenario.profile.acceptance, middle)
-        self._choice = SizeChoice(scenario.profile, tokens, scenario.num_drafts > 0, scenario.fixed)
+        laws = {kind.acceptance or scenario.profile.acceptance: kind for kind in scenario.kinds}
+        self._choices = {law: self._choice_for(law, kind) for law, kind in laws.items()}
         self._targets = [Target(self._world, scenario.gather, self._swept) for _ in range(scenario.num_targets)]
         self._drafts = [Draft(self._world, self._grown) for _ in range(scenario.num_drafts)]
         self._queue: deque[Session] = deque()  # for a place
-        self._accepts: dict[Size, list[float]] = {}
+        self._accepts: dict[tuple[AcceptanceLaw, Size], list[float]] = {}
+        self._num_asked = 0
         self._weights = [kind.weight for kind in scenario.kinds]
         self._enough = self._env.event()
         self._left_out = 0 if scenario.requests_each else scenario.num_users
         wanted = max(LEAST_REQUESTS, min(MOST_REQUESTS, scenario.num_users))
         self._wanted = scenario.num_users * scenario.requests_each or wanted
         self._measured = Measured()
+
+    def _choice_for(self, law: AcceptanceLaw, kind: RequestKind) -> SizeChoice:
+        """A law that drifts is taken as it is in the middle of the answer."""
+        tokens = RoundYield(law, kind.prompt_tokens + kind.output_tokens // 2)
+        return SizeChoice(self._scenario.profile, tokens, self._scenario.num_drafts > 0, self._scenario.fixed)
 
     def run(self) -> Measured:
         """Until enough requests have ended, or too many rounds were made."""
@@ -88,7 +94,11 @@ class _Simulation:
 
     def _ask(self, more: int) -> None:
         """A user sends a request, the first of `more`; endlessly where that is below 0."""
-        kind: RequestKind = self._random.choices(self._scenario.kinds, self._weights)[0]
+        kinds = self._scenario.kinds
+        kind: RequestKind = self._random.choices(kinds, self._weights)[0]
+        if self._scenario.requests_each:
+            kind = kinds[self._num_asked % len(kinds)]
+        self._num_asked += 1
         session = Session(kind, self._env.now, since=self._env.now, context=kind.prompt_tokens, more=more - 1)
         session.draft_context = kind.prompt_tokens
         self._queue.append(session)
@@ -117,7 +127,7 @@ class _Simulation:
         plain: list[Session] = []
         for session in sessions:
             session.size = self._size(session)
-            session.accepts = self._accepts_of(session.size)
+            session.accepts = self._accepts_of(self._law(session), session.size)
             (drafting if session.size.depth else plain).append(session)
         self._send(drafting, 1, "draft")
         self._send(plain, 1, "target")
@@ -129,15 +139,18 @@ class _Simulation:
         load = Load(
             target.num_running, round(target.riders.value), round(draft.drafting.value), round(target.context.value)
         )
-        prediction = self._choice.choose(load, self._world.factors)
+        prediction = self._choices[self._law(session)].choose(load, self._world.factors)
         size = prediction.size
         depth = min(size.depth, session.remaining - 1)
         return Size(size.nodes, depth) if depth else PLAIN
 
-    def _accepts_of(self, size: Size) -> list[float]:
-        if size not in self._accepts:
-            self._accepts[size] = [-prob for prob in self._choice.depth_probs(size).tolist()]
-        return self._accepts[size]
+    def _law(self, session: Session) -> AcceptanceLaw:
+        return session.kind.acceptance or self._scenario.profile.acceptance
+
+    def _accepts_of(self, law: AcceptanceLaw, size: Size) -> list[float]:
+        if (law, size) not in self._accepts:
+            self._accepts[law, size] = [-prob for prob in self._choices[law].depth_probs(size).tolist()]
+        return self._accepts[law, size]
 
     def _send(self, sessions: list[Session], ways: int, to: str) -> None:
         """Over the network, so many times one way."""
