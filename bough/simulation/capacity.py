@@ -59,7 +59,9 @@ class _Simulation:
         self._world = World(self._env, scenario.profile, self._random)
         laws = {kind.acceptance or scenario.profile.acceptance: kind for kind in scenario.kinds}
         self._choices = {law: self._choice_for(law, kind) for law, kind in laws.items()}
-        self._targets = [Target(self._world, scenario.gather, self._swept) for _ in range(scenario.num_targets)]
+        self._targets = [
+            Target(self._world, scenario.gather, self._swept, self._trim) for _ in range(scenario.num_targets)
+        ]
         self._drafts = [Draft(self._world, self._grown) for _ in range(scenario.num_drafts)]
         self._queue: deque[Session] = deque()  # for a place
         self._accepts: dict[tuple[AcceptanceLaw, Size], list[float]] = {}
@@ -126,21 +128,27 @@ class _Simulation:
         drafting: list[Session] = []
         plain: list[Session] = []
         for session in sessions:
-            session.size = self._size(session)
-            session.accepts = self._accepts_of(self._law(session), session.size)
+            self._resize(session, self._size(session))
             (drafting if session.size.depth else plain).append(session)
         self._send(drafting, 1, "draft")
         self._send(plain, 1, "target")
 
-    def _size(self, session: Session) -> Size:
+    def _resize(self, session: Session, size: Size) -> None:
+        session.size = size
+        session.accepts = self._accepts_of(self._law(session), size)
+
+    def _trim(self, session: Session, num_riders: int) -> None:
+        """At the target, which alone sees who rides: no larger than would be chosen for so many."""
+        if (most := self._size(session, num_riders).nodes) < session.size.nodes:
+            self._resize(session, Size(most, min(session.size.depth, most - 1)) if most > 1 else PLAIN)
+
+    def _size(self, session: Session, num_riders: int = 0) -> Size:
         target, draft = session.target, session.draft
         if draft is None or target is None or session.remaining <= 1:
             return PLAIN
-        load = Load(
-            target.num_running, round(target.riders.value), round(draft.drafting.value), round(target.context.value)
-        )
-        prediction = self._choices[self._law(session)].choose(load, self._world.factors)
-        size = prediction.size
+        riders, context = num_riders or round(target.riders.value), round(target.context.value)
+        load = Load(target.num_running, riders, round(draft.drafting.value), context)
+        size = self._choices[self._law(session)].choose(load, self._world.factors).size
         depth = min(size.depth, session.remaining - 1)
         return Size(size.nodes, depth) if depth else PLAIN
 

@@ -148,16 +148,20 @@ class Draft:
         return context
 
 
+Trim = Callable[[Session, int], None]  # of a session, and how many ride
+
+
 class Target:
     """Sweeps whoever is there, after a short wait for those on their way."""
 
-    def __init__(self, world: World, gather: float, swept: Callable[[list[Session]], None]) -> None:
+    def __init__(self, world: World, gather: float, swept: Callable[[list[Session]], None], trim: Trim) -> None:
+        """`swept` is told who has a verdict, `trim` makes a tree smaller where more ride than it was planned for."""
         self.free_tokens = world.profile.target.kv_tokens
         self.num_running = 0
         self.riders = Typical(1.0)  # trees in a sweep
         self.context = Typical(0.0)  # rows of prompts beside them
         self.sweeps: list[SweepRecord] = []
-        self._world, self._swept, self._patience = world, swept, gather
+        self._world, self._swept, self._trim, self._patience = world, swept, trim, gather
         self._waiting: deque[Session] = deque()
         self._return, self._is_return_known = Typical(), False
         self._longest, self._answered = 0.0, 0.0
@@ -220,6 +224,9 @@ class Target:
         reading: list[Session] = []
         left: list[Session] = []
         rows = 0
+        if len(self._waiting) > round(self.riders.value):
+            for session in self._waiting:
+                self._trim(session, len(self._waiting))
         for session in self._waiting:
             if session.context:
                 reading.append(session)
