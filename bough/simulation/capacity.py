@@ -23,7 +23,9 @@ from bough.simulation.round_yield import RoundYield
 from bough.simulation.scenario import CapacityReport, RequestKind, Scenario
 
 LEAST_REQUESTS = 100  # that are measured
-MOST_REQUESTS = 4000
+MOST_REQUESTS = 2000
+REQUESTS_EACH = 3  # of a user, within these
+LEFT_OUT_EACH = 2  # of a user, before them: all began at once
 CROWD = 2.0  # times as many users as there are places, beyond which more only wait longer
 
 
@@ -68,8 +70,8 @@ class _Simulation:
         self._num_asked = 0
         self._weights = [kind.weight for kind in scenario.kinds]
         self._enough = self._env.event()
-        self._left_out = 0 if scenario.requests_each else scenario.num_users
-        wanted = max(LEAST_REQUESTS, min(MOST_REQUESTS, scenario.num_users))
+        self._left_out = 0 if scenario.requests_each else LEFT_OUT_EACH * scenario.num_users
+        wanted = max(LEAST_REQUESTS, min(MOST_REQUESTS, REQUESTS_EACH * scenario.num_users))
         self._wanted = scenario.num_users * scenario.requests_each or wanted
         self._measured = Measured()
 
@@ -147,7 +149,8 @@ class _Simulation:
         if draft is None or target is None or session.remaining <= 1:
             return PLAIN
         riders, context = num_riders or round(target.riders.value), round(target.context.value)
-        load = Load(target.num_running, riders, round(draft.drafting.value), context)
+        halves = round(2 * target.tokens.value)
+        load = Load(target.num_running, riders, round(draft.drafting.value), context, halves)
         size = self._choices[self._law(session)].choose(load, self._world.factors).size
         depth = min(size.depth, session.remaining - 1)
         return Size(size.nodes, depth) if depth else PLAIN
@@ -194,6 +197,8 @@ class _Simulation:
             session.first = session.first or self._env.now
             session.produced += tokens
             session.num_rounds += 1
+            if session.target is not None:
+                session.target.tokens.observe(tokens)
             self._measured.count_round(session.size, tokens)
             if session.remaining:
                 going_on.append(session)
