@@ -24,7 +24,7 @@ from bough.simulation.scenario import CapacityReport, RequestKind, Scenario
 
 LEAST_REQUESTS = 100  # that are measured
 MOST_REQUESTS = 2000
-REQUESTS_EACH = 3  # of a user, within these
+REQUESTS_EACH = 10  # of a user, within these
 LEFT_OUT_EACH = 2  # of a user, before them: all began at once
 CROWD = 2.0  # times as many users as there are places, beyond which more only wait longer
 

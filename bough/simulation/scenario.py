@@ -147,7 +147,8 @@ class Purchase(NamedTuple):
 
     name: str
     tokens_per_second: float
-    throughput_gain: float
+    throughput_gain: float  # of all together
+    user_gain: float  # of a user's tokens per second, waiting for the first included
     p95_latency_gain: float  # by how much shorter the 95th percentile becomes
 
     def as_json(self) -> dict[str, float | str]:
