@@ -3,6 +3,7 @@
     python -m loadtest.sessions --faults 100
     python -m loadtest.sessions --sessions 1 2 4 8 --prompts-each 3
     python -m loadtest.sessions --target-flags "--gather 0" --target-flags "--gather 1"
+    python -m loadtest.sessions --rounds ROUNDS.json && python -m loadtest.capacity --sessions ROUNDS.json
 
 On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another. Each repeat
 runs every number of sessions once, in an order of its own, and between them some of the prompts alone; --target-flags
@@ -48,6 +49,7 @@ from bough.tokenizer import Tokenizer
 from loadtest.chaos import Plan, run_chaos
 from loadtest.chaos_streams import Answer, Received, Tally
 from loadtest.prompts import load_prompts
+from loadtest.sessions_dump import write_runs
 from loadtest.sessions_runs import (
     LongPrompt,
     SecondTurn,
@@ -181,6 +183,9 @@ async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         for flags, bench in benches.items():
             print(f"repeat {number + 1} of {arguments.repeats} {flags}", file=sys.stderr, flush=True)
             await bench.repeat(number, rng)
+    if arguments.rounds:
+        first = benches[arguments.target_flags[0]]
+        write_runs(Path(arguments.rounds), [*first.alone.values(), *first.groups])
     tallies = [bench.tally() for bench in benches.values()]
     figures = {flags: bench.figures() for flags, bench in benches.items()}
     return {
@@ -208,6 +213,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--orchestrator-flags", default="")
     parser.add_argument("--faults", type=int, default=0, help="of a chaos of tiny models that follows")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rounds", default="", help="file for every round of the first way, for loadtest.capacity")
     arguments = parser.parse_args()
     arguments.target_flags = arguments.target_flags or [""]
     wanted, there_are = max(arguments.sessions) * arguments.prompts_each, len(load_prompts())

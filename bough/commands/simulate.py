@@ -34,8 +34,8 @@ async def simulate(arguments: argparse.Namespace) -> int:
         print(f"\n{_workers(report)}: what bends first is {report.bottleneck}.")
         for each in bought:
             print(
-                f"  {each.name:44} {each.throughput_gain:+7.1%} tokens per second, "
-                f"p95 latency {-each.p95_latency_gain:+7.1%}"
+                f"  {each.name:44} {each.user_gain:+7.1%} tokens per second of a user, "
+                f"{each.throughput_gain:+7.1%} of all; p95 of answers {-each.p95_latency_gain:+7.1%}"
             )
         if not report.is_complete:
             print("  stopped after the most rounds that are simulated: percentiles are of fewer requests than wanted")

@@ -15,6 +15,7 @@ from functools import partial
 
 import simpy
 
+from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.capacity_choice import PLAIN, Load, Size, SizeChoice
 from bough.simulation.capacity_workers import Draft, Session, Target, World, accepted_of
 from bough.simulation.measuring import Measured, report
@@ -22,7 +23,9 @@ from bough.simulation.round_yield import RoundYield
 from bough.simulation.scenario import CapacityReport, RequestKind, Scenario
 
 LEAST_REQUESTS = 100  # that are measured
-MOST_REQUESTS = 4000
+MOST_REQUESTS = 2000
+REQUESTS_EACH = 10  # of a user, within these
+LEFT_OUT_EACH = 2  # of a user, before them: all began at once
 CROWD = 2.0  # times as many users as there are places, beyond which more only wait longer
 
 
@@ -56,19 +59,26 @@ class _Simulation:
         self._env = simpy.Environment()
         self._random = random.Random(scenario.seed)
         self._world = World(self._env, scenario.profile, self._random)
-        middle = sum(kind.prompt_tokens + kind.output_tokens // 2 for kind in scenario.kinds) // len(scenario.kinds)
-        tokens = RoundYield(scenario.profile.acceptance, middle)
-        self._choice = SizeChoice(scenario.profile, tokens, scenario.num_drafts > 0, scenario.fixed)
-        self._targets = [Target(self._world, scenario.gather, self._swept) for _ in range(scenario.num_targets)]
+        laws = {kind.acceptance or scenario.profile.acceptance: kind for kind in scenario.kinds}
+        self._choices = {law: self._choice_for(law, kind) for law, kind in laws.items()}
+        self._targets = [
+            Target(self._world, scenario.gather, self._swept, self._trim) for _ in range(scenario.num_targets)
+        ]
         self._drafts = [Draft(self._world, self._grown) for _ in range(scenario.num_drafts)]
         self._queue: deque[Session] = deque()  # for a place
-        self._accepts: dict[Size, list[float]] = {}
+        self._accepts: dict[tuple[AcceptanceLaw, Size], list[float]] = {}
+        self._num_asked = 0
         self._weights = [kind.weight for kind in scenario.kinds]
         self._enough = self._env.event()
-        self._left_out = 0 if scenario.requests_each else scenario.num_users
-        wanted = max(LEAST_REQUESTS, min(MOST_REQUESTS, scenario.num_users))
+        self._left_out = 0 if scenario.requests_each else LEFT_OUT_EACH * scenario.num_users
+        wanted = max(LEAST_REQUESTS, min(MOST_REQUESTS, REQUESTS_EACH * scenario.num_users))
         self._wanted = scenario.num_users * scenario.requests_each or wanted
         self._measured = Measured()
+
+    def _choice_for(self, law: AcceptanceLaw, kind: RequestKind) -> SizeChoice:
+        """A law that drifts is taken as it is in the middle of the answer."""
+        tokens = RoundYield(law, kind.prompt_tokens + kind.output_tokens // 2)
+        return SizeChoice(self._scenario.profile, tokens, self._scenario.num_drafts > 0, self._scenario.fixed)
 
     def run(self) -> Measured:
         """Until enough requests have ended, or too many rounds were made."""
@@ -88,7 +98,11 @@ class _Simulation:
 
     def _ask(self, more: int) -> None:
         """A user sends a request, the first of `more`; endlessly where that is below 0."""
-        kind: RequestKind = self._random.choices(self._scenario.kinds, self._weights)[0]
+        kinds = self._scenario.kinds
+        kind: RequestKind = self._random.choices(kinds, self._weights)[0]
+        if self._scenario.requests_each:
+            kind = kinds[self._num_asked % len(kinds)]
+        self._num_asked += 1
         session = Session(kind, self._env.now, since=self._env.now, context=kind.prompt_tokens, more=more - 1)
         session.draft_context = kind.prompt_tokens
         self._queue.append(session)
@@ -116,28 +130,38 @@ class _Simulation:
         drafting: list[Session] = []
         plain: list[Session] = []
         for session in sessions:
-            session.size = self._size(session)
-            session.accepts = self._accepts_of(session.size)
+            self._resize(session, self._size(session))
             (drafting if session.size.depth else plain).append(session)
         self._send(drafting, 1, "draft")
         self._send(plain, 1, "target")
 
-    def _size(self, session: Session) -> Size:
+    def _resize(self, session: Session, size: Size) -> None:
+        session.size = size
+        session.accepts = self._accepts_of(self._law(session), size)
+
+    def _trim(self, session: Session, num_riders: int) -> None:
+        """At the target, which alone sees who rides: no larger than would be chosen for so many."""
+        if (most := self._size(session, num_riders).nodes) < session.size.nodes:
+            self._resize(session, Size(most, min(session.size.depth, most - 1)) if most > 1 else PLAIN)
+
+    def _size(self, session: Session, num_riders: int = 0) -> Size:
         target, draft = session.target, session.draft
         if draft is None or target is None or session.remaining <= 1:
             return PLAIN
-        load = Load(
-            target.num_running, round(target.riders.value), round(draft.drafting.value), round(target.context.value)
-        )
-        prediction = self._choice.choose(load, self._world.factors)
-        size = prediction.size
+        riders, context = num_riders or round(target.riders.value), round(target.context.value)
+        halves = round(2 * target.tokens.value)
+        load = Load(target.num_running, riders, round(draft.drafting.value), context, halves)
+        size = self._choices[self._law(session)].choose(load, self._world.factors).size
         depth = min(size.depth, session.remaining - 1)
         return Size(size.nodes, depth) if depth else PLAIN
 
-    def _accepts_of(self, size: Size) -> list[float]:
-        if size not in self._accepts:
-            self._accepts[size] = [-prob for prob in self._choice.depth_probs(size).tolist()]
-        return self._accepts[size]
+    def _law(self, session: Session) -> AcceptanceLaw:
+        return session.kind.acceptance or self._scenario.profile.acceptance
+
+    def _accepts_of(self, law: AcceptanceLaw, size: Size) -> list[float]:
+        if (law, size) not in self._accepts:
+            self._accepts[law, size] = [-prob for prob in self._choices[law].depth_probs(size).tolist()]
+        return self._accepts[law, size]
 
     def _send(self, sessions: list[Session], ways: int, to: str) -> None:
         """Over the network, so many times one way."""
@@ -173,6 +197,8 @@ class _Simulation:
             session.first = session.first or self._env.now
             session.produced += tokens
             session.num_rounds += 1
+            if session.target is not None:
+                session.target.tokens.observe(tokens)
             self._measured.count_round(session.size, tokens)
             if session.remaining:
                 going_on.append(session)

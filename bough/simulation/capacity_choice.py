@@ -1,8 +1,9 @@
 """The size of a round's tree: most expected tokens per second (DESIGN.md, rule 5), plain decoding included.
 
 A session's round takes drafting, two calls and a sweep, in which its riders' trees are computed too; where more
-sessions run than ride together, it cannot take less than as many sweeps as those need. A pure decision: it knows the
-profile's own curves, as a sizer knows them that has measured for long enough.
+sessions run than ride together, it cannot take less than as many sweeps as those need. Prompts are read beside trees:
+the more tokens a round brings, the sooner new requests come with theirs. A pure decision: it knows the profile's own
+curves, as a sizer knows them that has measured for long enough.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from bough.acceptance import FloatArray
 from bough.simulation.profile import Factors, Profile
 from bough.simulation.round_yield import RoundYield
 
-SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20, 24, 28, 32, 40, 48)
 MOST_WIDTH = 64  # nodes of one session that a draft step expands
 LEAST_CONTEXT = 64  # rows that a sweep keeps for prompts
+LEAST_SHARE = 4  # nodes of a fixed tree that is divided among sessions, as the orchestrator's fixed planner has it
 DENSE = 8  # loads below are told apart one by one, above by steps of an eighth
 
 
@@ -43,11 +47,12 @@ class Load(NamedTuple):
     riders: int = 1  # of them, in one sweep
     drafting: int = 1  # sessions in one draft step
     context: int = 0  # rows of prompts in a sweep
+    halves: int = 2  # of a token that a round brought, while there was so much context
 
     def rounded(self) -> Load:
         """One of few loads, so that decisions can be kept."""
-        running, riders, drafting, context = map(_rounded, self)
-        return Load(running, riders, drafting, context)
+        running, riders, drafting, context, halves = map(_rounded, self)
+        return Load(max(1, running), max(1, riders), max(1, drafting), context, max(2, halves))
 
 
 def _rounded(number: int) -> int:
@@ -75,55 +80,65 @@ class SizeChoice:
     """Chooses sizes for one profile and law; decisions are kept by load."""
 
     def __init__(self, profile: Profile, tokens: RoundYield, has_draft: bool, is_fixed: Size | None = None) -> None:
-        """Always `is_fixed`, divided among riders within the knee, where one is given."""
+        """Always `is_fixed`, divided among riders, where one is given."""
         self._profile = profile
         self._yield = tokens
-        self._fixed = is_fixed
-        self._may_draft = has_draft and not tokens.is_worthless
+        may_draft = has_draft and not tokens.is_worthless
+        sizes = [Size(nodes, depth) for nodes in NODES for depth in DEPTHS if depth < nodes <= profile.target.max_nodes]
+        self._sizes = [PLAIN, *(sizes if may_draft else [])]
+        self._fixed = is_fixed if may_draft else None
+        self._tokens = np.array([1.0 + float(self.depth_probs(size).sum()) for size in self._sizes])
+        self._nodes = np.array([size.nodes for size in self._sizes])
+        self._depths = np.array([size.depth for size in self._sizes])
+        self._frontiers = np.array([size.frontier for size in self._sizes])
         self._known: dict[tuple[Load, Factors], Prediction] = {}
-        self._probs: dict[Size, FloatArray] = {}
+        self._sweeps: dict[Factors, FloatArray] = {}
 
     def depth_probs(self, size: Size) -> FloatArray:
         """(depth,) how often a round of this size accepts a path as deep as each level."""
-        if size not in self._probs:
-            self._probs[size] = self._yield.depth_probs(*size)
-        return self._probs[size]
+        return self._yield.depth_probs(*size)
 
     def choose(self, load: Load, factors: Factors | None = None) -> Prediction:
         """The size worth most under this load."""
-        load = load._replace(running=max(1, load.running), riders=max(1, load.riders), drafting=max(1, load.drafting))
         key = load.rounded(), factors or Factors()
         if key not in self._known:
             self._known[key] = self._best(*key)
         return self._known[key]
 
-    def seconds(self, size: Size, load: Load, factors: Factors) -> float:
-        """A round's: drafting, calls, and sweeps of all that run at the target."""
-        profile = self._profile
-        sweep = profile.target.sweep_seconds(load.riders * size.nodes + load.context, factors)
-        own = sweep + profile.network.call_seconds(factors)
-        if size.depth:
-            step = profile.draft.step_seconds(load.drafting * size.frontier, factors)
-            own += size.depth * step + profile.network.call_seconds(factors)
-        return max(own, sweep * load.running / load.riders)
-
     def _best(self, load: Load, factors: Factors) -> Prediction:
-        if self._fixed is not None and self._may_draft:
-            share = max(4, self._fixed.nodes // load.running)
-            size = self._fixed._replace(nodes=min(self._fixed.nodes, share))
-            return self._prediction(size, load, factors)
-        best = self._prediction(PLAIN, load, factors)
-        target = self._profile.target
-        room = max(2, target.max_sweep_rows - LEAST_CONTEXT)
-        most = min(target.max_nodes, max(1, room // load.riders))
-        for nodes in SIZES if self._may_draft else ():
-            for depth in DEPTHS:
-                if nodes > most or depth >= nodes:
-                    break
-                found = self._prediction(Size(nodes, depth), load, factors)
-                best = found if found.rate > best.rate else best
-        return best
+        if self._fixed is not None:
+            nodes = min(self._fixed.nodes, max(LEAST_SHARE, self._fixed.nodes // load.running))
+            size = Size(nodes, min(self._fixed.depth, nodes - 1))
+            tokens = 1.0 + float(self.depth_probs(size).sum())
+            seconds = self._seconds(load, factors, *(np.array([value]) for value in (*size, size.frontier, tokens)))
+            return Prediction(size, tokens, float(seconds[0]))
+        room = max(2, self._profile.target.max_sweep_rows - LEAST_CONTEXT) // load.riders
+        seconds = self._seconds(load, factors, self._nodes, self._depths, self._frontiers, self._tokens)
+        rates = np.where(self._nodes <= max(1, room), self._tokens / seconds, 0.0)
+        best = int(rates.argmax())
+        return Prediction(self._sizes[best], float(self._tokens[best]), float(seconds[best]))
 
-    def _prediction(self, size: Size, load: Load, factors: Factors) -> Prediction:
-        tokens = 1.0 + float(self.depth_probs(size).sum())
-        return Prediction(size, tokens, self.seconds(size, load, factors))
+    def _seconds(
+        self,
+        load: Load,
+        factors: Factors,
+        nodes: FloatArray,
+        depths: FloatArray,
+        frontiers: FloatArray,
+        tokens: FloatArray,
+    ) -> FloatArray:
+        """Of rounds: drafting, calls, and sweeps of all that run at the target; arrays have one entry for each size."""
+        draft, call = self._profile.draft, self._profile.network.call_seconds(factors)
+        rows = load.riders * nodes + np.rint(load.context * tokens / (load.halves / 2)).astype(np.int64)
+        sweep = self._sweep_seconds(rows, factors)
+        step = (draft.base_seconds + draft.row_seconds * load.drafting * frontiers) * factors.draft
+        own = sweep + call + depths * step + np.where(depths > 0, call, 0.0)
+        return np.asarray(np.maximum(own, sweep * (load.running / load.riders)))
+
+    def _sweep_seconds(self, rows: FloatArray, factors: Factors) -> FloatArray:
+        """Looked up in a table of all numbers of rows; more than a sweep takes are that many more sweeps."""
+        target = self._profile.target
+        most = target.max_sweep_rows
+        if factors not in self._sweeps:
+            self._sweeps[factors] = np.array([target.sweep_seconds(row, factors) for row in range(1, most + 1)])
+        return np.asarray(self._sweeps[factors][np.minimum(rows, most) - 1] * np.maximum(1.0, rows / most))

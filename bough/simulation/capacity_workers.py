@@ -12,13 +12,15 @@ from typing import Any
 
 import simpy
 
-from bough.simulation.capacity_choice import LEAST_CONTEXT, PLAIN, Size
+from bough.simulation.capacity_choice import PLAIN, Size
 from bough.simulation.measuring import Request, SweepRecord
 from bough.simulation.profile import Factors, Profile, jittered
 from bough.simulation.scenario import RequestKind
 
 PARTS = ("place", "draft", "network", "queue", "sweep")  # of a request's time
 WEIGHT = 0.25  # of the last in what is typical
+SLOW_WEIGHT = 0.05  # the same of what varies much
+CHUNK = 256  # rows that a sweep may have beside trees, however low the knee
 SLACK = 3.0  # typical times after which a sweep waits for nobody (as target_worker.gathering)
 
 Process = Generator[simpy.Event, Any, None]
@@ -83,13 +85,14 @@ class World:
 class Typical:
     """A running mean in which what is old counts less."""
 
-    def __init__(self, value: float = 0.0) -> None:
+    def __init__(self, value: float = 0.0, weight: float = WEIGHT) -> None:
         self.value = value
+        self._weight = weight
         self._is_known = False
 
     def observe(self, value: float) -> None:
         """One more; the first is all that is known."""
-        self.value = value if not self._is_known else self.value + WEIGHT * (value - self.value)
+        self.value = value if not self._is_known else self.value + self._weight * (value - self.value)
         self._is_known = True
 
 
@@ -148,21 +151,26 @@ class Draft:
         return context
 
 
+Trim = Callable[[Session, int], None]  # of a session, and how many ride
+
+
 class Target:
     """Sweeps whoever is there, after a short wait for those on their way."""
 
-    def __init__(self, world: World, gather: float, swept: Callable[[list[Session]], None]) -> None:
+    def __init__(self, world: World, gather: float, swept: Callable[[list[Session]], None], trim: Trim) -> None:
+        """`swept` is told who has a verdict, `trim` makes a tree smaller where more ride than it was planned for."""
         self.free_tokens = world.profile.target.kv_tokens
         self.num_running = 0
         self.riders = Typical(1.0)  # trees in a sweep
         self.context = Typical(0.0)  # rows of prompts beside them
+        self.tokens = Typical(1.0, SLOW_WEIGHT)  # that a round of one of its sessions brings
         self.sweeps: list[SweepRecord] = []
-        self._world, self._swept, self._patience = world, swept, gather
+        self._world, self._swept, self._trim, self._patience = world, swept, trim, gather
         self._waiting: deque[Session] = deque()
         self._return, self._is_return_known = Typical(), False
         self._longest, self._answered = 0.0, 0.0
         self._arrival = world.env.event()
-        self._knee = world.profile.target.knee()
+        self._knee = max(CHUNK, world.profile.target.knee())
         world.env.process(self._run())
 
     def call(self, session: Session) -> None:
@@ -220,6 +228,9 @@ class Target:
         reading: list[Session] = []
         left: list[Session] = []
         rows = 0
+        if len(self._waiting) > round(self.riders.value):
+            for session in self._waiting:
+                self._trim(session, len(self._waiting))
         for session in self._waiting:
             if session.context:
                 reading.append(session)
@@ -229,7 +240,7 @@ class Target:
                 done.append(session)
             else:
                 left.append(session)
-        beside = min(most, max(self._knee, rows + max(LEAST_CONTEXT, self._knee // 2))) if rows else most
+        beside = min(most, max(self._knee, 2 * rows)) if rows else most  # as target_worker.batching
         for session in reading:
             piece = min(session.context, beside - rows)
             if piece <= 0:

@@ -14,18 +14,23 @@ SPEED = 2.0  # times as fast a processor, draft or network, or as much KV memory
 
 
 def purchases(scenario: Scenario, now: CapacityReport) -> list[Purchase]:
-    """Every change that does something, those first that gain most tokens per second, then most latency."""
+    """Every change that does something, those first with which a user has most tokens per second, then least latency."""
     found = [_purchase(name, simulate(changed), now) for name, changed in _changes(scenario)]
-    return sorted(found, key=lambda each: (-round(each.throughput_gain, 3), -each.p95_latency_gain))
+    return sorted(found, key=lambda each: (-round(each.user_gain, 3), -each.p95_latency_gain))
 
 
 def _purchase(name: str, after: CapacityReport, now: CapacityReport) -> Purchase:
     return Purchase(
         name,
         after.tokens_per_second,
-        after.tokens_per_second / now.tokens_per_second - 1 if now.tokens_per_second else 0.0,
-        1 - after.latency.p95 / now.latency.p95 if now.latency.p95 else 0.0,
+        _gain(after.tokens_per_second, now.tokens_per_second),
+        _gain(after.user_tokens_per_second, now.user_tokens_per_second),
+        -_gain(after.latency.p95, now.latency.p95),
     )
+
+
+def _gain(after: float, now: float) -> float:
+    return after / now - 1 if now else 0.0
 
 
 def _changes(scenario: Scenario) -> list[tuple[str, Scenario]]:

@@ -6,16 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from bough.errors import ConfigError
+from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.capacity_choice import Size
 from bough.simulation.profile import Profile
 
 
 class RequestKind(NamedTuple):
-    """A kind of request and how often it comes, relative to others."""
+    """A kind of request and how often it comes, relative to others; with `requests_each` kinds are dealt in turn."""
 
     prompt_tokens: int
     output_tokens: int
     weight: float = 1.0
+    acceptance: AcceptanceLaw | None = None  # of its own, where it is easier or harder to guess than the profile's
 
     @property
     def total_tokens(self) -> int:
@@ -145,7 +147,8 @@ class Purchase(NamedTuple):
 
     name: str
     tokens_per_second: float
-    throughput_gain: float
+    throughput_gain: float  # of all together
+    user_gain: float  # of a user's tokens per second, waiting for the first included
     p95_latency_gain: float  # by how much shorter the 95th percentile becomes
 
     def as_json(self) -> dict[str, float | str]:
