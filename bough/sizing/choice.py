@@ -47,9 +47,14 @@ class Size(NamedTuple):
         return self.tokens / self.seconds
 
 
-def best_size(profile: GainProfile, load: SweepLoad, draft_seconds: float, sizes: NDArray[np.int64]) -> Size:
-    """The size of most tokens per second, of equals the smallest; drafting takes `draft_seconds` whatever the size."""
-    tokens = 1.0 + profile.gains(sizes)
+def best_size(
+    profile: GainProfile, load: SweepLoad, draft_seconds: float, sizes: NDArray[np.int64], trust: float = 1.0
+) -> Size:
+    """The size of most tokens per second, of equals the smallest; drafting takes `draft_seconds` whatever the size.
+
+    Of the profile's gains a part is taken for true, `trust`.
+    """
+    tokens = 1.0 + trust * profile.gains(sizes)
     seconds = draft_seconds + load.seconds(sizes)
     rates = (tokens + load.other_tokens) / seconds
     best = int(np.argmax(rates))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from bough.generation import Speculation
 from bough.growth import BestFirst
-from bough.sizing.decision import Decision, DraftCalibration, Mode
+from bough.sizing.decision import Decision, DraftCalibration
 from bough.tree import Tree
 from loadtest.regret.regimes import Regime, regimes
 from loadtest.regret.scoring import Score, geomean, score
@@ -19,8 +19,8 @@ from orchestrator.sizing.fixed_sizer import FixedSizer
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer
 from orchestrator.sizing.tree_sizer import TreeSizer
 
-SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
-DEPTHS = (1, 2, 4, 6, 8, 12, 16)
+SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
+DEPTHS = (1, 2, 4, 6, 9, 14)
 NO_SHARING = 1 << 30  # a fixed size is that size, however many sessions there are
 PLAIN = Speculation(disabled=True)
 
@@ -108,18 +108,16 @@ class Result:
 
     @property
     def token_error(self) -> float:
-        """Of predicted tokens over a run, relative, of rounds with a draft's tree after the first of each kind."""
-        return _error(self._drafted(), lambda d: d.expected_tokens, lambda d: d.tokens)
+        """Of predicted tokens over a run, relative, of all rounds but those that read a prompt."""
+        return _error(self._predicted(), lambda d: d.expected_tokens, lambda d: d.tokens)
 
     @property
     def round_time_error(self) -> float:
         """Of predicted seconds over a run, likewise."""
-        return _error(self._drafted(), lambda d: d.expected.total, lambda d: d.seconds.total)
+        return _error(self._predicted(), lambda d: d.expected.total, lambda d: d.seconds.total)
 
-    def _drafted(self) -> list[Decision]:
-        return [
-            d for d in self.sizer.decisions_made if d.mode is Mode.DRAFT and d.expected.sweep and d.num_context < 16
-        ]
+    def _predicted(self) -> list[Decision]:
+        return [d for d in self.sizer.decisions_made if d.expected.sweep and d.num_context < 16]
 
 
 def _error(

@@ -17,7 +17,10 @@ from bough.tree import Tree
 MAX_PAIRS = 64  # that are remembered
 HALF_LIFE_ROUNDS = 20.0
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
-PRIOR_WEIGHT, PRIOR_MARGIN = 1.0, 0.7  # of the last levels' gain over its bound, before any were seen
+MOST_LEVELS = 32  # that are told apart
+PRIOR_WEIGHT, PRIOR_MARGIN = 0.5, 0.7  # of a level's gain over its bound, before any was seen
+PRIOR_ACCEPTED = 4.0  # tokens, as many as expected, before any were
+TRUST_DECAY = 0.5 ** (1 / 10)
 LEAST_MARGIN, MOST_MARGIN = 0.02, 1.5
 PRIOR_LOOKUP_GAIN = 0.02  # tokens for each doubling of what is looked up: most texts repeat little at first
 FIRST_PROBE, LAST_PROBE = 8, 256  # rounds without a draft's tree before one is tried, at first and at last
@@ -33,30 +36,70 @@ class PairKey(NamedTuple):
     temperature: float  # in tenths
 
 
-@dataclass(slots=True)
 class Margin:
     """What a draft step brings, over the bound that the draft worker compares with its price.
 
     The worker takes all children of an expanded node together for as probable as the node itself is by its own
-    probabilities. Here stands what they are worth by the calibrated ones, at the last levels of trees: a step that is
-    not made would have been another one of these.
+    probabilities. Here stands, for each level of a tree, what they are worth by the calibrated ones: the surer a draft
+    is without reason, the less, and the less the deeper.
     """
 
-    gain: float = PRIOR_WEIGHT * PRIOR_MARGIN
-    bound: float = PRIOR_WEIGHT
+    def __init__(self) -> None:
+        self._rounds = 0.0  # with a draft's tree; old ones count for less, here and below
+        self._gains = np.zeros(MOST_LEVELS)
+        self._bounds = np.zeros(MOST_LEVELS)
 
-    @property
-    def ratio(self) -> float:
-        return min(MOST_MARGIN, max(LEAST_MARGIN, self.gain / self.bound))
+    def price(self, tokens: float) -> float:
+        """The price for the worker of a step that must bring so many tokens.
+
+        By the level from which on steps have brought less: that is where growth is to end.
+        """
+        gains = (self._gains + PRIOR_WEIGHT * PRIOR_MARGIN ** np.arange(1, MOST_LEVELS + 1)) / (
+            self._rounds + PRIOR_WEIGHT
+        )
+        short = np.flatnonzero(gains < tokens)
+        level = int(short[0]) if len(short) else MOST_LEVELS - 1
+        return float(tokens / self._ratios()[level])
 
     def observe(self, tree: Tree, values: NDArray[np.float64]) -> None:
         """A draft's tree as it was grown, and its nodes' chances to be accepted."""
-        depths = tree.depths()
-        for level in range(max(1, int(depths.max()) - 1), int(depths.max()) + 1):
-            nodes = np.flatnonzero(depths == level)
-            bound = float(np.exp(tree.scores()[np.unique(tree.parents[nodes])].astype(np.float64)).sum())
-            self.gain = DECAY * self.gain + float(values[nodes].sum())
-            self.bound = DECAY * self.bound + bound
+        depths = np.minimum(tree.depths(), MOST_LEVELS)
+        is_expanded = np.zeros(len(tree), np.bool_)
+        is_expanded[tree.parents[1:]] = True
+        stated = np.exp(tree.scores().astype(np.float64))
+        self._rounds = DECAY * self._rounds + 1
+        gains = np.bincount(depths[1:] - 1, values[1:], MOST_LEVELS)
+        bounds = np.bincount(np.minimum(depths[is_expanded], MOST_LEVELS - 1), stated[is_expanded], MOST_LEVELS)
+        self._gains = DECAY * self._gains + gains
+        self._bounds = DECAY * self._bounds + bounds
+
+    def _ratios(self) -> NDArray[np.float64]:
+        """(MOST_LEVELS,) gain over bound; where little was grown as on the level above."""
+        ratios, above = np.empty(MOST_LEVELS), PRIOR_MARGIN
+        for level in range(MOST_LEVELS):
+            gain, bound = self._gains[level] + PRIOR_WEIGHT * above, self._bounds[level] + PRIOR_WEIGHT
+            above = ratios[level] = min(MOST_MARGIN, max(LEAST_MARGIN, gain / bound))
+        return ratios
+
+
+class Trust:
+    """Whether trees come to what was expected of them: tokens accepted over tokens expected, of a pair's last rounds.
+
+    It tells at once where expectations are far off: before a draft that is sure and wrong has been seen through.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = self._expected = PRIOR_ACCEPTED
+
+    @property
+    def factor(self) -> float:
+        """For what is expected of trees; never more than 1."""
+        return min(1.0, self._accepted / self._expected)
+
+    def observe(self, expected: float, accepted: int) -> None:
+        """A draft's tree was expected to bring so many tokens beside the bonus token, and has brought so many."""
+        self._accepted = PRIOR_ACCEPTED + TRUST_DECAY * (self._accepted - PRIOR_ACCEPTED) + accepted
+        self._expected = PRIOR_ACCEPTED + TRUST_DECAY * (self._expected - PRIOR_ACCEPTED) + expected
 
 
 @dataclass(slots=True)
@@ -106,6 +149,7 @@ class Pair:
 
     acceptance: AcceptanceModel = field(default_factory=AcceptanceModel)
     margin: Margin = field(default_factory=Margin)
+    trust: Trust = field(default_factory=Trust)
     habits: Habits = field(default_factory=Habits)
     probing: Probing = field(default_factory=Probing)
     mean_tokens: float = 1.0  # of a round

@@ -33,6 +33,7 @@ TIMES_IN_A_ROW = 2  # as expected so often
 PROBE = BestFirst(budget=4, width=2, depth=2)
 UNKNOWN = BestFirst(budget=16, width=8, depth=6)  # while nothing is known of the target's sweeps
 LEAST_WIDTH = 4  # nodes of a step: fewer hardly save time
+TINY = 1e-12
 CROWDED = 0.8  # of the price, where the target itself divides a sweep's rows among those who share it
 
 
@@ -160,7 +161,8 @@ class TreeSizer:
         drafting = plain
         if situation.draft is not None and (most_drafted := min(most, situation.draft.max_nodes)) > 1:
             seconds = self._times.draft_seconds(situation, session.habits)
-            drafting = best_size(session.habits.drafted, load, seconds, np.arange(2, most_drafted + 1))
+            trust = session.pair.trust.factor
+            drafting = best_size(session.habits.drafted, load, seconds, np.arange(2, most_drafted + 1), trust)
             if self._weigh(session, drafting, plain):
                 best, mode = drafting, Mode.DRAFT
             elif session.pair.probing.is_due():
@@ -204,8 +206,11 @@ class TreeSizer:
         budget = min(MOST_NODES, math.ceil(ROOM_TO_GROW * best.num_nodes))
         width = speculation.width or min(max(self._default.width, budget // 8), max(LEAST_WIDTH, budget // 2))
         free_seconds, step_seconds = self._times.step_cost(situation)
-        price = 0.0 if free_seconds else best.own_rate * step_seconds / session.pair.margin.ratio
-        return BestFirst(budget, width, speculation.depth or self._max_depth, step_price=price, seconds=free_seconds)
+        price, depth = 0.0, self._max_depth
+        if not free_seconds:
+            price = session.pair.margin.price(best.own_rate * step_seconds)
+            depth = depth if price else UNKNOWN.depth
+        return BestFirst(budget, width, speculation.depth or depth, step_price=price, seconds=free_seconds)
 
     def _expect(self, pending: _Pending, kept: NDArray[np.float64], num_grown: int) -> None:
         decision = pending.decision
@@ -217,19 +222,31 @@ class TreeSizer:
             decision.expected.sweep = load.curve(load.other_rows + len(kept)) + beside
 
     def _learn_guesses(self, session: SessionState, pending: _Pending, outcome: RoundOutcome) -> None:
-        drafted, values = pending.drafted, pending.values
-        if drafted is None or values is None or pending.grown_values is None:
+        drafted, before, values = pending.drafted, pending.values, pending.grown_values
+        if drafted is None or before is None or values is None:
             return
         if len(drafted) > 1:
             left_out = np.isin(pending.places, outcome.result.left_out_nodes)
             is_verified = (pending.places >= 0) & ~left_out
-            session.pair.acceptance.observe(drafted, drafted.along(outcome.tokens), is_verified, session.bias)
-            session.pair.margin.observe(drafted, values)
+            pair = session.pair
+            pair.acceptance.observe(drafted, drafted.along(outcome.tokens), is_verified, session.bias)
+            pair.trust.observe(pending.decision.expected_tokens - 1, len(outcome.tokens) - 1)
+            # What the tree was worth is judged by what it has just taught, or a first surprise would be felt for long.
+            drafted_values = pair.acceptance.values(drafted, session.bias)
+            values = values * _change(before, drafted_values, len(values))
+            pair.margin.observe(drafted, drafted_values)
         if pending.plan.asks_draft and outcome.grown is None:
             return  # a draft that failed says nothing of what its trees are worth
         for habits in (session.habits, session.pair.habits):
             profile = habits.drafted if pending.plan.asks_draft else habits.looked_up
-            profile.observe(pending.grown_values)
+            profile.observe(values)
+
+
+def _change(before: NDArray[np.float64], after: NDArray[np.float64], num_nodes: int) -> NDArray[np.float64]:
+    """(num_nodes,) by what the values of drafted nodes have changed; what was only looked up comes last."""
+    change = np.ones(num_nodes)
+    change[: len(before)] = after / np.maximum(before, TINY)
+    return change
 
 
 def _places(kept: NDArray[np.intp], num_nodes: int) -> NDArray[np.intp]:
