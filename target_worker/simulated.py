@@ -36,8 +36,7 @@ from target_worker.verify import walk
 
 ROW_BYTES = 320 * 1024  # of keys and values of a token, as a 70B model's are; told, and never taken
 LINK_BYTES = 1000**3  # that a second of the link is told to have carried
-PRIOR_ROWS = (1, 8, 64, 256)  # for which it is told what a sweep takes before the first
-SECOND_NS = 1e9
+PRIOR_ROWS = (1, 8, 64, 256, 1024)  # for which it is told what a sweep takes before the first
 CHUNK_ROWS = 64  # that are computed together, or as many as a profile pads to
 
 
@@ -72,9 +71,9 @@ class SimulatedSweeper:
         """There is nothing to make; what sweeps take is the profile's, without jitter or events."""
         target = self._pair.profile.target
         rows = (self.rows.step, *(size for size in PRIOR_ROWS if size > self.rows.step))
-        seconds = (self._clock.real_ns(target.compute_seconds(size)) / SECOND_NS for size in rows)
+        seconds = (self._clock.real_seconds(target.compute_seconds(size) + target.overhead_seconds) for size in rows)
         curve = CostCurve(rows, tuple(max(LEAST_SECONDS, each) for each in seconds), self.rows.step)
-        link = self._clock.real_ns(target.link_seconds_of(1)) / SECOND_NS
+        link = self._clock.real_seconds(target.link_seconds_of(1))
         return SweepPrior(curve, link_bytes(target, 1), link)
 
 

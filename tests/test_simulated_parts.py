@@ -71,6 +71,18 @@ def test_what_happens_in_mid_run_lengthens_sweeps_and_not_what_the_link_could_do
     assert [own.link_ideal_ns for own in figures] == [4_000_000, 4_000_000]
 
 
+def test_what_sweeps_take_is_told_before_the_first(pair: SimulatedPair) -> None:
+    """In real seconds: a hundredth of the profile's, and the longer of the link's 4 ms and the products'."""
+    engine = Engine(SimulatedSweeper(pair, TurnedClock()), SlotPool(Arena(1000, 1), 60.0, lambda: 0.0), LIMITS, 10)
+    engine.start()
+    try:
+        engine.warm_up().result(10)
+        assert engine.cost is not None
+        assert [engine.cost(rows) for rows in (1, 16, 64)] == pytest.approx([0.004, 0.004, 0.0074], rel=0.02)
+    finally:
+        engine.stop()
+
+
 def test_jitter_repeats_itself_with_the_profile(tmp_path: Path) -> None:
     target = {"link_seconds": 0.4, "compute_row_seconds": 0.01, "jitter": 0.2}
     first, second = (
