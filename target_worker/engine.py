@@ -22,7 +22,7 @@ from bough.sizing.cost_curve import CostCurve
 from bough.sizing.sweep_times import SweepTimes
 from target_worker.batching import Part
 from target_worker.calls import Calls
-from target_worker.dividing import make_fit, share_rows
+from target_worker.dividing import expected_tokens, make_fit, share_rows
 from target_worker.gathering import Gathering
 from target_worker.job import Job, SweepShare
 from target_worker.price import TokenPrice
@@ -203,7 +203,7 @@ class Engine:
         jobs = [*self._calls]
         chunk, cost = self._sweeper.rows.most, self.cost
         knee = max(self._times.knee, chunk)  # that much is computed at once, and how long rows take is seen there
-        price, most = self._price.tokens_per_second, self._limits.max_sweep_tokens
+        price, most = self._price.price, self._limits.max_sweep_tokens
         make_fit(jobs, cost, price, most)
         parts = choose_shared(jobs, most, knee, chunk, cost or (lambda _: 0.0))
         share_rows(parts, cost, price, most)
@@ -233,7 +233,7 @@ class Engine:
         self.cost = self._times.curve()
 
     def _finish(self, parts: Sequence[Part[Job]], swept: Swept, began_ns: int) -> None:
-        num_tokens, share = 0, SweepShare.of(parts, self.cost)
+        share = SweepShare.of(parts, self.cost)
         for job, num_context, has_tree in parts:
             begin = job.num_held
             rows = range(begin, begin + num_context)
@@ -241,20 +241,19 @@ class Engine:
             job.swept(num_context, swept.figures, began_ns)
             if has_tree:
                 try:
-                    num_tokens += self._answer(job, swept.verdict_on(job), share)
+                    self._answer(job, swept.verdict_on(job), share)
                 except Exception as exc:  # of one call: no reason for the others to go without an answer
                     if not isinstance(exc, BoughError):
                         logger.exception("a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
-        self._price.swept(num_tokens, swept.figures.total_ns * NANO, time.perf_counter())
+        self._price.swept(swept.figures.total_ns * NANO, time.perf_counter())
         self.pool.check_integrity()
 
-    def _answer(self, job: Job, verdict: Verdict, share: SweepShare) -> int:
-        """The number of tokens that a session has from it."""
+    def _answer(self, job: Job, verdict: Verdict, share: SweepShare) -> None:
         tree, base = job.tree, len(job.text.tokens)
         path = (0, *verdict.accepted_nodes)
         self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
         self.pool.count(len(job.call.context.tokens), job.num_computed)
         self._gathering.answered(job.session.session_id, time.perf_counter(), job.call.caller)
+        self._price.answered(len(path), expected_tokens(job))
         self._calls.answer(job, job.result(verdict, share))
-        return len(path)

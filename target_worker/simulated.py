@@ -74,7 +74,7 @@ class SimulatedSweeper:
         seconds = (self._clock.real_seconds(target.compute_seconds(size) + target.overhead_seconds) for size in rows)
         curve = CostCurve(rows, tuple(max(LEAST_SECONDS, each) for each in seconds), self.rows.step)
         link = self._clock.real_seconds(target.link_seconds_of(1))
-        return SweepPrior(curve, link_bytes(target, 1), link)
+        return SweepPrior(self.rows.step, curve, link_bytes(target, 1), link)
 
 
 def link_bytes(target: TargetProfile, num_rows: int) -> int:

@@ -89,7 +89,7 @@ class StreamedModel:
         return logits, self._account(time.perf_counter_ns() - began, kv_bytes)
 
     @torch.inference_mode()
-    def warm_up(self, slot: Slot) -> SweepPrior | None:
+    def warm_up(self, slot: Slot) -> SweepPrior:
         """Passes a token through the first layers and the head, so that what is made at the first use is there.
 
         Then, but for mixtures of experts, the rows that a slot has room for through the first layer, which tells what
@@ -103,8 +103,8 @@ class StreamedModel:
         try:
             logits = self._first_layers(slot, 1, min(WARM_LAYERS, num_layers))
             require_numbers(logits[0].double().numpy(), 0)
-            if self.tiers.experts is not None:  # how long some of them take to come says nothing of computing
-                return None
+            if self.tiers.experts is not None:  # which rows choose, not what pads them; and some take long to come
+                return SweepPrior(step=1)
             self.tiers.restart()
             with self.tiers.layer(0) as self._held:
                 compute = compute_curve(self._passes(slot), self.rows, slot.num_rows, num_layers)
@@ -113,7 +113,7 @@ class StreamedModel:
             self.tiers.restart()
             self._figures = self.tiers.figures()
         speed, num_bytes = self._best_speed.seen(self._figures), self.tiers.placement.link_bytes
-        return SweepPrior(compute, num_bytes, num_bytes / speed * NANO) if speed else SweepPrior(compute)
+        return SweepPrior(compute.step, compute, num_bytes, num_bytes / speed * NANO if speed else 0.0)
 
     def _first_layers(self, slot: Slot, num_rows: int, num_layers: int) -> torch.Tensor:
         """Logits of a root and rows below it, of the first layers alone."""

@@ -23,7 +23,7 @@ from bough.model.kv_arena import KVArena
 from bough.model.memory import Limits
 from bough.sampling import SamplingParams
 from bough.sizing.cost_curve import CostCurve
-from bough.sizing.division import Rider
+from bough.sizing.division import Price, Rider
 from bough.tree import Tree
 from loadtest.tiny_model import TINY, save_model
 from target_worker.dividing import may_leave_out
@@ -228,16 +228,24 @@ def test_samples_stay_whole() -> None:
 
 def test_the_price_of_a_second_is_what_all_get_in_one() -> None:
     price = TokenPrice()
-    assert price.tokens_per_second == 0.0
+    assert (price.tokens_per_second, price.price) == (0.0, Price(0.0, 0.0))
     now = 0.0
+
+    def sweep(num_tokens: int, pause: float = 0.0) -> None:
+        nonlocal now
+        now += 2.0 + pause  # drafting included
+        price.answered(num_tokens, 2.0 * num_tokens)
+        price.answered(0, 0.0)
+        price.swept(1.0, now)
+
     for _ in range(10):
-        now += 2.0  # drafting included
-        price.swept(6, 1.0, now)
-    assert price.tokens_per_second == pytest.approx(3.0, rel=0.05)
-    price.swept(6, 1.0, now + 1000.0)
-    assert price.tokens_per_second > 2.9, "nobody had anything to do meanwhile"
+        sweep(6)
+    assert price.tokens_per_second == pytest.approx(3.0, rel=0.1)
+    assert price.price.values_per_second == pytest.approx(2 * price.tokens_per_second), "the draft expects twice that"
+    assert price.price.gap_seconds == pytest.approx(1.0, rel=0.15)
     before = price.tokens_per_second
+    sweep(6, pause=1000.0)
+    assert price.tokens_per_second > before, "nobody had anything to do meanwhile"
     for _ in range(20):
-        now += 2.0
-        price.swept(2, 1.0, now + 1000.0)
-    assert before / 3 < price.tokens_per_second < before, "half of what is known is from twenty sweeps ago"
+        sweep(2)
+    assert 1.0 < price.tokens_per_second < before, "half of what is known is from twenty sweeps ago"

@@ -80,7 +80,7 @@ def test_a_verdict_tells_of_its_sweep_and_what_sweeps_take(engine: Engine, model
 
 
 def test_what_a_warm_up_took_is_told_before_the_first_sweep(engine: Engine, model: FakeModel) -> None:
-    model.prior = SweepPrior(CostCurve((8, 16), (0.5, 0.9), 8), 1000, 0.7)
+    model.prior = SweepPrior(8, CostCurve((8, 16), (0.5, 0.9), 8), 1000, 0.7)
     engine.warm_up().result(5)
     assert engine.cost is not None
     assert [engine.cost(rows) for rows in (1, 16)] == pytest.approx([0.7, 0.9])

@@ -70,6 +70,10 @@ METHODS: dict[str, tuple[str, Message]] = {
     ),
     "/bough.v1.Generation/Abort": ("orchestrator", generation_pb2.AbortRequest(request_id="request")),
     "/bough.v1.Generation/GetServerInfo": ("orchestrator", common_pb2.GetServerInfoRequest()),
+    "/bough.v1.Generation/GetDecisions": (
+        "orchestrator",
+        generation_pb2.GetDecisionsRequest(session_id="conversation"),
+    ),
     "/bough.v1.Generation/GetLoads": ("orchestrator", generation_pb2.GetLoadsRequest()),
 }
 

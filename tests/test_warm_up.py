@@ -20,6 +20,7 @@ from bough.errors import StreamError, Unavailable
 from bough.model.checkpoint import Checkpoint
 from bough.model.pack import pack
 from bough.row_counts import RowCounts
+from bough.sizing.sweep_times import SweepPrior
 from loadtest.tiny_model import TINY, save_model
 from target_worker import kernels
 from target_worker.lanes import InlineLanes
@@ -54,9 +55,9 @@ def test_what_is_said_afterwards_is_the_same(twelve_layers: Path, way: str) -> N
 def test_a_start_tells_what_sweeps_can_be_expected_to_take(twelve_layers: Path) -> None:
     with streamed(twelve_layers, torch.bfloat16) as model:
         prior = model.warm_up(new_slot(model))
-        assert prior is not None
+        assert prior.compute is not None
         prior.compute.validate("compute")
-        assert prior.compute.step == model.rows.step
+        assert prior.step == prior.compute.step == model.rows.step
         assert prior.link_bytes == sum(layer.num_bytes for layer in model.tiers.layers)
         assert prior.link_seconds > 0
 
@@ -86,7 +87,7 @@ def test_experts_that_were_read_for_it_are_no_others_later(tmp_path: Path) -> No
     with streamed(folder, torch.bfloat16) as model:
         wanted = plain_logits(model, TOKENS)
     with streamed(folder, torch.bfloat16, expert_slabs=8) as model:
-        model.warm_up(new_slot(model))
+        assert model.warm_up(new_slot(model)) == SweepPrior(step=1), "rows cost what they choose, not what pads them"
         assert all(torch.equal(*pair) for pair in zip(plain_logits(model, TOKENS), wanted, strict=True))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,15 +42,23 @@ class Rider:
         return np.array([0, children[np.argmax(self.values[children])]]) if len(children) else np.zeros(1, np.intp)
 
 
-def divide(
-    riders: Sequence[Rider], fixed_rows: int, cost: CostCurve, tokens_per_second: float, most_rows: int
-) -> list[Nodes]:
+class Price(NamedTuple):
+    """What a second is worth."""
+
+    values_per_second: float  # that sweeps have brought, in such values as riders have
+    gap_seconds: float = math.inf  # between sweeps, in which they bring nothing; infinite is not known
+
+
+def divide(riders: Sequence[Rider], fixed_rows: int, cost: CostCurve, price: Price, most_rows: int) -> list[Nodes]:
     """The nodes that each rider keeps, ascending, each with its parent: those by which the sweep pays best.
 
     Of all sets this has the largest sum of values less what the sweep's seconds would bring elsewhere, with at most
     `most_rows` rows, `fixed_rows` of contexts among them, and what riders keep in any case. Nodes are taken best first,
     whoever's they are, so that parents come before children; every number of rows that pads nothing is compared, as
     seconds grow by steps: behind a step that does not pay may be one that does. Of what is equal, the most nodes.
+
+    Seconds bring elsewhere what they have brought, or what they would in sweeps such as this one, divided best, with
+    the gap between them (Dinkelbach's ratio): sweeps that were too long would make the next ones too long as well.
     """
     least = [rider.least() for rider in riders]
     if not any(rider.may_leave_out for rider in riders):
@@ -58,19 +68,19 @@ def divide(
     is_kept = np.zeros(len(values), np.bool_)
     for begin, nodes in zip(begins, least, strict=False):
         is_kept[begin + nodes] = True
-    num_least = int(is_kept.sum())
     open_nodes = np.flatnonzero(~is_kept)
     order = open_nodes[np.argsort(-values[open_nodes], kind="stable")]
-    num_more = _best_number(values[order], fixed_rows + num_least, cost, tokens_per_second, most_rows)
-    is_kept[order[:num_more]] = True
+    num_rows = fixed_rows + len(values) - len(order)
+    edges = _edges(num_rows, num_rows + len(order), cost, most_rows)
+    gained = values[is_kept].sum() + np.append(0.0, np.cumsum(values[order]))[edges - num_rows]
+    seconds = cost.at(edges)
+    worth = gained - max(price.values_per_second, float((gained / (seconds + price.gap_seconds)).max())) * seconds
+    best = len(edges) - 1 - int(np.argmax(worth[::-1]))
+    is_kept[order[: edges[best] - num_rows]] = True
     return [np.flatnonzero(is_kept[begin:end]) for begin, end in pairwise(begins)]
 
 
-def _best_number(values: Floats, num_rows: int, cost: CostCurve, tokens_per_second: float, most_rows: int) -> int:
-    """How many of these values, which descend, are worth their rows beside so many others."""
-    most = max(num_rows, min(num_rows + len(values), most_rows))
-    edges = cost.steps(most)
-    edges = np.append(num_rows, edges[edges > num_rows])
-    gained = np.append(0.0, np.cumsum(values))[edges - num_rows]
-    worth = gained - tokens_per_second * cost.at(edges)
-    return int(edges[len(edges) - 1 - np.argmax(worth[::-1])]) - num_rows
+def _edges(least: int, all_rows: int, cost: CostCurve, most_rows: int) -> NDArray[np.int64]:
+    """Numbers of rows that are compared, ascending from the least."""
+    edges = cost.steps(max(least, min(all_rows, most_rows)))
+    return np.append(least, edges[edges > least])

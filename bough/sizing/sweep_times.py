@@ -25,7 +25,8 @@ ASSUMED = CostCurve((1, 257), (33.0, 289.0))
 class SweepPrior(NamedTuple):
     """What is known of sweeps before the first, and worth three of them."""
 
-    compute: CostCurve  # what they compute for; its step is that of sweeps
+    step: int  # rows are padded to multiples of it; 1 where what pads them costs little, as in mixtures of experts
+    compute: CostCurve | None = None  # what they compute for; None is not known
     link_bytes: int = 0  # that cross the link in each; 0 where none do, or it is not known how many
     link_seconds: float = 0.0  # that these take
 
@@ -42,12 +43,13 @@ class SweepTimes:
     """
 
     def __init__(self, step: int, most_rows: int, prior: SweepPrior | None = None) -> None:
-        """Rows are padded to multiples of `step`, or of the prior's."""
-        self._step = step = prior.compute.step if prior else step
+        """Rows are padded to multiples of `step`, where there is no prior to say so."""
+        prior = prior or SweepPrior(step)
+        self._step = step = prior.step
         self._rows = grid(step, most_rows)
-        self._compute = RowAverages(prior.compute if prior else ASSUMED, self._rows, is_given=prior is not None)
-        has_link = prior is not None and prior.link_bytes > 0 and prior.link_seconds > 0
-        num_bytes, seconds = (prior.link_bytes, prior.link_seconds) if prior and has_link else (1, 1.0)
+        self._compute = RowAverages(prior.compute or ASSUMED, self._rows, is_given=prior.compute is not None)
+        has_link = prior.link_bytes > 0 and prior.link_seconds > 0
+        num_bytes, seconds = (prior.link_bytes, prior.link_seconds) if has_link else (1, 1.0)
         self._volume = RowAverages(FLAT.scaled(num_bytes), self._rows, has_link)
         self._byte_seconds = RowAverages(FLAT.scaled(seconds / num_bytes), np.ones(1, np.int64), has_link)
         self._fit: _Fit | None = None

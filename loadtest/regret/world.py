@@ -168,12 +168,12 @@ class World:
         if cost is None or len(calls) + (num_context > 0) < 2 or not any(call.may_leave_out for call in calls):
             return
         riders = [Rider.of(call.tree, call.may_leave_out) for call in calls]
-        most, price = self._profile.target.max_sweep_rows, self._price.tokens_per_second
+        most, price = self._profile.target.max_sweep_rows, self._price.price
         for call, nodes in zip(calls, divide(riders, num_context, cost, price, most), strict=True):
             call.kept = nodes
 
-    def _answer(self, call: Verifying, began: float, num_rows: int, num_trees: int) -> int:
-        """Ends a call after its sweep; the tokens that it comes to."""
+    def _answer(self, call: Verifying, began: float, num_rows: int, num_trees: int) -> None:
+        """Ends a call after its sweep."""
         self._calls.remove(call)
         total, queue = self.env.now - call.arrived, began - call.arrived
         timings = Timings(round(total * SECOND), round(queue * SECOND), num_passes=1)
@@ -181,7 +181,8 @@ class World:
         self._gathering.answered(call.sample.name, self.env.now, "o")
         verdict, curve = call.verdict(), self._sweep_times.curve()
         call.done.succeed(VerifyResult(verdict, 0, timings, 0, left_out, curve, num_rows, num_trees))
-        return len(verdict.accepted_nodes) + 1
+        expected = float(Rider.of(call.tree, may_leave_out=True).values[call.kept].sum())
+        self._price.answered(len(verdict.accepted_nodes) + 1, expected if len(call.tree) > 1 else 0.0)
 
     def _target(self) -> Process:
         """A sweep at a time, as `target_worker.engine` has them."""
@@ -209,14 +210,14 @@ class World:
             yield self.env.timeout(seconds)
             self._sweep_times.observe(rows, seconds, waited, round(target.link_seconds_of(rows) * SECOND))
             self._gathering.swept(seconds)
-            trees, tokens = sum(part.has_tree for part in parts), 0
+            trees = sum(part.has_tree for part in parts)
             for part in parts:
                 call = part.job
                 call.num_left -= part.num_context
                 call.num_passed_over = 0
                 if part.has_tree:
-                    tokens += self._answer(call, began, rows, trees)
-            self._price.swept(tokens, seconds, self.env.now)
+                    self._answer(call, began, rows, trees)
+            self._price.swept(seconds, self.env.now)
 
 
 def _prior(profile: Profile) -> SweepPrior:
@@ -225,4 +226,6 @@ def _prior(profile: Profile) -> SweepPrior:
     rows = (target.row_step, *(num for num in (8, 64, 256) if target.row_step < num <= target.max_sweep_rows))
     seconds = tuple(max(1e-6, PRIOR_ERROR * target.compute_seconds(num)) for num in rows)
     link = target.link_seconds_of(1)
-    return SweepPrior(CostCurve(rows, seconds, target.row_step), round(link * SECOND), PRIOR_ERROR * link)
+    return SweepPrior(
+        target.row_step, CostCurve(rows, seconds, target.row_step), round(link * SECOND), PRIOR_ERROR * link
+    )

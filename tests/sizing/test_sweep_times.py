@@ -139,7 +139,7 @@ def test_a_link_that_has_become_faster_than_computing_is_known_to_take_no_longer
 def test_one_sweep_of_one_row_says_nothing_of_the_knee() -> None:
     """A knee of 7 rows was once derived from it, of 190 in truth."""
     prior = CostCurve((1, 257), (0.1, 1.1))
-    learnt = SweepTimes(1, MOST, SweepPrior(prior))
+    learnt = SweepTimes(1, MOST, SweepPrior(1, prior))
     assert known(learnt)(257) == pytest.approx(1.1), "what is given"
     learnt.observe(1, 1.0, 0.8, 1000)
     curve = known(learnt)
@@ -153,7 +153,7 @@ def test_one_sweep_of_one_row_says_nothing_of_the_knee() -> None:
 
 def test_few_row_counts_rescale_what_was_given_and_keep_its_shape() -> None:
     prior = CostCurve((1, 65, 129), (0.1, 0.1, 0.2))
-    learnt = SweepTimes(1, MOST, SweepPrior(prior))
+    learnt = SweepTimes(1, MOST, SweepPrior(1, prior))
     for _ in range(20):
         learnt.observe(1, 0.3, 0.0)
     curve = known(learnt)
@@ -161,7 +161,7 @@ def test_few_row_counts_rescale_what_was_given_and_keep_its_shape() -> None:
 
 
 def test_a_link_that_was_seen_before_the_first_sweep_is_believed_until_sweeps_say_otherwise() -> None:
-    learnt = SweepTimes(1, MOST, SweepPrior(CostCurve((1, 257), (0.1, 1.1)), 1000, 2.0))
+    learnt = SweepTimes(1, MOST, SweepPrior(1, CostCurve((1, 257), (0.1, 1.1)), 1000, 2.0))
     assert (known(learnt)(1), learnt.knee) == (pytest.approx(2.0), pytest.approx(487, rel=0.03))
     for _ in range(8):
         learnt.observe(64, 0.8, 0.45, 1000)
@@ -200,7 +200,9 @@ anything = st.tuples(
 def test_whatever_comes_the_curve_is_one(
     sweeps: list[tuple[int, float, float, int]], step: int, has_prior: bool
 ) -> None:
-    times = SweepTimes(step, MOST, SweepPrior(CostCurve((1, 100), (0.1, 0.5), step), 10, 2.0) if has_prior else None)
+    times = SweepTimes(
+        step, MOST, SweepPrior(step, CostCurve((1, 100), (0.1, 0.5), step), 10, 2.0) if has_prior else None
+    )
     steps = StepTimes(64)
     for rows, total, waited, num_bytes in sweeps:
         times.observe(rows, total, waited * total, num_bytes)
