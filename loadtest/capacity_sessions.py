@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,10 +55,12 @@ def fit(runs: Sequence[RunRecord], prior: Profile) -> Fitted:
         draft=_draft(streams, rounds, prior.draft),
         network=NetworkProfile(statistics.median(_overhead(each) for each in rounds) / CALLS),
     )
-    kinds = {}
-    for number in sorted({stream.prompt for stream in streams}):
-        own = [stream for stream in streams if stream.prompt == number]
-        kinds[number] = _kind(own, prior.acceptance, size)
+    by_prompt = {number: [each for each in streams if each.prompt == number] for number in {s.prompt for s in streams}}
+    tokens = _tokens_of_rounds({number: _whole_rounds(own, size) for number, own in by_prompt.items()})
+    kinds = {
+        number: RequestKind(_context(own[0]), own[0].num_tokens, acceptance=law_with(prior.acceptance, size, mean))
+        for number, own, mean in ((number, by_prompt[number], tokens[number]) for number in sorted(by_prompt))
+    }
     return Fitted(profile, kinds, size)
 
 
@@ -128,13 +130,34 @@ def _draft(streams: Sequence[StreamRecord], rounds: Sequence[RoundRecord], prior
     return replace(draft, prefill_token_seconds=statistics.median(reading) if reading else prior.prefill_token_seconds)
 
 
-def _kind(own: Sequence[StreamRecord], prior: AcceptanceLaw, size: Size) -> RequestKind:
-    """A prompt whose rounds bring what they brought alone, rounds with most of a tree left counting."""
-    whole = [each for stream in own for each in stream.rounds[:-1] if each.num_nodes >= size.nodes // 2]
-    tokens = statistics.mean(each.num_tokens for each in whole) if whole else 1.0
-    stream = own[0]
-    context = max(1, stream.prompt_tokens - stream.cached_tokens)
-    return RequestKind(context, stream.num_tokens, acceptance=law_with(prior, size, tokens))
+def _context(stream: StreamRecord) -> int:
+    """Tokens of a prompt that were to be read: what other sessions had read of it is known."""
+    return max(1, stream.prompt_tokens - stream.cached_tokens)
+
+
+def _whole_rounds(own: Sequence[StreamRecord], size: Size) -> list[int]:
+    """Tokens of a prompt's rounds with most of a tree, without the last, which is cut off."""
+    return [each.num_tokens for one in own for each in one.rounds[:-1] if each.num_nodes >= size.nodes // 2]
+
+
+def _tokens_of_rounds(rounds: Mapping[int, Sequence[int]]) -> dict[int, float]:
+    """Tokens of a prompt's rounds on average, drawn to the mean of all prompts as far as they differ by chance alone.
+
+    A few rounds say little: taken at their word, the prompt that was unluckiest alone would be the last of many again.
+    """
+    every = [tokens for own in rounds.values() for tokens in own]
+    whole = statistics.mean(every) if every else 1.0
+    known = {number: own for number, own in rounds.items() if len(own) > 1}
+    if len(known) < 2:
+        return dict.fromkeys(rounds, whole)
+    within = statistics.mean(statistics.variance(own) for own in known.values())
+    chance = statistics.mean(within / len(own) for own in known.values())
+    between = max(0.0, statistics.variance([statistics.mean(own) for own in known.values()]) - chance)
+    found = dict.fromkeys(rounds, whole)
+    for number, own in known.items():
+        weight = between / (between + within / len(own)) if between else 0.0
+        found[number] = whole + weight * (statistics.mean(own) - whole)
+    return found
 
 
 def law_with(prior: AcceptanceLaw, size: Size, tokens: float) -> AcceptanceLaw:
@@ -179,7 +202,11 @@ def _p95(values: Sequence[float]) -> float:
 
 
 def _predict(run: RunRecord, fitted: Fitted, gather: float, is_sized: bool) -> list[CapacityReport]:
-    kinds = tuple(fitted.kinds[each.prompt] for each in run.streams if each.prompt in fitted.kinds)
+    kinds = tuple(
+        fitted.kinds[each.prompt]._replace(prompt_tokens=_context(each))
+        for each in run.streams
+        if each.prompt in fitted.kinds
+    )
     if len(kinds) != len(run.streams):
         raise ConfigError(
             "--sessions: value was a file with prompts that no session asked alone; must have all of them"

@@ -3,7 +3,8 @@
 A request waits for a place in a target's KV memory, then goes round: a size is chosen, the draft grows its tree in
 steps that it shares with others, the target verifies it in a sweep that it shares with others, and tokens are drawn
 from the law. Trees themselves are not made: how deep a round is accepted follows from size and law alone. Left out:
-drafting ahead, looked-up branches, shared prompts, failures.
+drafting ahead, looked-up branches, shared prompts, failures. Targets are served by drafts of their own, or share one
+with their neighbours.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class _Simulation:
             Target(self._world, scenario.gather, self._swept, self._trim) for _ in range(scenario.num_targets)
         ]
         self._drafts = [Draft(self._world, self._grown) for _ in range(scenario.num_drafts)]
+        self._cells = {id(target): self._cell(index) for index, target in enumerate(self._targets)}
         self._queue: deque[Session] = deque()  # for a place
         self._accepts: dict[tuple[AcceptanceLaw, Size], list[float]] = {}
         self._num_asked = 0
@@ -79,6 +81,12 @@ class _Simulation:
         """A law that drifts is taken as it is in the middle of the answer."""
         tokens = RoundYield(law, kind.prompt_tokens + kind.output_tokens // 2)
         return SizeChoice(self._scenario.profile, tokens, self._scenario.num_drafts > 0, self._scenario.fixed)
+
+    def _cell(self, index: int) -> list[Draft]:
+        """The drafts of this target's sessions: their share of all, so that those that ride together draft together."""
+        num_targets, num_drafts = self._scenario.num_targets, self._scenario.num_drafts
+        begin = index * num_drafts // num_targets
+        return self._drafts[begin : max(begin + 1, (index + 1) * num_drafts // num_targets)]
 
     def run(self) -> Measured:
         """Until enough requests have ended, or too many rounds were made."""
@@ -120,7 +128,7 @@ class _Simulation:
             target.num_running += 1
             session.target = target
             if self._drafts:
-                session.draft = min(self._drafts, key=lambda each: each.num_sessions)
+                session.draft = min(self._cells[id(target)], key=lambda each: each.num_sessions)
                 session.draft.num_sessions += 1
             session.enter("place", self._env.now)
             self._begin_round([session])

@@ -39,7 +39,7 @@ class Scenario:
     fixed: Size | None = None  # instead of choosing sizes
     requests_each: int = 0  # of a user, all beginning at once, and all measured; 0 goes on, less its beginning
     seed: int = 1
-    max_rounds: int = 400_000  # of sessions, after which it is over whether or not enough requests were measured
+    max_rounds: int = 1_000_000  # of sessions, after which it is over whether or not enough requests were measured
 
     def check(self) -> None:
         """Raises ConfigError where a request fits no target, naming what it would need."""
