@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ def fit(runs: Sequence[RunRecord], prior: Profile) -> Fitted:
         network=NetworkProfile(statistics.median(_overhead(each) for each in rounds) / CALLS),
     )
     by_prompt = {number: [each for each in streams if each.prompt == number] for number in {s.prompt for s in streams}}
-    tokens = _tokens_of_rounds({number: _whole_rounds(own, size) for number, own in by_prompt.items()})
+    tokens = {number: _tokens_of_rounds(own, size) for number, own in by_prompt.items()}
     kinds = {
         number: RequestKind(_context(own[0]), own[0].num_tokens, acceptance=law_with(prior.acceptance, size, mean))
         for number, own, mean in ((number, by_prompt[number], tokens[number]) for number in sorted(by_prompt))
@@ -135,29 +135,13 @@ def _context(stream: StreamRecord) -> int:
     return max(1, stream.prompt_tokens - stream.cached_tokens)
 
 
-def _whole_rounds(own: Sequence[StreamRecord], size: Size) -> list[int]:
-    """Tokens of a prompt's rounds with most of a tree, without the last, which is cut off."""
-    return [each.num_tokens for one in own for each in one.rounds[:-1] if each.num_nodes >= size.nodes // 2]
+def _tokens_of_rounds(own: Sequence[StreamRecord], size: Size) -> float:
+    """Tokens of a prompt's rounds with most of a tree, without the last, which is cut off.
 
-
-def _tokens_of_rounds(rounds: Mapping[int, Sequence[int]]) -> dict[int, float]:
-    """Tokens of a prompt's rounds on average, drawn to the mean of all prompts as far as they differ by chance alone.
-
-    A few rounds say little: taken at their word, the prompt that was unluckiest alone would be the last of many again.
+    Few as they are: beside others the same text comes, and is as lucky again.
     """
-    every = [tokens for own in rounds.values() for tokens in own]
-    whole = statistics.mean(every) if every else 1.0
-    known = {number: own for number, own in rounds.items() if len(own) > 1}
-    if len(known) < 2:
-        return dict.fromkeys(rounds, whole)
-    within = statistics.mean(statistics.variance(own) for own in known.values())
-    chance = statistics.mean(within / len(own) for own in known.values())
-    between = max(0.0, statistics.variance([statistics.mean(own) for own in known.values()]) - chance)
-    found = dict.fromkeys(rounds, whole)
-    for number, own in known.items():
-        weight = between / (between + within / len(own)) if between else 0.0
-        found[number] = whole + weight * (statistics.mean(own) - whole)
-    return found
+    whole = [each.num_tokens for one in own for each in one.rounds[:-1] if each.num_nodes >= size.nodes // 2]
+    return statistics.mean(whole) if whole else 1.0
 
 
 def law_with(prior: AcceptanceLaw, size: Size, tokens: float) -> AcceptanceLaw:

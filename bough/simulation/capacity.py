@@ -27,6 +27,7 @@ LEAST_REQUESTS = 100  # that are measured
 MOST_REQUESTS = 2000
 REQUESTS_EACH = 10  # of a user, within these
 LEFT_OUT_EACH = 2  # of a user, before them: all began at once
+GOLDEN = 0.618033988749895  # steps of it around a circle fill it evenly
 CROWD = 2.0  # times as many users as there are places, beyond which more only wait longer
 
 
@@ -113,6 +114,7 @@ class _Simulation:
         self._num_asked += 1
         session = Session(kind, self._env.now, since=self._env.now, context=kind.prompt_tokens, more=more - 1)
         session.draft_context = kind.prompt_tokens
+        session.luck = self._random.random()
         self._queue.append(session)
         self._place()
 
@@ -201,7 +203,7 @@ class _Simulation:
     def _commit(self, sessions: list[Session]) -> None:
         going_on = []
         for session in sessions:
-            tokens = min(session.remaining, 1 + accepted_of(session.accepts, self._random.random()))
+            tokens = min(session.remaining, 1 + accepted_of(session.accepts, self._draw(session)))
             session.first = session.first or self._env.now
             session.produced += tokens
             session.num_rounds += 1
@@ -215,6 +217,13 @@ class _Simulation:
         self._begin_round(going_on)
         if self._measured.num_rounds >= self._scenario.max_rounds and not self._enough.triggered:
             self._enough.succeed()
+
+    def _draw(self, session: Session) -> float:
+        """By chance; of requests that are known one by one evenly: their kind has their luck already."""
+        if not self._scenario.requests_each:
+            return self._random.random()
+        session.luck = (session.luck + GOLDEN) % 1.0
+        return session.luck
 
     def _end(self, session: Session) -> None:
         target, draft, measured = session.target, session.draft, self._measured
