@@ -114,7 +114,7 @@ class _Simulation:
         self._num_asked += 1
         session = Session(kind, self._env.now, since=self._env.now, context=kind.prompt_tokens, more=more - 1)
         session.draft_context = kind.prompt_tokens
-        session.luck = self._random.random()
+        session.luck = self._random.random() if self._scenario.requests_each else 0.0
         self._queue.append(session)
         self._place()
 
