@@ -7,9 +7,9 @@
     python -m loadtest.sessions --rounds ROUNDS.json && python -m loadtest.capacity --sessions ROUNDS.json
 
 On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another, or --simulate a
-profile of workers without weights. Each repeat
-runs every number of sessions once, in an order of its own, and between them some of the prompts alone; --target-flags
-given several times compares ways to run the target, which take turns. Ends with one JSON line, for each way:
+profile of workers without weights. Each repeat runs every number of sessions once, in an order of its own, and between
+them some of the prompts alone; --target-flags given several times compares ways to run the target, which take turns.
+Ends with one JSON line, for each way:
 
 throughput_ratio    by number of sessions: tokens per second of all together / of the same prompts alone; quartiles over
                     the repeats. Reading the prompts and waiting for the last session counts; with --prompts-each every
