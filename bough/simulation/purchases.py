@@ -14,7 +14,7 @@ SPEED = 2.0  # times as fast a processor, draft or network, or as much KV memory
 
 
 def purchases(scenario: Scenario, now: CapacityReport) -> list[Purchase]:
-    """Every change that does something, those first that give a user most tokens per second, then least latency."""
+    """Every change that does something: first those that give a user most tokens per second, then least latency."""
     found = [_purchase(name, simulate(changed), now) for name, changed in _changes(scenario)]
     return sorted(found, key=lambda each: (-round(each.user_gain, 3), -each.p95_latency_gain))
 
