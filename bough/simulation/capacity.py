@@ -17,7 +17,7 @@ from functools import partial
 import simpy
 
 from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.capacity_choice import PLAIN, Load, Size, SizeChoice
+from bough.simulation.capacity_choice import LEAST_SHARE, PLAIN, Load, Size, SizeChoice
 from bough.simulation.capacity_workers import Draft, Session, Target, World, accepted_of
 from bough.simulation.measuring import Measured, report
 from bough.simulation.round_yield import RoundYield
@@ -162,8 +162,11 @@ class _Simulation:
         halves = round(2 * target.tokens.value)
         load = Load(target.num_running, riders, round(draft.drafting.value), context, halves)
         size = self._choices[self._law(session)].choose(load, self._world.factors).size
-        depth = min(size.depth, session.remaining - 1)
-        return Size(size.nodes, depth) if depth else PLAIN
+        nodes = size.nodes
+        if self._scenario.fixed and session.context and size != PLAIN:  # as the orchestrator's fixed planner
+            nodes = max(LEAST_SHARE, nodes - session.context)
+        depth = min(size.depth, nodes - 1, session.remaining - 1)
+        return Size(nodes, depth) if depth else PLAIN
 
     def _law(self, session: Session) -> AcceptanceLaw:
         return session.kind.acceptance or self._scenario.profile.acceptance
