@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `plan`, `shape`, `simulate`, `pack`, `distill`, `doctor`."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `explain`, `plan`, `shape`, `simulate`, `pack`, and more."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ def _command(name: str) -> Command:
         from bough.commands.shape import shape as command
     elif name == "simulate":
         from bough.commands.simulate import simulate as command
+    elif name == "explain":
+        from bough.commands.explain import explain as command
     elif name == "chat":
         from bough.commands.talk import chat as command
     else:
@@ -120,6 +122,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add_simulate(
         commands.add_parser("simulate", help="what many users of many machines would get, and what to buy next")
     )
+    _add_explain(commands.add_parser("explain", help="why a session's trees were as large as they were"))
     _add_address(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 
@@ -208,6 +211,15 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     schemes = [scheme.value for scheme in Scheme]
     parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
     parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")
+    _add_address(parser)
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "session", nargs="?", default="", help="a session, or a request that ran in it (default: the last at work)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the rounds into a PNG file")
     _add_address(parser)
 
 
