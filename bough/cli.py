@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields
 from bough import __version__
 from bough.commands.simulate_flags import add_simulate
 from bough.commands.speculation import add_speculation, speculation_from
-from bough.config import DEFAULT_PORT, DistillConfig, PlanConfig
+from bough.config import DEFAULT_PORT, PLANNERS, DistillConfig, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions
 from bough.growth import Scheme
@@ -130,7 +130,8 @@ def argument_parser() -> argparse.ArgumentParser:
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="Explain how a rainbow forms, step by step.", help="what to answer")
     parser.add_argument("--max-tokens", type=int, default=64, help="length of the answer (default 64)")
-    parser.add_argument("--budget", type=int, help="nodes of a tree")
+    parser.add_argument("--budget", type=int, help="nodes of a tree (they size themselves by default)")
+    parser.add_argument("--simulate", metavar="PROFILE", help="workers without weights, as for `bough up`")
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
@@ -157,6 +158,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-bits", choices=DRAFT_BITS, help="bits of the draft's products (default auto)")
     parser.add_argument("--draft-device", help="where the draft computes: cpu, cuda or cuda:1 (default: a GPU, if any)")
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
+    parser.add_argument("--planner", choices=PLANNERS, help="who sizes trees (default self; fixed is to compare with)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
     parser.add_argument("--index-url", default="", help="a running Redis or Valkey; one is started by default")
 
