@@ -27,9 +27,10 @@ from bough.sizing.division import Price, Rider
 from bough.tree import Tree
 from loadtest.tiny_model import TINY, save_model
 from target_worker.dividing import may_leave_out
-from target_worker.engine import Engine, SweepModel
+from target_worker.engine import Engine
 from target_worker.price import TokenPrice
 from target_worker.slots import SlotPool
+from target_worker.streamed_sweeper import StreamedSweeper, SweepModel
 from target_worker.sweep import SweepFigures
 
 SAMPLED = SamplingParams(temperature=0.9, seed=7)
@@ -44,7 +45,7 @@ class Gated:
         self._gate.set()
         self.num_rows: list[int] = []
         model.sweep = self._gated  # type: ignore[method-assign]
-        self.engine = Engine(model, pool, limits, 100)
+        self.engine = Engine(StreamedSweeper(model), pool, limits, 100)
         self._num_alone = 0
 
     def _gated(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
