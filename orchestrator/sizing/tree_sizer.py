@@ -85,6 +85,7 @@ class TreeSizer:
         pending.drafted = drafted
         if drafted.draft_probs is not None:
             tree = merged(drafted, looked_up, pending.plan.max_nodes) if len(looked_up) > 1 else drafted
+            pending.decision.num_grown = pending.decision.num_sent = len(tree)
             return Proposal(tree, False, np.arange(len(drafted)))
         pending.values = session.pair.acceptance.values(drafted, session.bias)
         both = union(with_values(drafted, pending.values), looked_up)
@@ -100,11 +101,11 @@ class TreeSizer:
         self._expect(pending, values[kept], len(both))
         return Proposal(_reordered(both, kept), pending.load is not None, pending.places)
 
-    def observe(self, session_id: str, outcome: RoundOutcome) -> None:
-        """Learns what the round took and which guesses were right."""
+    def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
+        """Learns what the round took and which guesses were right; the round's record, None where it had no plan."""
         pending, session = self._pending.pop(session_id, None), self._sessions.get(session_id)
         if pending is None or session is None:
-            return
+            return None
         self._times.observe(pending.situation, outcome)
         self._learn_guesses(session, pending, outcome)
         if outcome.grown is not None and pending.plan.asks_draft:
@@ -117,6 +118,7 @@ class TreeSizer:
         decision = pending.decision
         if decision.mode is Mode.PROBE and decision.tokens > decision.plain_rate * decision.seconds.total:
             session.pair.probing.paid()
+        return decision
 
     def forget(self, session_id: str) -> None:
         """What it has taught its pair of models stays."""
