@@ -77,6 +77,7 @@ class Bench:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
         self.settings = settings
+        self.rounds_file: Path | None = None  # that all rounds are written to, after every repeat's
         self.alone: dict[int, Together] = {}  # by the prompt's number
         self.groups: list[Together] = []
         self.turns: dict[str, list[SecondTurn]] = defaultdict(list)
@@ -110,6 +111,8 @@ class Bench:
                     self.groups.append(done)
                 rate = done.num_tokens / done.seconds
                 print(f"{num_sessions:3} sessions: {rate:.2f} tokens per second", file=sys.stderr, flush=True)
+            if self.rounds_file is not None:
+                write_runs(self.rounds_file, [*self.alone.values(), *self.groups])
             # Each once, and none of the prompts: what one session has computed, another would find.
             questions = iter([f"Please answer this: {text}" for text in self._texts])
             for kind in ("history", "new") * SECOND_TURNS:
@@ -188,13 +191,12 @@ async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     benches = {
         flags: Bench(_settings(arguments, model, flags), tokenizer, arguments) for flags in arguments.target_flags
     }
+    if arguments.rounds:
+        benches[arguments.target_flags[0]].rounds_file = Path(arguments.rounds)
     for number in range(arguments.repeats):
         for flags, bench in benches.items():
             print(f"repeat {number + 1} of {arguments.repeats} {flags}", file=sys.stderr, flush=True)
             await bench.repeat(number, rng)
-    if arguments.rounds:
-        first = benches[arguments.target_flags[0]]
-        write_runs(Path(arguments.rounds), [*first.alone.values(), *first.groups])
     tallies = [bench.tally() for bench in benches.values()]
     figures = {flags: bench.figures() for flags, bench in benches.items()}
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +20,7 @@ HALF_LIFE_ROUNDS = 20.0
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
 MOST_LEVELS = 32  # that are told apart
 PRIOR_WEIGHT, PRIOR_MARGIN = 0.5, 0.7  # of a level's gain over its bound, before any was seen
+FIRST_BOUND = 1.0  # of the step from the root: a token at most
 PRIOR_ACCEPTED = 4.0  # tokens, as many as expected, before any were
 TRUST_DECAY = 0.5 ** (1 / 10)
 LEAST_MARGIN, MOST_MARGIN = 0.02, 1.5
@@ -50,16 +52,17 @@ class Margin:
         self._bounds = np.zeros(MOST_LEVELS)
 
     def price(self, tokens: float) -> float:
-        """The price for the worker of a step that must bring so many tokens.
+        """The price for the worker of a step that must bring so many tokens; above 1 where not even the first does.
 
-        By the level from which on steps have brought less: that is where growth is to end.
+        By the level from which on steps have brought less: that is where growth is to end, and not before.
         """
         gains = (self._gains + PRIOR_WEIGHT * PRIOR_MARGIN ** np.arange(1, MOST_LEVELS + 1)) / (
             self._rounds + PRIOR_WEIGHT
         )
         short = np.flatnonzero(gains < tokens)
         level = int(short[0]) if len(short) else MOST_LEVELS - 1
-        return float(tokens / self._ratios()[level])
+        price = float(tokens / self._ratios()[level])
+        return min(price, FIRST_BOUND) if level else max(price, math.nextafter(FIRST_BOUND, 2))
 
     def observe(self, tree: Tree, values: NDArray[np.float64]) -> None:
         """A draft's tree as it was grown, and its nodes' chances to be accepted."""
@@ -118,7 +121,9 @@ class Habits:
         return cls(GainProfile(others.drafted), GainProfile(others.looked_up), others.num_steps, others.is_drafting)
 
     def note_steps(self, num_steps: int) -> None:
-        """A draft's tree took so many steps."""
+        """A draft's tree took so many steps; without any it tells nothing of what trees take."""
+        if num_steps == 0:
+            return
         self.num_steps = self.num_steps + 0.2 * (num_steps - self.num_steps) if self.num_steps else float(num_steps)
 
 
@@ -137,6 +142,10 @@ class Probing:
         self.gap = min(2 * self.gap, LAST_PROBE)
         self.num_left = self.gap
         return True
+
+    def paid(self) -> None:
+        """The last one was better than doing without: perhaps it was luck, and another soon tells."""
+        self.num_left = min(self.num_left, FIRST_PROBE)
 
     def begin(self) -> None:
         """Drafting has just been given up."""

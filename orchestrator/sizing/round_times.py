@@ -8,7 +8,7 @@ from bough.sizing.choice import SweepLoad
 from bough.sizing.decision import Parts
 from orchestrator.sizing.pairs import Habits, SessionState
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
-from orchestrator.sizing.worker_times import NANO, ByWorker, DraftTimes, TargetTimes, told_curve
+from orchestrator.sizing.worker_times import NANO, ByWorker, DraftTimes, TargetTimes
 
 HIDDEN_FROM = 0.25  # of a sweep: a call that waits for longer before its own waits for another sweep to end
 SHARE_OF_WAIT = 0.9  # of what is waited then that may be spent on drafting instead
@@ -33,9 +33,9 @@ class RoundTimes:
         """Workers have told of themselves, perhaps for the first time."""
         target = self._targets.of(situation.target.worker_id)
         if target.curve is None:
-            target.curve = told_curve(situation.target.worker_id, situation.target.cost, None)
+            target.told(situation.target.worker_id, situation.target.cost)
         if situation.draft is not None and (draft := self._drafts.of(situation.draft.worker_id)).curve is None:
-            draft.curve = told_curve(situation.draft.worker_id, situation.draft.cost, None)
+            draft.told(situation.draft.worker_id, situation.draft.cost)
 
     def load(self, situation: Situation, session: SessionState) -> SweepLoad | None:
         """What is in the next sweep beside the session's tree; None while nothing is known of the target's sweeps."""
@@ -88,7 +88,7 @@ class RoundTimes:
 
     def _observe_target(self, situation: Situation, outcome: RoundOutcome) -> None:
         times, result, timings = self._targets.of(situation.target.worker_id), outcome.result, outcome.timings
-        times.curve = told_curve(situation.target.worker_id, result.cost, times.curve)
+        times.told(situation.target.worker_id, result.cost)
         times.network.add(outcome.target_network_ns * NANO)
         times.queue.add(timings.queue_ns * NANO)
         times.drafting.add((timings.draft_ns + outcome.draft_network_ns) * NANO)
@@ -106,7 +106,7 @@ class RoundTimes:
     def _observe_draft(self, situation: Situation, draft: WorkerFacts, outcome: RoundOutcome) -> None:
         times, grown = self._drafts.of(draft.worker_id), outcome.grown
         assert grown is not None, "seen to by the caller"
-        times.curve = told_curve(draft.worker_id, grown.cost, times.curve)
+        times.told(draft.worker_id, grown.cost)
         times.network.add(outcome.draft_network_ns * NANO)
         times.queue.add(grown.timings.queue_ns * NANO)
         num_passes = grown.timings.num_passes

@@ -22,7 +22,7 @@ from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
 from bough.sizing.decision import Decision, DraftCalibration, Mode
 from bough.tree import Tree
 from orchestrator.sizing.decision_log import DecisionLog
-from orchestrator.sizing.pairs import Habits, PairKey, Pairs, SessionState
+from orchestrator.sizing.pairs import FIRST_BOUND, Habits, PairKey, Pairs, SessionState
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan
 from orchestrator.sizing.round_times import RoundTimes
 
@@ -115,7 +115,10 @@ class TreeSizer:
         session.pair.note_tokens(len(outcome.tokens))
         pending.decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
         self._log.add(session_id, pending.decision)
-        return pending.decision
+        decision = pending.decision
+        if decision.mode is Mode.PROBE and decision.tokens > decision.plain_rate * decision.seconds.total:
+            session.pair.probing.paid()
+        return decision
 
     def forget(self, session_id: str) -> None:
         """What it has taught its pair of models stays."""
@@ -165,7 +168,8 @@ class TreeSizer:
             seconds = self._times.draft_seconds(situation, session.habits)
             trust = session.pair.trust.factor
             drafting = best_size(session.habits.drafted, load, seconds, np.arange(2, most_drafted + 1), trust)
-            if self._weigh(session, drafting, plain):
+            price = self._growth(situation, session, drafting).step_price
+            if self._weigh(session, drafting, plain) and price <= FIRST_BOUND:
                 best, mode = drafting, Mode.DRAFT
             elif session.pair.probing.is_due():
                 mode = Mode.PROBE

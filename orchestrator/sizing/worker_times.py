@@ -39,10 +39,30 @@ class Recent:
 
 
 @dataclass(slots=True)
-class TargetTimes:
+class _ToldTimes:
+    """What a worker tells of itself."""
+
+    curve: CostCurve | None = None  # seconds of a sweep, or of a draft step, by rows
+    has_warned: bool = False  # of a curve that was none: said once, for it comes with every reply
+
+    def told(self, worker_id: str, curve: CostCurve | None) -> None:
+        """Takes a curve over; where there is none, or it is no curve, what was known before goes on to hold."""
+        if curve is None or curve is self.curve:
+            return
+        try:
+            curve.validate("cost")
+        except InvalidCurve as exc:
+            if not self.has_warned:
+                logger.warning("%s: %s; going on with what was known before", worker_id, exc)
+            self.has_warned = True
+        else:
+            self.curve = curve
+
+
+@dataclass(slots=True)
+class TargetTimes(_ToldTimes):
     """Of rounds at one target worker."""
 
-    curve: CostCurve | None = None  # seconds of a sweep by rows
     network: Recent = field(default_factory=lambda: Recent(0.0))
     queue: Recent = field(default_factory=lambda: Recent(0.0))
     drafting: Recent = field(default_factory=lambda: Recent(0.0))  # before the call, network included
@@ -53,10 +73,9 @@ class TargetTimes:
 
 
 @dataclass(slots=True)
-class DraftTimes:
+class DraftTimes(_ToldTimes):
     """Of trees grown at one draft worker."""
 
-    curve: CostCurve | None = None  # seconds of a draft step by rows
     network: Recent = field(default_factory=lambda: Recent(0.0))
     queue: Recent = field(default_factory=lambda: Recent(0.0))
     ratio: Recent = field(default_factory=lambda: Recent(1.0))  # of a step, to what the curve says of one row
@@ -83,15 +102,3 @@ class ByWorker(Generic[Times]):
                 self._times.popitem(last=False)
         self._times.move_to_end(worker_id)
         return times
-
-
-def told_curve(worker_id: str, told: CostCurve | None, known: CostCurve | None) -> CostCurve | None:
-    """The curve that a worker has told, or the one known before where it has told none, or one that is no curve."""
-    if told is None or told is known:
-        return known
-    try:
-        told.validate("cost")
-    except InvalidCurve as exc:
-        logger.warning("%s: %s; going on with what was known before", worker_id, exc)
-        return known
-    return told

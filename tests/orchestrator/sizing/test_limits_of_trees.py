@@ -1,0 +1,258 @@
+"""Every limit on a tree passes through the sizer: what requests ask for, what workers take, what is left to say."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from made_rounds import FLAT, ROOT, STEEP, STEP, MadeRounds, new_sizer, situation
+
+from bough.draft_probs import DraftProbs
+from bough.errors import InvalidRequest
+from bough.generation import Speculation
+from bough.growth import NO_TREE, BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan, require_growth
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.decision import Mode
+from bough.tree import Tree
+from orchestrator.sizing.plans import MAX_EXPANSIONS, Proposal, WorkerFacts, limited
+from orchestrator.sizing.tree_sizer import MOST_NODES, UNKNOWN
+
+SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "growth"),
+    [
+        (Speculation(budget=40), BestFirst(40, 16, 7)),
+        (Speculation(budget=6), BestFirst(6, 4, 6)),  # a level has a node at least
+        (Speculation(budget=40, width=3), BestFirst(40, 3, 7)),
+        (Speculation(budget=40, depth=2), BestFirst(40, 16, 2)),
+        (Speculation(budget=9, width=2, depth=3), BestFirst(9, 2, 3)),
+        (Speculation(growth=SHAPE), SHAPE),
+        (Speculation(growth=Chains(2, 3)), Chains(2, 3)),
+        (Speculation(growth=BestFirst(12, 2, 3, step_price=0.25)), BestFirst(12, 2, 3, step_price=0.25)),
+    ],
+)
+def test_a_size_that_a_request_asks_for_is_that_size(speculation: Speculation, growth: Growth) -> None:
+    """However much is known, whatever pays, whoever shares the sweep, and without a price that ends it sooner."""
+    world = MadeRounds(sweep=STEEP)
+    world.play(20)
+    plan = world.sizer.plan(replace(world.base, speculation=speculation, num_context=300))
+    assert plan.tree.growth == growth
+    assert plan.max_nodes == growth.budget
+    assert plan.tree.guess is Guess.SAMPLE
+
+
+def test_a_width_or_a_depth_alone_is_kept_while_the_size_is_chosen() -> None:
+    world = MadeRounds()
+    world.play(10)
+    growth = world.sizer.plan(replace(world.base, speculation=Speculation(width=3, depth=2))).tree.growth
+    assert isinstance(growth, BestFirst)
+    assert (growth.width, growth.depth) == (3, 2)
+    assert growth.budget > 4
+
+
+def test_a_fixed_size_is_sent_whole_whatever_its_rows_cost() -> None:
+    world = MadeRounds(sweep=STEEP)
+    world.play(20)
+    played = world.round(replace(world.base, speculation=Speculation(budget=40, width=8, depth=6)))
+    assert played.num_nodes == 40
+    assert not played.proposal.may_leave_out
+    assert played.decision is not None
+    assert played.decision.mode is Mode.FIXED
+
+
+def test_a_scheme_and_a_guess_reach_the_draft() -> None:
+    sizer = new_sizer()
+    wanted = Speculation(growth=SHAPE, scheme=Scheme.TRAVERSAL)
+    assert sizer.plan(situation(speculation=wanted)).tree.scheme is Scheme.TRAVERSAL
+    chosen = sizer.plan(situation(speculation=Speculation(guess=Guess.DISTRIBUTION)))
+    assert chosen.tree.guess is Guess.DISTRIBUTION
+
+
+def sampled_tree() -> Tree:
+    """Three children that were drawn, and what they were drawn from."""
+    tokens, weights = np.array([1, 2, 3], np.int32), np.full(3, 1 / 3, np.float32)
+    tree = Tree.of([ROOT, 1, 2, 3], [-1, 0, 0, 0], [0.0, *[math.log(1 / 3)] * 3])
+    return replace(tree, draft_probs=DraftProbs.joined({0: (tokens, weights)}))
+
+
+def test_samples_are_never_cut() -> None:
+    """Its size may not depend on what was drawn. What was looked up comes behind it."""
+    sizer, sample = new_sizer(), sampled_tree()
+    wanted = Speculation(growth=StaticShape((0, 0, 0)), scheme=Scheme.WITHOUT_REPLACEMENT)
+    sizer.plan(situation(speculation=wanted, target=WorkerFacts("target", "target", 1024, STEEP), lookup=4))
+    alone = sizer.propose("s", sample, Tree.root(ROOT))
+    assert alone.tree == sample
+    assert not alone.may_leave_out
+    assert alone.places.tolist() == [0, 1, 2, 3]
+    beside = sizer.propose("s", sample, Tree.of([ROOT, 8, 9], [-1, 0, 1], [0.0, -0.1, -0.1]))
+    assert beside.tree.tokens.tolist() == [ROOT, 1, 2, 3, 8, 9]
+    assert beside.tree.draws is not None
+    assert beside.tree.draws.tolist() == [1, 2, 3]
+    assert not beside.may_leave_out
+
+
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_at_the_last_token_nothing_is_guessed(num_left: int) -> None:
+    world = MadeRounds()
+    world.play(5)
+    plan = world.sizer.plan(replace(world.base, num_left=num_left, lookup=8))
+    assert (plan.tree, plan.max_nodes, plan.lookup) == (NO_TREE, 1, 0)
+
+
+@pytest.mark.parametrize("num_left", [2, 3, 9])
+def test_nothing_is_grown_deeper_than_tokens_are_left(num_left: int) -> None:
+    world = MadeRounds()
+    world.play(5)
+    for speculation in (Speculation(), Speculation(budget=64, depth=20), Speculation(growth=Chains(2, 12))):
+        plan = world.sizer.plan(replace(world.base, num_left=num_left, speculation=speculation))
+        assert 1 <= plan.tree.growth.depth <= num_left - 1
+
+
+def test_off_is_off() -> None:
+    world = MadeRounds()
+    world.play(5)
+    played = world.round(replace(world.base, speculation=Speculation(disabled=True), lookup=8))
+    assert (played.plan.tree, played.plan.lookup, played.num_nodes) == (NO_TREE, 0, 1)
+    assert played.decision is not None
+    assert played.decision.mode is Mode.OFF
+
+
+@pytest.mark.parametrize("speculation", [Speculation(), Speculation(budget=900), Speculation(growth=Chains(30, 30))])
+@pytest.mark.parametrize(("of_target", "of_draft"), [(20, 1024), (1024, 20), (7, 5), (1, 8), (8, 1)])
+def test_no_tree_has_more_nodes_than_both_workers_take(speculation: Speculation, of_target: int, of_draft: int) -> None:
+    """Weights stream past for long, so that as many as there may be would be best."""
+    wide = CostCurve((1, 1025), (10.0, 10.1))
+    world = MadeRounds(sweep=wide)
+    world.play(5)
+    facts = replace(
+        world.base,
+        speculation=speculation,
+        target=WorkerFacts("target", "target", of_target, wide),
+        draft=WorkerFacts("draft", "draft", of_draft, STEP),
+    )
+    plan = world.sizer.plan(facts)
+    assert plan.tree.growth.budget <= min(of_target, of_draft)
+    assert plan.max_nodes <= of_target
+    assert plan.asks_draft == (min(of_target, of_draft) > 1)
+
+
+def test_a_draft_expands_no_more_nodes_than_it_keeps_room_for() -> None:
+    plan = limited(TreePlan(BestFirst(1024, 512, 24)), situation())
+    assert plan.tree.growth == BestFirst(1024, 512, MAX_EXPANSIONS // 512)
+    world = MadeRounds(sweep=CostCurve((1, 1025), (100.0, 100.1)), step=STEP.scaled(0.01))
+    for played in world.play(20):
+        assert played.plan.tree.growth.max_expansions <= MAX_EXPANSIONS
+        assert played.plan.tree.growth.budget <= MOST_NODES
+
+
+def test_before_anything_is_known_of_a_targets_sweeps_trees_are_moderate() -> None:
+    unknown = WorkerFacts("target", "target", 1024, None)
+    played = MadeRounds().round(situation(target=unknown))
+    assert played.plan.tree.growth == UNKNOWN
+    assert played.num_nodes <= UNKNOWN.budget
+    assert not played.proposal.may_leave_out, "nothing was decided"
+
+
+def test_the_second_round_knows_what_the_first_was_told() -> None:
+    """A target tells its curve with each verdict, though it told none when it was met."""
+    world = MadeRounds()
+    unknown = replace(world.base, target=WorkerFacts("target", "target", 1024, None))
+    world.round(unknown)
+    assert world.round(unknown).num_nodes == 64
+
+
+def test_without_a_draft_only_the_text_is_looked_up() -> None:
+    sizer = new_sizer()
+    plan = sizer.plan(situation(draft=None, lookup=12, target=WorkerFacts("target", "target", 1024, FLAT)))
+    assert (plan.tree, plan.asks_draft, plan.lookup) == (NO_TREE, False, 12)
+    guesses = Tree.of([ROOT, 1, 2, 3], [-1, 0, 1, 2], [0.0, -0.1, -0.1, -0.1])
+    assert len(sizer.propose("s", Tree.root(ROOT), guesses).tree) == 4
+
+
+def test_what_was_looked_up_is_cut_where_it_is_not_worth_its_rows() -> None:
+    sizer = new_sizer()
+    sizer.plan(situation(draft=None, lookup=12, target=WorkerFacts("target", "target", 1024, STEEP)))
+    guesses = Tree.of([ROOT, 1, 2, 3], [-1, 0, 0, 0], [0.0, math.log(0.9), math.log(0.04), math.log(0.03)])
+    proposal = sizer.propose("s", Tree.root(ROOT), guesses)
+    assert proposal.tree.tokens.tolist() == [ROOT, 1]
+    assert proposal.may_leave_out
+
+
+def test_what_is_sent_is_a_part_of_what_was_grown_with_parents_first() -> None:
+    world = MadeRounds(sweep=STEEP)
+    world.play(10)
+    for played in world.play(10):
+        tree, places = played.proposal.tree, played.proposal.places
+        tree.validate(1000, 1024)
+        assert len(places) == len(played.drafted)
+        for node, place in enumerate(places):
+            if place >= 0:
+                assert tree.tokens[place] == played.drafted.tokens[node]
+                if node:
+                    assert tree.parents[place] == places[played.drafted.parents[node]]
+        assert (places >= 0).sum() == len(tree)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        CostCurve((1, 64), (1.0, math.nan)),
+        CostCurve((1, 64), (1.0, 0.5)),
+        CostCurve((1, 64), (1.0, math.inf)),
+        CostCurve((64, 1), (1.0, 1.0)),
+        CostCurve((), ()),
+        CostCurve((1, 64), (-1.0, 1.0)),
+    ],
+    ids=["nan", "decreasing", "infinite", "rows that fall", "empty", "negative"],
+)
+def test_a_curve_that_is_none_is_ignored_with_a_warning_and_requests_go_on(
+    bad: CostCurve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a target whose info is sound and whose verdicts are not: what was known before goes on to hold."""
+    sound = MadeRounds().play(10)
+    caplog.clear()
+    world = MadeRounds()
+    world.round(world.base)
+    with caplog.at_level(logging.WARNING):
+        played = [told_wrong(world, bad) for _ in range(9)]
+    assert [len(proposal.tree) for proposal in played] == [each.num_nodes for each in sound[1:]]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1, "one for a worker, not one a round"
+    assert all(text.startswith("target: cost") and "going on with what was known before" in text for text in warnings)
+
+
+def told_wrong(world: MadeRounds, bad: CostCurve) -> Proposal:
+    """A round whose verdict comes with such a curve."""
+    plan = world.sizer.plan(world.base)
+    grown = world.grown(plan.tree)
+    proposal = world.sizer.propose("s", grown.tree, Tree.root(ROOT))
+    outcome = world.outcome(world.base, proposal, grown)
+    world.sizer.observe("s", replace(outcome, result=replace(outcome.result, cost=bad)))
+    return proposal
+
+
+def test_a_worker_that_is_met_with_a_bad_curve_is_one_of_which_nothing_is_known() -> None:
+    sizer = new_sizer()
+    bad = CostCurve((1, 64), (2.0, 1.0))
+    plan = sizer.plan(situation(target=WorkerFacts("t", "t", 1024, bad), draft=WorkerFacts("d", "d", 1024, bad)))
+    assert plan.tree.growth == UNKNOWN
+
+
+@pytest.mark.parametrize("field", ["node_price", "step_price", "seconds"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.5])
+def test_prices_that_are_not_numbers_are_refused_by_name(field: str, value: float) -> None:
+    growth = BestFirst(16, 4, 4)._replace(**{field: value})
+    with pytest.raises(InvalidRequest, match=rf"^growth\.{field}: {value}"):
+        require_growth("growth", growth, 64)
+
+
+def test_every_price_that_is_planned_is_one_that_a_draft_takes() -> None:
+    """With hostile drafts, in which prices are high, and over all the rounds until they are given up."""
+    for claimed, true in (((0.97, 0.01), (0.0, 0.0)), ((0.5, 0.2), (0.5, 0.2))):
+        for played in MadeRounds(sweep=STEEP, claimed=claimed, true=true).play(60):
+            require_growth("growth", played.plan.tree.growth, 1024)

@@ -1,0 +1,158 @@
+"""What a step is worth to a draft worker, whether trees come to what they promise, and when drafting is tried again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bough.growth import Guess, Scheme
+from bough.tree import Tree
+from orchestrator.sizing.pairs import (
+    FIRST_BOUND,
+    FIRST_PROBE,
+    LAST_PROBE,
+    MAX_PAIRS,
+    Habits,
+    Margin,
+    PairKey,
+    Pairs,
+    Probing,
+    Trust,
+)  # fmt: skip
+
+
+def chain(*probs: float) -> Tree:
+    return Tree.of(range(len(probs) + 1), range(-1, len(probs)), [0.0, *np.log(probs).tolist()])
+
+
+def taught(tree: Tree, values: list[float], rounds: int = 200) -> Margin:
+    margin = Margin()
+    for _ in range(rounds):
+        margin.observe(tree, np.array(values))
+    return margin
+
+
+def grown_levels(price: float, bounds: list[float]) -> int:
+    """Steps that a draft worker makes at this price: while what can be had is no less."""
+    return next((level for level, bound in enumerate(bounds) if bound < price), len(bounds))
+
+
+def test_an_honest_drafts_steps_cost_what_they_must_bring() -> None:
+    """Its best guess of each level is right as often as it says, 0.8; the bound of a level is what leads to it."""
+    tree, values = chain(0.8, 0.8, 0.8, 0.8), [1.0, 0.8, 0.64, 0.512, 0.4096]
+    margin, bounds = taught(tree, values), [0.8**level for level in range(5)]
+    for tokens, levels in ((0.45, 3), (0.6, 2), (0.7, 1)):
+        assert grown_levels(margin.price(tokens), bounds) == levels, tokens
+
+
+def test_a_draft_that_overstates_more_the_deeper_is_stopped_where_steps_bring_too_little() -> None:
+    """It says 0.9 at every level; guesses are right in 0.8, 0.64 and 0.5 of cases."""
+    margin, bounds = taught(chain(0.9, 0.9, 0.9), [1.0, 0.8, 0.64, 0.5]), [1.0, 0.9, 0.81]
+    assert [grown_levels(margin.price(tokens), bounds) for tokens in (0.85, 0.7, 0.55, 0.4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(0.95, 0), (0.5, 1), (0.3, 2), (0.05, 3)])
+def test_where_guesses_fall_off_a_cliff_growth_goes_no_further_and_begins(tokens: float, most: int) -> None:
+    """Right in 0.9, 0.45 and 0.1 of cases: one price for all levels cannot say it exactly."""
+    margin, bounds = taught(chain(0.9, 0.9, 0.9), [1.0, 0.9, 0.45, 0.1]), [1.0, 0.9, 0.81]
+    assert min(1, most) <= grown_levels(margin.price(tokens), bounds) <= most
+
+
+@pytest.mark.parametrize("tokens", [0.0, 0.01, 0.3, 0.69, 0.71, 2.0, 50.0])
+def test_a_first_step_is_asked_for_while_it_pays_and_prices_are_numbers(tokens: float) -> None:
+    """A draft takes its first step for worth a token, whatever it is worth."""
+    price = Margin().price(tokens)
+    assert np.isfinite(price)
+    assert price >= 0
+    assert (price <= FIRST_BOUND) == (tokens <= 0.7), "by the prior it brings 0.7"
+
+
+def test_prices_rise_with_what_a_step_must_bring() -> None:
+    margin = taught(chain(0.9, 0.8, 0.6), [1.0, 0.7, 0.4, 0.2])
+    prices = [margin.price(tokens) for tokens in np.linspace(0.01, 3.0, 60)]
+    levels = [grown_levels(price, [1.0, 0.9, 0.72]) for price in prices]
+    assert levels == sorted(levels, reverse=True)
+
+
+def test_trees_that_bring_nothing_are_distrusted_at_once_and_trust_comes_back() -> None:
+    trust = Trust()
+    assert trust.factor == 1.0
+    for _ in range(4):
+        trust.observe(4.0, 0)
+    assert trust.factor < 0.3
+    for _ in range(60):
+        trust.observe(4.0, 4)
+    assert trust.factor > 0.95
+
+
+def test_trust_is_never_more_than_whole() -> None:
+    trust = Trust()
+    for _ in range(50):
+        trust.observe(1.0, 8)
+    assert trust.factor == 1.0
+
+
+def gaps(probing: Probing, num: int) -> list[int]:
+    """Rounds from one probe to the next."""
+    found = []
+    for _ in range(num):
+        count = 1
+        while not probing.is_due():
+            count += 1
+        found.append(count)
+    return found
+
+
+def test_probes_come_soon_and_then_less_often() -> None:
+    probing = Probing()
+    probing.begin()
+    assert gaps(probing, 8) == [8, 16, 32, 64, 128, 256, 256, 256]
+    assert (FIRST_PROBE, LAST_PROBE) == (8, 256)
+
+
+def test_a_probe_that_has_paid_is_soon_followed_by_one_more() -> None:
+    """Luck costs one more probe, and nothing else: the next comes as late as it would have."""
+    probing = Probing()
+    gaps(probing, 7)
+    probing.paid()
+    assert gaps(probing, 2) == [FIRST_PROBE, LAST_PROBE]
+    probing.begin()
+    assert gaps(probing, 2) == [8, 16]
+
+
+def test_a_tree_without_a_step_says_nothing_of_how_many_there_are() -> None:
+    habits = Habits()
+    habits.note_steps(5)
+    for _ in range(50):
+        habits.note_steps(0)
+    assert habits.num_steps == 5.0
+    habits.note_steps(10)
+    assert habits.num_steps == 6.0
+
+
+def test_a_session_begins_with_its_pairs_habits_and_changes_its_own() -> None:
+    before = Habits()
+    before.note_steps(7)
+    before.is_drafting = False
+    for _ in range(40):
+        before.drafted.observe(np.array([1.0, 0.2, 0.1]))
+    after = Habits.after(before)
+    assert (after.num_steps, after.is_drafting) == (7.0, False)
+    sizes = np.array([2, 8, 64])
+    assert after.drafted.gains(sizes) == pytest.approx(before.drafted.gains(sizes))
+    kept = before.drafted.gains(sizes)
+    after.drafted.observe(np.array([1.0, 0.9, 0.8]))
+    assert before.drafted.gains(sizes) == pytest.approx(kept)
+
+
+def test_pairs_that_were_used_longest_ago_are_forgotten() -> None:
+    pairs = Pairs()
+    keys = [PairKey(f"t{index}", "d", Scheme.TARGET, Guess.SAMPLE, 0.0) for index in range(MAX_PAIRS + 1)]
+    first = pairs.of(keys[0])
+    for key in keys[1:MAX_PAIRS]:
+        pairs.of(key)
+    assert pairs.of(keys[0]) is first
+    second = pairs.of(keys[MAX_PAIRS])
+    assert pairs.of(keys[0]) is first
+    assert pairs.of(keys[MAX_PAIRS]) is second
+    assert len(pairs._pairs) == MAX_PAIRS

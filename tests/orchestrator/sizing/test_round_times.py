@@ -1,0 +1,144 @@
+"""What a round is expected to take, from rounds whose seconds are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from made_rounds import ROOT, STEP, MadeRounds, situation
+
+from bough.growth import Guess, Scheme
+from bough.messages import GrowResult, RoundTimings, Timings, Verdict, VerifyResult
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.decision import Parts
+from bough.tree import Tree
+from orchestrator.sizing.pairs import Habits, Pair, PairKey, SessionState
+from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
+from orchestrator.sizing.round_times import FIRST_STEPS, RoundTimes
+
+MS = 1_000_000
+CURVE = CostCurve((1, 101), (1.0, 2.0))  # a hundredth of a second a row
+KEY = PairKey("target", "draft", Scheme.TARGET, Guess.SAMPLE, 0.0)
+
+
+def facts(num_running: int = 1, **changes: object) -> Situation:
+    target = WorkerFacts("target", "target", 1024, CURVE, num_running)
+    return situation(target=target, **changes)
+
+
+def state(mean_tokens: float = 1.0) -> SessionState:
+    pair = Pair(mean_tokens=mean_tokens)
+    return SessionState(pair, KEY, Habits.after(pair.habits))
+
+
+def outcome(
+    rows: int = 10, trees: int = 1, queue: int = 0, beside: int = 0, passes: int = 3, context: int = 0
+) -> RoundOutcome:
+    """A round with a tree of ten nodes; milliseconds. The draft took 30 a step, calls 5 each, the rest 2."""
+    sweep = round(1000 * CURVE(rows)) + beside
+    draft = 30 * passes
+    grown = GrowResult(Tree.root(ROOT), 0, Timings(draft * MS, 0, compute_ns=draft * MS, num_passes=passes), 0, STEP)
+    target_ns = (queue + sweep) * MS
+    timings = RoundTimings((2 + draft + 10) * MS + target_ns, draft * MS, 10 * MS, target_ns, queue * MS)
+    of_target = Timings(target_ns, queue * MS, num_passes=1)
+    result = VerifyResult(Verdict((), 7), 0, of_target, 0, (), CURVE, rows, trees)
+    return RoundOutcome(10, [7], result, grown, 5 * MS, 5 * MS, timings)
+
+
+def test_nothing_is_expected_of_a_target_that_has_told_nothing() -> None:
+    times, unknown = RoundTimes(), situation(target=WorkerFacts("t", "t", 64, None))
+    times.note(unknown)
+    assert times.load(unknown, state()) is None
+
+
+def test_what_a_round_takes_beside_the_sweep() -> None:
+    times = RoundTimes()
+    times.note(facts())
+    for _ in range(8):
+        times.observe(facts(), outcome(beside=40))
+    load = times.load(facts(num_context=20), state())
+    assert load is not None
+    assert load.other_rows == 20
+    assert load.other_tokens == 0.0
+    assert load.fixed_seconds == pytest.approx(0.005 + 0.040 + 0.002)
+    parts = Parts()
+    times.expect(parts, facts(), load, Habits(num_steps=3.0))
+    assert parts.network == pytest.approx(0.010), "to the target and to the draft"
+    assert parts.draft == pytest.approx(3 * 0.030, rel=1e-3)
+    assert parts.queue == 0.0
+    assert parts.other == pytest.approx(0.002)
+    without = Parts()
+    times.expect(without, facts(), load, None)
+    assert (without.draft, without.network) == (0.0, pytest.approx(0.005))
+
+
+def test_steps_take_as_long_as_they_have_taken_and_a_prompt_read_beside_is_none() -> None:
+    times = RoundTimes()
+    times.note(facts())
+    first = times.draft_seconds(facts(), Habits())
+    assert first == pytest.approx(FIRST_STEPS * STEP(1))
+    for _ in range(8):
+        times.observe(facts(num_draft_context=500), outcome())
+    assert times.step_cost(facts()).step_seconds == pytest.approx(STEP(1))
+    for _ in range(8):
+        times.observe(facts(), outcome())
+    assert times.step_cost(facts()).step_seconds == pytest.approx(0.030, rel=1e-3)
+    assert times.draft_seconds(facts(), Habits(num_steps=5.0)) == pytest.approx(5 * 0.030 + 0.005, rel=1e-3)
+
+
+def test_other_sessions_rows_and_tokens_count_while_they_are_there() -> None:
+    times = RoundTimes()
+    for _ in range(8):
+        times.observe(facts(3), outcome(rows=50, trees=3))
+    load = times.load(facts(3), state(mean_tokens=4.0))
+    assert load is not None
+    assert load.other_rows == 40
+    assert load.other_tokens == pytest.approx(2 * 4.0)
+    alone = times.load(facts(1), state(mean_tokens=4.0))
+    assert alone is not None
+    assert (alone.other_rows, alone.other_tokens) == (0, 0.0)
+
+
+def test_rows_that_were_left_out_and_contexts_are_no_others() -> None:
+    times = RoundTimes()
+    for _ in range(8):
+        made = outcome(rows=26, trees=2)  # of 10 nodes 4 were left out, 20 tokens of context beside
+        times.observe(facts(2, num_context=20), replace(made, result=replace(made.result, left_out_nodes=(6, 7, 8, 9))))
+    load = times.load(facts(2), state())
+    assert load is not None
+    assert load.other_rows == 0
+
+
+@pytest.mark.parametrize(("queue", "is_free"), [(0, False), (250, False), (400, True), (900, True)])
+def test_who_waits_for_more_than_a_quarter_of_a_sweep_drafts_for_nothing(queue: int, is_free: bool) -> None:
+    """Sessions take turns then. A sweep with the others' rows takes a second and a tenth."""
+    times = RoundTimes()
+    for _ in range(8):
+        times.observe(facts(2), outcome(rows=20, trees=2, queue=queue))
+    cost = times.step_cost(facts(2))
+    assert (cost.free_seconds > 0) == is_free
+    assert (times.draft_seconds(facts(2), Habits(num_steps=3.0)) == 0.0) == is_free
+    assert times.step_cost(facts(1)).free_seconds == 0.0, "alone nobody takes turns"
+    if is_free:
+        drafting = 0.090 + 0.005
+        assert cost.free_seconds == pytest.approx(drafting + 0.9 * (queue / 1000 - 0.25 * CURVE(11)), rel=0.01)
+
+
+def test_a_verdict_of_several_sweeps_says_nothing_of_one() -> None:
+    times = RoundTimes()
+    made = outcome(rows=400, trees=9, beside=5000)
+    several = replace(made, result=replace(made.result, timings=replace(made.result.timings, num_passes=3)))
+    for _ in range(8):
+        times.observe(facts(2), several)
+    load = times.load(facts(2), state())
+    assert load is not None
+    assert (load.other_rows, load.other_tokens) == (0, 0.0)
+    assert load.fixed_seconds < 0.1
+
+
+def test_a_change_of_the_network_is_followed_within_five_rounds() -> None:
+    world = MadeRounds()
+    world.play(20)
+    world.network = 0.5
+    world.play(4)
+    assert world.play(1)[0].decision.expected.network == pytest.approx(1.0)  # type: ignore[union-attr]

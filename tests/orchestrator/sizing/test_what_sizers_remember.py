@@ -1,0 +1,203 @@
+"""What a TreeSizer learns from and what it must not, what it keeps by whom, and that it keeps only so much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from made_rounds import GOOD, ROOT, STEEP, STEP, WRONG, MadeRounds, mean_nodes, new_sizer, situation
+
+from bough.generation import Speculation
+from bough.growth import Chains, Guess
+from bough.sizing.decision import Mode
+from bough.tree import Tree
+from orchestrator.sizing.decision_log import MAX_ROUNDS, MAX_SESSIONS
+from orchestrator.sizing.pairs import MAX_PAIRS
+from orchestrator.sizing.plans import WorkerFacts
+from orchestrator.sizing.tree_sizer import TreeSizer
+from orchestrator.sizing.worker_times import MAX_WORKERS
+
+SURE = (0.97, 0.01)
+
+
+def values_of(sizer: TreeSizer, name: str = "s") -> list[float]:
+    """What a tree of a session would be worth now, node by node."""
+    sizer.plan(situation(session_id=name, speculation=Speculation(budget=5, width=1, depth=4)))
+    tree = Tree.of([ROOT, 1, 2, 3], [-1, 0, 1, 2], [0.0, -0.4, -0.4, -0.4])
+    sizer.propose(name, tree, Tree.root(ROOT))
+    pending = sizer._pending[name]
+    assert pending.values is not None
+    return pending.values.tolist()
+
+
+def test_a_draft_that_fails_says_nothing_of_its_guesses() -> None:
+    """Forty rounds without an answer: trees are then what they were before."""
+    world = MadeRounds(sweep=STEEP)
+    before_rounds = world.play(60)
+    before = values_of(world.sizer)
+    world.draft_fails = True
+    failed = world.play(40)
+    assert all(played.num_nodes == 1 and played.plan.asks_draft for played in failed)
+    assert values_of(world.sizer) == before
+    world.draft_fails = False
+    assert world.play(1)[0].num_nodes == before_rounds[-1].num_nodes
+
+
+def test_rounds_without_a_tree_say_nothing_of_a_drafts_guesses() -> None:
+    world = MadeRounds(sweep=STEEP)
+    world.play(60)
+    before = values_of(world.sizer)
+    world.play(40, speculation=Speculation(disabled=True))
+    assert values_of(world.sizer) == before
+
+
+def test_nodes_that_the_target_left_out_are_missing_and_not_rejected() -> None:
+    """The target has chosen no other child of the root; whether what is below the chosen one was right is not known."""
+    tree = Tree.of([ROOT, 0, 0, 0], [-1, 0, 1, 2], [0.0, -0.2, -0.2, -0.2])
+    fixed = Speculation(growth=Chains(1, 3))
+    always = (1.0, 0.0)
+    worlds = [MadeRounds(claimed=always, true=(1.0,)) for _ in range(2)]
+    for left_out, world in zip(((), (2, 3)), worlds, strict=True):
+        for _ in range(30):
+            world.round(replace(world.base, speculation=fixed), tree, left_out)
+    whole, cut = (values_of(world.sizer) for world in worlds)
+    assert cut[1] == pytest.approx(whole[1], abs=0.1), "children of the root were right both times"
+    assert cut[2] > values_of(new_sizer())[2], "right where it was looked at: no reason to think less of what is below"
+    assert whole[3] > 0.8
+
+
+def test_a_session_that_moves_to_other_models_begins_anew_and_back_again_knows_its_pair() -> None:
+    world = MadeRounds(sweep=STEEP, claimed=SURE, true=WRONG)
+    assert world.play(30)[-1].decision.mode is Mode.LOOKUP
+    other = WorkerFacts("other", "other model", 1024, STEEP)
+    first = world.round(replace(world.base, target=other))
+    assert first.decision is not None
+    assert first.decision.mode is Mode.DRAFT, "of this pair nothing is known"
+    assert first.decision.number == 1
+    back = world.round(world.base)
+    assert back.decision is not None
+    assert back.decision.mode is Mode.LOOKUP, "of that one it is"
+
+
+def test_another_worker_of_the_same_models_is_believed_as_the_first_was() -> None:
+    world = MadeRounds(sweep=STEEP, claimed=SURE, true=WRONG)
+    world.play(30)
+    same = WorkerFacts("another worker", "target", 1024, STEEP)
+    played = world.round(replace(world.base, target=same))
+    assert played.decision is not None
+    assert played.decision.mode is Mode.LOOKUP
+    assert played.decision.number == 31
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 0.8}, {"speculation": Speculation(guess=Guess.DISTRIBUTION)}],
+    ids=["temperature", "guess"],
+)
+def test_guesses_of_another_kind_are_learnt_apart(changes: dict[str, object]) -> None:
+    world = MadeRounds(sweep=STEEP, claimed=SURE, true=WRONG)
+    world.play(30)
+    played = world.round(replace(world.base, session_id="other", **changes))  # type: ignore[arg-type]
+    assert played.decision is not None
+    assert played.decision.mode is Mode.DRAFT
+
+
+def test_a_new_session_begins_with_what_others_have_taught() -> None:
+    world = MadeRounds(sweep=STEEP)
+    learnt = mean_nodes(world.play(100)[50:])
+    first = world.round(replace(world.base, session_id="new"))
+    assert first.num_nodes == pytest.approx(learnt, abs=1)
+    assert first.num_nodes < MadeRounds(sweep=STEEP).play(1)[0].num_nodes
+
+
+def test_sessions_whose_guesses_differ_are_told_apart() -> None:
+    """One is guessed well and one badly, in turns; they share a pair, and keep habits of their own."""
+    world = MadeRounds(sweep=STEEP)
+    sizes: dict[str, list[int]] = {"easy": [], "hard": []}
+    for _ in range(150):
+        for name, true in (("easy", (0.95, 0.02)), ("hard", (0.1, 0.02))):
+            world.true = true
+            sizes[name].append(world.round(replace(world.base, session_id=name)).num_nodes)
+    easy, hard = (sum(sizes[name][75:]) / 75 for name in ("easy", "hard"))
+    assert easy > 1.5 * hard
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """Two thousand sessions, each at workers and of models of its own; a tenth of them are never ended."""
+    sizer = new_sizer()
+    world = MadeRounds(sizer, sweep=STEEP)
+    for index in range(2000):
+        facts = replace(
+            world.base,
+            session_id=f"s{index}",
+            target=WorkerFacts(f"t{index}", f"target {index}", 64, STEEP),
+            draft=WorkerFacts(f"d{index}", f"draft {index}", 64, STEP),
+        )
+        world.round(facts)
+        if index % 10:
+            sizer.forget(facts.session_id)
+    assert len(sizer._pairs._pairs) == MAX_PAIRS
+    assert len(sizer._times._targets._times) == len(sizer._times._drafts._times) == MAX_WORKERS
+    assert len(sizer._log._sessions) == MAX_SESSIONS
+    assert len(sizer.calibrations()) <= MAX_SESSIONS
+    assert len(sizer._sessions) == 200
+    assert not sizer._pending
+
+
+def test_a_long_session_keeps_its_last_rounds() -> None:
+    world = MadeRounds(sweep=STEEP)
+    world.play(MAX_ROUNDS + 50)
+    decisions = world.sizer.decisions("s")
+    assert len(decisions) == MAX_ROUNDS
+    assert [decision.number for decision in decisions] == list(range(51, MAX_ROUNDS + 51))
+
+
+def test_a_session_that_has_ended_leaves_its_decisions_and_nothing_else() -> None:
+    world = MadeRounds()
+    world.play(3)
+    world.sizer.forget("s")
+    assert isinstance(world.sizer, TreeSizer)
+    assert (world.sizer._sessions, world.sizer._pending) == ({}, {})
+    assert len(world.sizer.decisions("s")) == len(world.sizer.decisions("")) == 3
+    world.sizer.forget("s")
+    world.sizer.forget("never was")
+
+
+def test_a_round_that_is_planned_twice_or_ends_after_its_session_does_no_harm() -> None:
+    """A round whose verifying fails is never observed; an answer may come when the request has gone."""
+    world = MadeRounds()
+    world.sizer.plan(world.base)
+    played = world.play(1)[0]
+    assert played.num_nodes > 1
+    world.sizer.plan(world.base)
+    world.sizer.propose("s", played.drafted, Tree.root(ROOT))
+    world.sizer.forget("s")
+    world.sizer.observe("s", played.outcome)
+    assert len(world.sizer.decisions("s")) == 1
+
+
+def test_decisions_say_what_was_decided_expected_and_found() -> None:
+    world = MadeRounds(sweep=STEEP, network=0.02)
+    played = world.play(60)[-1]
+    decision = played.decision
+    assert decision is not None
+    assert (decision.number, decision.mode, decision.draft_id) == (60, Mode.DRAFT, "draft")
+    assert decision.num_sent == played.num_nodes == decision.num_rows
+    assert decision.num_grown == len(played.drafted)
+    assert decision.num_steps == played.outcome.grown.timings.num_passes if played.outcome.grown else False
+    assert decision.tokens == len(played.outcome.tokens)
+    assert decision.draft_rate > decision.plain_rate > 0
+    assert decision.price >= decision.plain_rate
+    assert decision.seconds.total == pytest.approx(played.outcome.timings.total_ns / 1e9)
+    assert decision.expected.sweep == pytest.approx(STEEP(played.num_nodes), rel=0.01)
+    assert decision.expected.network == pytest.approx(0.04, rel=0.01)
+    assert decision.expected.total == pytest.approx(decision.seconds.total, rel=0.3)
+    (calibration,) = world.sizer.calibrations()
+    assert calibration.draft_id == "draft"
+    assert calibration.expected_tokens == pytest.approx(calibration.realised_tokens, rel=0.2)
+    assert calibration.expected_seconds == pytest.approx(calibration.realised_seconds, rel=0.1)
+
+
+def test_good_is_the_prior() -> None:
+    """The first tree of a pair of which nothing is known is as large as one that is guessed well."""
+    assert MadeRounds(claimed=GOOD).play(1)[0].num_nodes == 64
