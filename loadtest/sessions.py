@@ -3,11 +3,12 @@
     python -m loadtest.sessions --faults 100
     python -m loadtest.sessions --sessions 1 2 4 8 --prompts-each 3
     python -m loadtest.sessions --target-flags "--gather 0" --target-flags "--gather 1"
-    python -m loadtest.sessions --simulate two-cores --rounds ROUNDS.json
-    python -m loadtest.sessions --rounds ROUNDS.json && python -m loadtest.capacity --sessions ROUNDS.json
+    python -m loadtest.sessions --simulate two-cores --orchestrator-flags "--planner fixed" --rounds ROUNDS.json
+    python -m loadtest.capacity --sessions ROUNDS.json
 
 On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another, or --simulate a
-profile of workers without weights. Each repeat runs every number of sessions once, in an order of its own, and between
+profile of workers without weights. Trees size themselves unless --orchestrator-flags say otherwise; what is fitted to
+rounds wants those of one size. Each repeat runs every number of sessions once, in an order of its own, and between
 them some of the prompts alone; --target-flags given several times compares ways to run the target, which take turns.
 Ends with one JSON line, for each way:
 

@@ -11,15 +11,20 @@ from pathlib import Path
 
 import pytest
 from conftest import pipeline
+from fake_fleet import Fleet
 from simulated import write_profile
 
+import bough.commands.explain as explain_module
+import orchestrator.requests as requests_module
 from bough.cli import argument_parser
 from bough.client import Client
+from bough.commands.doctor import doctor
 from bough.commands.explain import as_json, explain, summary, table
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.decision_plot import save_decisions
-from bough.errors import ConfigError
-from bough.generation import GenerateOptions, Started, TextPrompt
+from bough.errors import ConfigError, NotFound
+from bough.generation import GenerateOptions, Speculation, Started, TextPrompt
+from bough.growth import Scheme, StaticShape
 from bough.launch import Cluster, Settings
 from bough.sizing.account import account, why
 from bough.sizing.decision import Decision, Mode, Parts
@@ -175,10 +180,65 @@ async def test_an_unknown_session_is_one_line_and_status_2(cluster: Cluster) -> 
     assert outcome.stderr == f"error: {problem}\n"
 
 
-async def test_the_running_orchestrator_serves_its_figures(cluster: Cluster) -> None:
+async def test_a_sample_is_recorded_in_its_whole_size(cluster: Cluster) -> None:
+    """It was recorded as a root alone: metrics would have had no draft tokens of it."""
+    shape = Speculation(growth=StaticShape((0, 0, 1, 1)), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)
+    options = GenerateOptions(session_id="sampled", max_tokens=20, temperature=0.8, seed=1, speculation=shape)
+    async with Client(cluster.address) as client:
+        async for _ in client.generate(TextPrompt("Once upon a time"), options):
+            pass
+        decisions = await client.decisions("sampled")
+    assert {decision.mode for decision in decisions[:-1]} == {Mode.FIXED}
+    assert {decision.num_sent for decision in decisions[:3]} == {5}
+
+
+async def test_the_orchestrator_that_remembers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several, each knows its own rounds only."""
+
+    class OneOf:
+        def __init__(self, address: str) -> None:
+            self.address = address
+
+        async def __aenter__(self) -> OneOf:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def decisions(self, session: str) -> tuple[Decision, ...]:
+            if session != f"of {self.address}":
+                raise NotFound(f"{self.address} has no {session}")
+            return (FIXED,)
+
+    monkeypatch.setattr(explain_module, "Client", OneOf)
+    arguments = argument_parser().parse_args(["explain", "of b:2", "--address", "a:1,b:2", "--json"])
+    assert await explain(arguments) == 0
+    arguments.session = "of c:3"
+    with pytest.raises(NotFound, match="b:2 has no of c:3"):
+        await explain(arguments)
+
+
+async def test_requests_are_remembered_by_name_for_a_while(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_module, "MAX_NAMES", 2)
+    await fakes.target("t")
+    requests, _ = await fakes.orchestrator()
+    for name in ("first", "second", "third"):
+        options = GenerateOptions(request_id=name, max_tokens=3, temperature=0.0)
+        assert [event async for event in requests.generate(TextPrompt("Once"), options)]
+    assert len(requests.decisions("third")) > 0
+    assert len(requests.decisions("second")) > 0
+    with pytest.raises(NotFound, match="value was 'first'; must be a session, or a request"):
+        requests.decisions("first")
+
+
+async def test_the_running_orchestrator_serves_its_figures(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with Client(cluster.address) as client:
         await started(client)
         url = (await client.server_info()).metrics_url
+    assert await doctor(argument_parser().parse_args(["doctor", "--address", cluster.address])) == 0
+    assert f"metrics at {url}\n" in capsys.readouterr().out
     with urllib.request.urlopen(url, timeout=5) as reply:
         text = reply.read().decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))

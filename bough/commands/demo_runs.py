@@ -133,10 +133,11 @@ class Contest:
         )
         yield f"{'same tokens':34}{'yes' if self.is_same else 'NO':>18}"
         if self.warm is not None and self.fixed:
-            sizes = ", ".join(map(str, self.fixed))
+            sizes, part = ", ".join(map(str, self.fixed)), len(self.warm.runs[0].answer.token_ids)
             yield (
                 f"self-sized, warm, over the best of {sizes} nodes, chosen in hindsight: "
-                f"{self.self_sized_over_best_fixed:.2f}, over the same tokens"
+                f"{self.self_sized_over_best_fixed:.2f}; "
+                f"both on the first {part} tokens only, {len(self.warm.runs)} times"
             )
 
     def summary(self) -> dict[str, Any]:
@@ -168,11 +169,12 @@ class Contest:
             "fixed_tokens_per_second": {str(n): round(side.tokens_per_second, 3) for n, side in self.fixed.items()},
             "warm_tokens_per_second": round(self.warm.tokens_per_second, 3),
             "warm_nodes": [run.nodes for run in self.warm.runs],
-            "warm_speedup": round(_ratio(self.warm.tokens_per_second, self.plain.tokens_per_second), 3),
+            "compared_tokens": len(self.warm.runs[0].answer.token_ids),
         }
 
 
 FIGURES: tuple[tuple[str, Callable[[Side], float]], ...] = (
+    ("tokens", lambda side: side.num_tokens),
     ("tokens per second", lambda side: side.tokens_per_second),
     ("tokens per round", lambda side: side.tokens_per_round),
     ("nodes per round", lambda side: side.mean_nodes),
