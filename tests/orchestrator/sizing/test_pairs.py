@@ -8,7 +8,16 @@ import pytest
 from bough.growth import Guess, Scheme
 from bough.tree import Tree
 from orchestrator.sizing.pairs import (
-    FIRST_BOUND, FIRST_PROBE, LAST_PROBE, MAX_PAIRS, Habits, Margin, PairKey, Pairs, Probing, Trust,
+    FIRST_BOUND,
+    FIRST_PROBE,
+    LAST_PROBE,
+    MAX_PAIRS,
+    Habits,
+    Margin,
+    PairKey,
+    Pairs,
+    Probing,
+    Trust,
 )  # fmt: skip
 
 

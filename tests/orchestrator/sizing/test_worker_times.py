@@ -50,8 +50,15 @@ def test_a_curve_that_is_told_holds_until_the_next(times: TargetTimes | DraftTim
 
 
 @pytest.mark.parametrize(
-    "bad", [DECREASING, CostCurve((1,), (math.nan,)), CostCurve((1, 2), (1.0,)), CostCurve((0,), (1.0,)), CostCurve((1,), (1.0,), 0)]
-)  # fmt: skip
+    "bad",
+    [
+        DECREASING,
+        CostCurve((1,), (math.nan,)),
+        CostCurve((1, 2), (1.0,)),
+        CostCurve((0,), (1.0,)),
+        CostCurve((1,), (1.0,), 0),
+    ],
+)
 def test_one_that_is_none_is_warned_of_once_by_what_is_wrong(bad: CostCurve, caplog: pytest.LogCaptureFixture) -> None:
     times = TargetTimes()
     times.told("w7", CURVE)
