@@ -5,9 +5,10 @@
     python -m loadtest.capacity --sessions ROUNDS.json
 
 Sessions that ran alone tell the machine's figures (link, computing by rows, draft steps, network) and how easy each
-prompt is to guess; of several at once nothing is used but which prompts they asked. Ends with one JSON line: `papers`
-(errors of seconds a round, and of seconds a token by the published vector), and with --sessions `sessions` by number
-of sessions, where `is_within` is 10 % for tokens per second and 20 % for the 95th percentile of whole answers.
+prompt is to guess; of several at once nothing is used but which prompts they asked, and how much of these was cached.
+Ends with one JSON line: `papers` (errors of seconds a round, and of seconds a token by the published vector), and with
+--sessions `sessions` by number of sessions, where `is_within` is 10 % for tokens per second and 20 % for the 95th
+percentile of whole answers.
 """
 
 from __future__ import annotations

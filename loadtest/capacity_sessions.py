@@ -55,10 +55,12 @@ def fit(runs: Sequence[RunRecord], prior: Profile) -> Fitted:
         draft=_draft(streams, rounds, prior.draft),
         network=NetworkProfile(statistics.median(_overhead(each) for each in rounds) / CALLS),
     )
-    kinds = {}
-    for number in sorted({stream.prompt for stream in streams}):
-        own = [stream for stream in streams if stream.prompt == number]
-        kinds[number] = _kind(own, prior.acceptance, size)
+    by_prompt = {number: [each for each in streams if each.prompt == number] for number in {s.prompt for s in streams}}
+    tokens = {number: _tokens_of_rounds(own, size) for number, own in by_prompt.items()}
+    kinds = {
+        number: RequestKind(_context(own[0]), own[0].num_tokens, acceptance=law_with(prior.acceptance, size, mean))
+        for number, own, mean in ((number, by_prompt[number], tokens[number]) for number in sorted(by_prompt))
+    }
     return Fitted(profile, kinds, size)
 
 
@@ -128,13 +130,18 @@ def _draft(streams: Sequence[StreamRecord], rounds: Sequence[RoundRecord], prior
     return replace(draft, prefill_token_seconds=statistics.median(reading) if reading else prior.prefill_token_seconds)
 
 
-def _kind(own: Sequence[StreamRecord], prior: AcceptanceLaw, size: Size) -> RequestKind:
-    """A prompt whose rounds bring what they brought alone, rounds with most of a tree left counting."""
-    whole = [each for stream in own for each in stream.rounds[:-1] if each.num_nodes >= size.nodes // 2]
-    tokens = statistics.mean(each.num_tokens for each in whole) if whole else 1.0
-    stream = own[0]
-    context = max(1, stream.prompt_tokens - stream.cached_tokens)
-    return RequestKind(context, stream.num_tokens, acceptance=law_with(prior, size, tokens))
+def _context(stream: StreamRecord) -> int:
+    """Tokens of a prompt that were to be read: what other sessions had read of it is known."""
+    return max(1, stream.prompt_tokens - stream.cached_tokens)
+
+
+def _tokens_of_rounds(own: Sequence[StreamRecord], size: Size) -> float:
+    """Tokens of a prompt's rounds with most of a tree, without the last, which is cut off.
+
+    Few as they are: beside others the same text comes, and is as lucky again.
+    """
+    whole = [each.num_tokens for one in own for each in one.rounds[:-1] if each.num_nodes >= size.nodes // 2]
+    return statistics.mean(whole) if whole else 1.0
 
 
 def law_with(prior: AcceptanceLaw, size: Size, tokens: float) -> AcceptanceLaw:
@@ -179,7 +186,11 @@ def _p95(values: Sequence[float]) -> float:
 
 
 def _predict(run: RunRecord, fitted: Fitted, gather: float, is_sized: bool) -> list[CapacityReport]:
-    kinds = tuple(fitted.kinds[each.prompt] for each in run.streams if each.prompt in fitted.kinds)
+    kinds = tuple(
+        fitted.kinds[each.prompt]._replace(prompt_tokens=_context(each))
+        for each in run.streams
+        if each.prompt in fitted.kinds
+    )
     if len(kinds) != len(run.streams):
         raise ConfigError(
             "--sessions: value was a file with prompts that no session asked alone; must have all of them"
@@ -199,7 +210,8 @@ def _figures(num_sessions: int, predicted: list[CapacityReport], rate: float, p9
     if num_sessions == 1:  # each prompt ran in a run of its own
         tokens = sum(each.tokens_per_second * each.measured_seconds for each in predicted)
         predicted_rate = tokens / sum(each.measured_seconds for each in predicted)
-        predicted_p95 = _p95([each.latency.p50 for each in predicted])
+        by_seed = [predicted[seed :: len(SEEDS)] for seed in range(len(SEEDS))]
+        predicted_p95 = statistics.median(_p95([each.latency.p50 for each in own]) for own in by_seed)
     else:
         predicted_rate = statistics.median(each.tokens_per_second for each in predicted)
         predicted_p95 = statistics.median(each.latency.p95 for each in predicted)

@@ -3,11 +3,13 @@
     python -m loadtest.sessions --faults 100
     python -m loadtest.sessions --sessions 1 2 4 8 --prompts-each 3
     python -m loadtest.sessions --target-flags "--gather 0" --target-flags "--gather 1"
+    python -m loadtest.sessions --simulate two-cores --rounds ROUNDS.json
     python -m loadtest.sessions --rounds ROUNDS.json && python -m loadtest.capacity --sessions ROUNDS.json
 
-On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another. Each repeat
-runs every number of sessions once, in an order of its own, and between them some of the prompts alone; --target-flags
-given several times compares ways to run the target, which take turns. Ends with one JSON line, for each way:
+On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another, or --simulate a
+profile of workers without weights. Each repeat runs every number of sessions once, in an order of its own, and between
+them some of the prompts alone; --target-flags given several times compares ways to run the target, which take turns.
+Ends with one JSON line, for each way:
 
 throughput_ratio    by number of sessions: tokens per second of all together / of the same prompts alone; quartiles over
                     the repeats. Reading the prompts and waiting for the last session counts; with --prompts-each every
@@ -45,6 +47,7 @@ from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
 from bough.generation import GenerateOptions, TokenPrompt
 from bough.launch import Settings, launched
 from bough.model.tokenizer_files import load_tokenizer_files
+from bough.simulation.tokenizer import simulated_tokenizer
 from bough.tokenizer import Tokenizer
 from loadtest.chaos import Plan, run_chaos
 from loadtest.chaos_streams import Answer, Received, Tally
@@ -163,8 +166,12 @@ def _quartiles(by_number: dict[int, list[float]]) -> dict[int, list[float]]:
 
 
 def _settings(arguments: argparse.Namespace, model: str, target_flags: str) -> Settings:
-    target = ["--model", model, "--resident-layers", "0", *shlex.split(target_flags)]
-    draft = ["--model", arguments.draft or model, "--drop-layers", arguments.drop_layers]
+    if arguments.simulate:
+        target = draft = ["--simulate", arguments.simulate]
+    else:
+        target = ["--model", model, "--resident-layers", "0"]
+        draft = ["--model", arguments.draft or model, "--drop-layers", arguments.drop_layers]
+    target = [*target, *shlex.split(target_flags)]
     orchestrator = ["--port", "0", *shlex.split(arguments.orchestrator_flags)]
     return Settings(
         parse(TargetConfig, "target_worker", target, os.environ),
@@ -175,7 +182,8 @@ def _settings(arguments: argparse.Namespace, model: str, target_flags: str) -> S
 
 async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """Figures of every way to run the target; those of the first stand at the top too."""
-    tokenizer, rng = Tokenizer(load_tokenizer_files(Path(model))), random.Random(arguments.seed)
+    files = simulated_tokenizer() if arguments.simulate else load_tokenizer_files(Path(model))
+    tokenizer, rng = Tokenizer(files), random.Random(arguments.seed)
     benches = {
         flags: Bench(_settings(arguments, model, flags), tokenizer, arguments) for flags in arguments.target_flags
     }
@@ -201,6 +209,7 @@ async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help='target; "tiny" is a random one to try this with')
+    parser.add_argument("--simulate", default="", metavar="PROFILE", help="workers without weights, instead of models")
     parser.add_argument("--draft", default="", help="another model than the target's own, less some layers")
     parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="that the draft does without")
     parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="numbers of sessions at once")
@@ -223,7 +232,7 @@ def _arguments() -> argparse.Namespace:
 
 
 async def _run(arguments: argparse.Namespace, tiny: Path) -> dict[str, Any]:
-    if arguments.model == "":
+    if arguments.model == "" and not arguments.simulate:
         ensure_demonstration()
     model = {"": str(demonstration_folder()), "tiny": str(tiny)}.get(arguments.model, arguments.model)
     figures = await measured(arguments, model)

@@ -24,7 +24,7 @@ from bough.simulation.pair import SimulatedPair, text_seed
 from bough.simulation.profile import TargetProfile, jittered
 from bough.simulation.reading import refusal
 from bough.sizing.cost_curve import CostCurve
-from bough.sizing.sweep_times import LEAST_SECONDS, SweepPrior
+from bough.sizing.sweep_times import LEAST_SECONDS, SweepPrior, expert_volume
 from target_worker.batching import Part
 from target_worker.engine import Engine
 from target_worker.job import Job
@@ -74,7 +74,16 @@ class SimulatedSweeper:
         seconds = (self._clock.real_seconds(target.compute_seconds(size) + target.overhead_seconds) for size in rows)
         curve = CostCurve(rows, tuple(max(LEAST_SECONDS, each) for each in seconds), self.rows.step)
         link = self._clock.real_seconds(target.link_seconds_of(1))
-        return SweepPrior(self.rows.step, curve, link_bytes(target, 1), link)
+        return SweepPrior(self.rows.step, curve, link_bytes(target, 1), link, volume_of(target))
+
+
+def volume_of(target: TargetProfile) -> CostCurve | None:
+    """Bytes by rows, where these choose experts."""
+    experts = target.experts
+    if experts is None:
+        return None
+    fixed, chosen = (round(LINK_BYTES * seconds) for seconds in (target.link_seconds, experts.miss_seconds))
+    return expert_volume(fixed, chosen, experts.experts_per_token / experts.num_experts, target.max_sweep_rows)
 
 
 def link_bytes(target: TargetProfile, num_rows: int) -> int:

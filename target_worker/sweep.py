@@ -16,9 +16,11 @@ from bough.model.experts import with_rows
 from bough.model.lean_parts import is_lean
 from bough.model.loading import Skeleton, bind_resident, move_buffers
 from bough.model.reproducible import describe, make_reproducible
+from bough.model.shapes import chosen_share
 from bough.model.slot import Slot
 from bough.model.source import ReusedMemory
-from bough.sizing.sweep_times import SweepPrior
+from bough.sizing.cost_curve import CostCurve
+from bough.sizing.sweep_times import SweepPrior, expert_volume
 from bough.tree import Tree
 from target_worker.compiled import CompiledLayers, LayerAt
 from target_worker.kv_stage import KVHome, KVInPlace
@@ -29,6 +31,7 @@ from target_worker.warm_up import PassSeconds, compute_curve
 from target_worker.weights import MadeLayer
 
 NANO = 1e-9
+MOST_ROWS = 4096  # up to which it is told how many experts rows choose
 SPEED_BYTES = 1000**3  # over which the link's speed is taken
 WARM_LAYERS = 2  # where those are not of all kinds, a first sweep compiles what is missing
 MOST_MADE = 2048  # layers in slabs of which that is kept: up to 20 KB each, beside the memory that is budgeted
@@ -104,7 +107,7 @@ class StreamedModel:
             logits = self._first_layers(slot, 1, min(WARM_LAYERS, num_layers))
             require_numbers(logits[0].double().numpy(), 0)
             if self.tiers.experts is not None:  # which rows choose, not what pads them; and some take long to come
-                return SweepPrior(step=1)
+                return SweepPrior(step=1, volume=self._expert_volume())
             self.tiers.restart()
             with self.tiers.layer(0) as self._held:
                 compute = compute_curve(self._passes(slot), self.rows, slot.num_rows, num_layers)
@@ -114,6 +117,13 @@ class StreamedModel:
             self._figures = self.tiers.figures()
         speed, num_bytes = self._best_speed.seen(self._figures), self.tiers.placement.link_bytes
         return SweepPrior(compute.step, compute, num_bytes, num_bytes / speed * NANO if speed else 0.0)
+
+    def _expert_volume(self) -> CostCurve:
+        """Bytes that sweeps take over the link, by rows, if these choose for themselves."""
+        placement = self.tiers.placement
+        expert_bytes = max(0, placement.expert_bytes - placement.fixed.experts)
+        share = chosen_share(self.skeleton.config)
+        return expert_volume(placement.link_bytes - expert_bytes, expert_bytes, share, MOST_ROWS)
 
     def _first_layers(self, slot: Slot, num_rows: int, num_layers: int) -> torch.Tensor:
         """Logits of a root and rows below it, of the first layers alone."""

@@ -20,7 +20,6 @@ from bough.errors import StreamError, Unavailable
 from bough.model.checkpoint import Checkpoint
 from bough.model.pack import pack
 from bough.row_counts import RowCounts
-from bough.sizing.sweep_times import SweepPrior
 from loadtest.tiny_model import TINY, save_model
 from target_worker import kernels
 from target_worker.lanes import InlineLanes
@@ -87,7 +86,10 @@ def test_experts_that_were_read_for_it_are_no_others_later(tmp_path: Path) -> No
     with streamed(folder, torch.bfloat16) as model:
         wanted = plain_logits(model, TOKENS)
     with streamed(folder, torch.bfloat16, expert_slabs=8) as model:
-        assert model.warm_up(new_slot(model)) == SweepPrior(step=1), "rows cost what they choose, not what pads them"
+        prior = model.warm_up(new_slot(model))
+        assert (prior.step, prior.compute) == (1, None), "rows cost what they choose, not what pads them"
+        assert prior.volume is not None
+        assert prior.volume(1) < prior.volume(8) <= model.tiers.placement.link_bytes, "more rows choose more experts"
         assert all(torch.equal(*pair) for pair in zip(plain_logits(model, TOKENS), wanted, strict=True))
 
 

@@ -169,7 +169,7 @@ def model_shapes(
     stored = dtype if bits == 16 else _stored_dtype(config, dtype)
     model = build_empty(config, dtype)
     layers = list(model.get_decoder().layers)
-    parameters = [list(_parameters(layer, packing, stored, dtype, _chosen_share(config))) for layer in layers]
+    parameters = [list(_parameters(layer, packing, stored, dtype, chosen_share(config))) for layer in layers]
     sizes = tuple(sum(p.stored_bytes for p in layer) for layer in parameters)
     largest = parameters[sizes.index(max(sizes))]
     return ModelShapes(
@@ -267,7 +267,7 @@ def _num_experts(config: PretrainedConfig) -> tuple[int, int]:
     return num_experts, int(getattr(config, "num_experts_per_tok", None) or num_experts)
 
 
-def _chosen_share(config: PretrainedConfig) -> float:
+def chosen_share(config: PretrainedConfig) -> float:
     """Of a layer's experts, what a row chooses."""
     num_experts, num_chosen = _num_experts(config)
     return num_chosen / num_experts

@@ -3,7 +3,8 @@
 A request waits for a place in a target's KV memory, then goes round: a size is chosen, the draft grows its tree in
 steps that it shares with others, the target verifies it in a sweep that it shares with others, and tokens are drawn
 from the law. Trees themselves are not made: how deep a round is accepted follows from size and law alone. Left out:
-drafting ahead, looked-up branches, shared prompts, failures.
+drafting ahead, looked-up branches, shared prompts, failures. Targets are served by drafts of their own, or share one
+with their neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 import simpy
 
 from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.capacity_choice import PLAIN, Load, Size, SizeChoice
+from bough.simulation.capacity_choice import LEAST_SHARE, PLAIN, Load, Size, SizeChoice
 from bough.simulation.capacity_workers import Draft, Session, Target, World, accepted_of
 from bough.simulation.measuring import Measured, report
 from bough.simulation.round_yield import RoundYield
@@ -26,6 +27,7 @@ LEAST_REQUESTS = 100  # that are measured
 MOST_REQUESTS = 2000
 REQUESTS_EACH = 10  # of a user, within these
 LEFT_OUT_EACH = 2  # of a user, before them: all began at once
+GOLDEN = 0.618033988749895  # steps of it around a circle fill it evenly
 CROWD = 2.0  # times as many users as there are places, beyond which more only wait longer
 
 
@@ -65,6 +67,7 @@ class _Simulation:
             Target(self._world, scenario.gather, self._swept, self._trim) for _ in range(scenario.num_targets)
         ]
         self._drafts = [Draft(self._world, self._grown) for _ in range(scenario.num_drafts)]
+        self._cells = {id(target): self._cell(index) for index, target in enumerate(self._targets)}
         self._queue: deque[Session] = deque()  # for a place
         self._accepts: dict[tuple[AcceptanceLaw, Size], list[float]] = {}
         self._num_asked = 0
@@ -79,6 +82,12 @@ class _Simulation:
         """A law that drifts is taken as it is in the middle of the answer."""
         tokens = RoundYield(law, kind.prompt_tokens + kind.output_tokens // 2)
         return SizeChoice(self._scenario.profile, tokens, self._scenario.num_drafts > 0, self._scenario.fixed)
+
+    def _cell(self, index: int) -> list[Draft]:
+        """The drafts of this target's sessions: their share of all, so that those that ride together draft together."""
+        num_targets, num_drafts = self._scenario.num_targets, self._scenario.num_drafts
+        begin = index * num_drafts // num_targets
+        return self._drafts[begin : max(begin + 1, (index + 1) * num_drafts // num_targets)]
 
     def run(self) -> Measured:
         """Until enough requests have ended, or too many rounds were made."""
@@ -105,6 +114,7 @@ class _Simulation:
         self._num_asked += 1
         session = Session(kind, self._env.now, since=self._env.now, context=kind.prompt_tokens, more=more - 1)
         session.draft_context = kind.prompt_tokens
+        session.luck = self._random.random() if self._scenario.requests_each else 0.0
         self._queue.append(session)
         self._place()
 
@@ -120,7 +130,7 @@ class _Simulation:
             target.num_running += 1
             session.target = target
             if self._drafts:
-                session.draft = min(self._drafts, key=lambda each: each.num_sessions)
+                session.draft = min(self._cells[id(target)], key=lambda each: each.num_sessions)
                 session.draft.num_sessions += 1
             session.enter("place", self._env.now)
             self._begin_round([session])
@@ -152,8 +162,11 @@ class _Simulation:
         halves = round(2 * target.tokens.value)
         load = Load(target.num_running, riders, round(draft.drafting.value), context, halves)
         size = self._choices[self._law(session)].choose(load, self._world.factors).size
-        depth = min(size.depth, session.remaining - 1)
-        return Size(size.nodes, depth) if depth else PLAIN
+        nodes = size.nodes
+        if self._scenario.fixed and session.context and size != PLAIN:  # as the orchestrator's fixed planner
+            nodes = max(LEAST_SHARE, nodes - session.context)
+        depth = min(size.depth, nodes - 1, session.remaining - 1)
+        return Size(nodes, depth) if depth else PLAIN
 
     def _law(self, session: Session) -> AcceptanceLaw:
         return session.kind.acceptance or self._scenario.profile.acceptance
@@ -193,7 +206,7 @@ class _Simulation:
     def _commit(self, sessions: list[Session]) -> None:
         going_on = []
         for session in sessions:
-            tokens = min(session.remaining, 1 + accepted_of(session.accepts, self._random.random()))
+            tokens = min(session.remaining, 1 + accepted_of(session.accepts, self._draw(session)))
             session.first = session.first or self._env.now
             session.produced += tokens
             session.num_rounds += 1
@@ -207,6 +220,13 @@ class _Simulation:
         self._begin_round(going_on)
         if self._measured.num_rounds >= self._scenario.max_rounds and not self._enough.triggered:
             self._enough.succeed()
+
+    def _draw(self, session: Session) -> float:
+        """By chance; of requests that are known one by one evenly: their kind has their luck already."""
+        if not self._scenario.requests_each:
+            return self._random.random()
+        session.luck = (session.luck + GOLDEN) % 1.0
+        return session.luck
 
     def _end(self, session: Session) -> None:
         target, draft, measured = session.target, session.draft, self._measured

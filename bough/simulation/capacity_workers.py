@@ -43,6 +43,7 @@ class Session:
     since: float = 0.0  # when the part of its time began that it is in
     answered: float = 0.0
     num_rounds: int = 0
+    luck: float = 0.0  # from 0 to 1: where its tokens are drawn evenly instead of by chance
     more: int = 0  # requests of the same user after it; below 0 there is no end
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 

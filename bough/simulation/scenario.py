@@ -37,9 +37,9 @@ class Scenario:
     think_seconds: float = 0.0  # mean of an exponential distribution
     gather: float = 1.0  # longest wait before a sweep, in sweeps, as the target's --gather
     fixed: Size | None = None  # instead of choosing sizes
-    requests_each: int = 0  # of a user, all beginning at once, and all measured; 0 goes on, less its beginning
+    requests_each: int = 0  # of a user, known one by one: all begin at once, all are measured; 0 goes on by chance
     seed: int = 1
-    max_rounds: int = 400_000  # of sessions, after which it is over whether or not enough requests were measured
+    max_rounds: int = 1_000_000  # of sessions, after which it is over whether or not enough requests were measured
 
     def check(self) -> None:
         """Raises ConfigError where a request fits no target, naming what it would need."""

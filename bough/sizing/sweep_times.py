@@ -29,6 +29,7 @@ class SweepPrior(NamedTuple):
     compute: CostCurve | None = None  # what they compute for; None is not known
     link_bytes: int = 0  # that cross the link in each; 0 where none do, or it is not known how many
     link_seconds: float = 0.0  # that these take
+    volume: CostCurve | None = None  # bytes by rows, for their shape, where a sweep's rows choose what crosses the link
 
 
 class SweepTimes:
@@ -50,7 +51,7 @@ class SweepTimes:
         self._compute = RowAverages(prior.compute or ASSUMED, self._rows, is_given=prior.compute is not None)
         has_link = prior.link_bytes > 0 and prior.link_seconds > 0
         num_bytes, seconds = (prior.link_bytes, prior.link_seconds) if has_link else (1, 1.0)
-        self._volume = RowAverages(FLAT.scaled(num_bytes), self._rows, has_link)
+        self._volume = RowAverages(prior.volume or FLAT.scaled(num_bytes), self._rows, has_link)
         self._byte_seconds = RowAverages(FLAT.scaled(seconds / num_bytes), np.ones(1, np.int64), has_link)
         self._fit: _Fit | None = None
 
@@ -91,6 +92,16 @@ class SweepTimes:
 class _Fit:
     curve: CostCurve
     knee: float
+
+
+def expert_volume(fixed_bytes: int, expert_bytes: int, chosen_share: float, most_rows: int) -> CostCurve:
+    """Bytes by rows, in place of seconds: those of every sweep, and of experts those that so many rows choose together.
+
+    Each row chooses `chosen_share` of them, as if for itself; real rows choose more alike, which sweeps will show.
+    """
+    rows = grid(1, most_rows)
+    num_bytes = fixed_bytes + expert_bytes * (1 - (1 - chosen_share) ** rows)
+    return CostCurve(tuple(rows.tolist()), tuple(np.maximum(1.0, num_bytes).tolist()))
 
 
 def grid(step: int, most_rows: int) -> NDArray[np.int64]:

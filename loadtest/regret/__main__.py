@@ -1,6 +1,18 @@
 """Regret of trees that size themselves against the best fixed size in hindsight.
 
-python -m loadtest.regret --simulated
+    python -m loadtest.regret
+    python -m loadtest.regret --only simulated --regime resident
+    python -m loadtest.regret --only real --prompts 4 --tokens 32
+
+Simulated: real sizer, growers, batching and estimators in simulated time (`loadtest.regret.regimes`), the same figures
+every time. Real: the demonstration pair on this machine (`loadtest.regret.real`), which should have nothing else to do.
+Ends with one JSON line. Ratios are seconds for equal tokens of the best fixed size (a grid of size and depth, and off),
+chosen on half of the repeats and scored on the other half, over seconds self-sized: above 1 self-sized is faster.
+
+off_penalty         of simulated regimes where plain decoding was best: 1 - its seconds / seconds self-sized, the worst
+token_error         of tokens that rounds were expected to come to: over all rounds expected / real - 1
+round_time_error    of their seconds, likewise
+plan_seconds        that the sizer itself takes for a round
 """
 
 from __future__ import annotations
@@ -8,20 +20,30 @@ from __future__ import annotations
 import argparse
 import json
 
-from loadtest.regret import simulated
+from loadtest.regret import real, simulated
 
 
 def main() -> None:
     """Prints progress, and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--repeats", type=int, default=8, help="texts of each regime, half to choose on, half to score on"
-    )
-    parser.add_argument("--tokens", type=int, default=128, help="of each text")
+    parser.add_argument("--only", choices=("simulated", "real"), help="one of the two")
     parser.add_argument("--regime", action="append", default=[], help="only this one; may be repeated")
+    parser.add_argument("--repeats", type=int, default=8, help="simulated: texts of each regime")
+    parser.add_argument("--simulated-tokens", type=int, default=128, help="of each of them")
+    parser.add_argument("--prompts", type=int, default=4, help="real: texts of each regime")
+    parser.add_argument("--tokens", type=int, default=32, help="of each of them")
+    parser.add_argument("--plain-tokens", type=int, default=12, help="of which plain decoding makes so many")
+    parser.add_argument("--seed", type=int, default=0, help="real: the first prompt of those that are taken")
     arguments = parser.parse_args()
-    figures = {"simulated": simulated.run(simulated.Scale(arguments.repeats, arguments.tokens), arguments.regime)}
-    print(json.dumps(figures))
+    figures = {}
+    if arguments.only != "real":
+        scale = simulated.Scale(arguments.repeats, arguments.simulated_tokens)
+        figures["simulated"] = simulated.run(scale, arguments.regime)
+    if arguments.only != "simulated":
+        figures["real"] = real.run(
+            arguments.regime, arguments.prompts, arguments.tokens, arguments.plain_tokens, arguments.seed
+        )
+    print(json.dumps({**figures, "settings": vars(arguments)}))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from orchestrator.sizing.plans import Proposal, RoundOutcome, Situation, Sizer, 
 from target_worker.batching import choose
 from target_worker.gathering import Gathering
 from target_worker.price import TokenPrice
+from target_worker.simulated import volume_of
 
 BRANCH = 16  # children of a node, as draft workers have by default
 SECOND = 1e9
@@ -226,6 +227,5 @@ def _prior(profile: Profile) -> SweepPrior:
     rows = (target.row_step, *(num for num in (8, 64, 256) if target.row_step < num <= target.max_sweep_rows))
     seconds = tuple(max(1e-6, PRIOR_ERROR * target.compute_seconds(num)) for num in rows)
     link = target.link_seconds_of(1)
-    return SweepPrior(
-        target.row_step, CostCurve(rows, seconds, target.row_step), round(link * SECOND), PRIOR_ERROR * link
-    )
+    curve = CostCurve(rows, seconds, target.row_step)
+    return SweepPrior(target.row_step, curve, round(link * SECOND), PRIOR_ERROR * link, volume_of(target))

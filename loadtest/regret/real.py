@@ -1,0 +1,144 @@
+"""Regret on real models: the demonstration pair on this machine, streamed, resident, throttled, crowded and disturbed.
+
+Each regime is measured in a process of its own (`loadtest.regret.real_regime`), which a control group may slow down.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bough.demonstration import cache_folder
+from loadtest.limits import limited
+from loadtest.regret.scoring import geomean, interval, score
+
+MEGABYTE = 1000**2
+GRID = ((4, 3), (8, 5), (16, 6), (32, 7), (64, 8))  # nodes, depth
+WIDE_GRID = ((8, 5), (16, 6), (64, 8), (128, 12), (256, 14))
+STREAMED = ("--resident-layers", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class RealRegime:
+    """A way to run the demonstration pair."""
+
+    name: str
+    target_flags: tuple[str, ...] = STREAMED
+    draft_flags: tuple[str, ...] = ("--adapter", "embedded")
+    temperature: float = 0.0
+    num_sessions: int = 1
+    read_megabytes_per_second: int = 0  # of the disk; 0 is as fast as it is
+    grid: tuple[tuple[int, int], ...] = GRID
+    is_disturbed: bool = False  # another process takes one processor from the middle of every answer on
+
+
+REGIMES = (
+    RealRegime("demonstration, greedy"),
+    RealRegime("demonstration, temperature 0.8", temperature=0.8),
+    RealRegime("everything resident", target_flags=(), grid=GRID),
+    RealRegime("link throttled to 500 MB/s", read_megabytes_per_second=500, grid=WIDE_GRID),
+    RealRegime("hostile draft", draft_flags=("--drop-layers", "1-28")),
+    RealRegime("four sessions", num_sessions=4),
+    RealRegime("demonstration, disturbed", is_disturbed=True),
+    RealRegime("everything resident, disturbed", target_flags=(), is_disturbed=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a regime's process is told."""
+
+    regime: RealRegime
+    num_prompts: int
+    num_tokens: int
+    plain_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What it answers: seconds a token after the first round, by contestant and prompt."""
+
+    self_sized: tuple[float, ...]
+    fixed: dict[str, tuple[float, ...]]
+    plain: tuple[float, ...]
+    num_unequal: int  # texts that are not those of plain decoding, as far as that went
+    sizes: tuple[int, ...]  # nodes of the trees that were sent self-sized, without the first round of each answer
+    round_time_error: float
+    token_error: float
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def run(names: Sequence[str], num_prompts: int, num_tokens: int, plain_tokens: int, seed: int) -> dict[str, Any]:
+    """Figures of all regimes, or of those that are named."""
+    figures = {}
+    for regime in REGIMES:
+        if names and regime.name not in names:
+            continue
+        try:
+            measured = _measure(Task(regime, num_prompts, num_tokens, plain_tokens, seed))
+        except (OSError, subprocess.SubprocessError) as exc:
+            print(f"{regime.name}: could not be measured: {exc}", file=sys.stderr, flush=True)
+            figures[regime.name] = {"not_measured": str(exc)}
+            continue
+        figures[regime.name] = _figures(measured)
+        print(f"{regime.name}: {json.dumps(figures[regime.name])}", file=sys.stderr, flush=True)
+    return _summary(figures)
+
+
+def _measure(task: Task) -> Measured:
+    command = [sys.executable, "-m", "loadtest.regret.real_regime", json.dumps(asdict(task))]
+    speed = task.regime.read_megabytes_per_second * MEGABYTE
+    if not speed:
+        return _answer(command)
+    with limited(read_bytes_per_second=speed, disk_of=cache_folder()) as prefix:
+        return _answer([*prefix, *command])
+
+
+def _answer(command: Sequence[str]) -> Measured:
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    values: dict[str, Any] = json.loads(output.splitlines()[-1])
+    values["fixed"] = {name: tuple(seconds) for name, seconds in values["fixed"].items()}
+    return Measured(**values | {name: tuple(values[name]) for name in ("self_sized", "plain", "sizes")})
+
+
+def _figures(measured: Measured) -> dict[str, Any]:
+    scored = score(measured.self_sized, {"off": measured.plain, **measured.fixed}, measured.plain)
+    sizes = sorted(measured.sizes)
+    return {
+        "ratio": round(scored.ratio, 3),
+        "interval": (round(scored.low, 3), round(scored.high, 3)),
+        "best_fixed": scored.best_fixed,
+        "plain_ratio": round(scored.plain_ratio, 3),
+        "self_tokens_per_second": round(1 / geomean(measured.self_sized), 3),
+        "plain_tokens_per_second": round(1 / geomean(measured.plain), 3),
+        "fixed_tokens_per_second": {name: round(1 / geomean(s), 3) for name, s in measured.fixed.items()},
+        "nodes": sizes[len(sizes) // 2] if sizes else 1,
+        "most_nodes": sizes[-1] if sizes else 1,
+        "round_time_error": round(measured.round_time_error, 3),
+        "token_error": round(measured.token_error, 3),
+        "unequal": measured.num_unequal,
+        "plain_interval": [
+            round(bound, 3)
+            for bound in interval([math.log(p / s) for p, s in zip(measured.plain, measured.self_sized, strict=True)])
+        ],
+        **measured.facts,
+    }
+
+
+def _summary(figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    ratios = {name: each["ratio"] for name, each in figures.items() if "ratio" in each}
+    if not ratios:
+        return {"regimes": {}, "details": figures}
+    return {
+        "geomean": round(geomean(list(ratios.values())), 4),
+        "worst": min(ratios.values()),
+        "regimes": ratios,
+        "plain": {name: figures[name]["plain_ratio"] for name in ratios},
+        "details": figures,
+    }

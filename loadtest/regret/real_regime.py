@@ -1,0 +1,224 @@
+"""One regime on real models, in a process of its own: contestants take turns prompt by prompt. Prints one JSON line.
+
+The sizer's orchestrator hears of nothing but its own rounds: fixed sizes and plain decoding go through another one at
+the same workers. What is compared is seconds a token after the first round of each answer, which also reads the prompt:
+prompts that have been read once are not computed again. Plain decoding takes as long for every token, so fewer are
+timed of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from bough.client import Client
+from bough.commands.up import ensure_demonstration
+from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
+from bough.demonstration import demonstration_folder
+from bough.errors import BoughError
+from bough.generation import GenerateOptions, Speculation, TokenPrompt
+from bough.launch import Cluster, Settings, launched
+from bough.model.tokenizer_files import load_tokenizer_files
+from bough.records import WorkerRecord
+from bough.registry import Registry
+from bough.tether import MODULE
+from bough.tokenizer import Tokenizer
+from loadtest.prompts import load_prompts
+from loadtest.regret.real import Measured, RealRegime, Task
+from loadtest.sessions_runs import Stream, stream
+
+WARM_TOKENS = 4
+HALF_TOKENS = 6  # of an answer: plain decoding times twelve, and is to be disturbed for half of them
+OTHER = "orchestrator of fixed sizes"
+
+
+def settings_of(regime: RealRegime) -> Settings:
+    """As `bough up` would run it, but for the regime's flags."""
+    model = str(demonstration_folder())
+    return Settings(
+        parse(TargetConfig, "target_worker", ["--model", model, *regime.target_flags], {}),
+        parse(DraftConfig, "draft_worker", ["--model", model, *regime.draft_flags], {}),
+        parse(OrchestratorConfig, "orchestrator", ["--port", "0"], {}),
+    )
+
+
+@asynccontextmanager
+async def second_orchestrator(cluster: Cluster, config: OrchestratorConfig) -> AsyncIterator[Client]:
+    """Beside the cluster's own, at the same workers; ends with the cluster."""
+    known = {worker.address for worker in (await _records(cluster))}
+    flags = to_flags(replace(config, index_url=cluster.index_url))
+    cluster.start(OTHER, [sys.executable, *MODULE, "orchestrator", *flags])
+    while not (new := [record for record in await _records(cluster) if record.address not in known]):
+        await asyncio.sleep(0.1)
+    async with Client(new[0].address) as client:
+        while True:
+            try:
+                if len((await client.server_info()).workers) == len(("target", "draft")):
+                    break
+            except BoughError:
+                pass
+            await asyncio.sleep(0.1)
+        yield client
+
+
+async def _records(cluster: Cluster) -> list[WorkerRecord]:
+    registry = Registry(cluster.index_url, cluster.settings.target.namespace)
+    try:
+        return list(await registry.workers())
+    finally:
+        await registry.close()
+
+
+class Bench:
+    """All that is measured of one regime."""
+
+    def __init__(self, task: Task, own: Client, other: Client) -> None:
+        self.task, self._own, self._other = task, own, other
+        tokenizer = Tokenizer(load_tokenizer_files(Path(demonstration_folder())))
+        num = task.num_prompts * task.regime.num_sessions
+        texts = load_prompts()[task.seed : task.seed + num]
+        self.prompts = [TokenPrompt(tuple(tokenizer.encode_chat([("user", text)]))) for text in texts]
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.num_unequal = 0
+        self.sizes: list[int] = []
+
+    async def run(self) -> Measured:
+        """Every contestant on every prompt, in an order that turns."""
+        grid = self.task.regime.grid
+        contestants = {"self": Speculation(), "off": Speculation(disabled=True)}
+        contestants |= {
+            f"{nodes} nodes, depth {depth}": Speculation(budget=nodes, depth=depth) for nodes, depth in grid
+        }
+        for client in (self._own, self._other):
+            await stream(client, self.prompts[0], GenerateOptions(temperature=0.0, max_tokens=WARM_TOKENS))
+        names = list(contestants)
+        for number in range(self.task.num_prompts):
+            plain: list[Stream] = []
+            others: list[list[Stream]] = []
+            turn = number % len(names)
+            for name in (*names[turn:], *names[:turn]):
+                answers = await self._answers(name, contestants[name], number)
+                self.seconds[name].append(sum(_seconds_a_token(answer) for answer in answers) / len(answers))
+                if name == "off":
+                    plain = answers
+                else:
+                    others.append(answers)
+                if name == "self":
+                    self.sizes += [tokens.num_nodes for answer in answers for _, tokens in answer.rounds[1:]]
+            self.num_unequal += sum(
+                _is_unequal(one, its) for each in others for one, its in zip(each, plain, strict=True)
+            )
+        return await self._measured()
+
+    async def _answers(self, name: str, speculation: Speculation, number: int) -> list[Stream]:
+        """To as many prompts at once as the regime has sessions."""
+        task = self.task
+        client = self._own if name == "self" else self._other
+        num_tokens = task.plain_tokens if name == "off" else task.num_tokens
+        options = GenerateOptions(
+            temperature=task.regime.temperature,
+            seed=number,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            speculation=speculation,
+        )
+        first = number * task.regime.num_sessions
+        prompts = self.prompts[first : first + task.regime.num_sessions]
+        disturbing = asyncio.create_task(_disturb(client, self.task.regime.is_disturbed))
+        try:
+            return list(await asyncio.gather(*(stream(client, prompt, options) for prompt in prompts)))
+        finally:
+            disturbing.cancel()
+            await asyncio.wait({disturbing})
+
+    async def _measured(self) -> Measured:
+        decisions = [d for d in await self._own.decisions() if d.expected.sweep and d.num_context < 16]
+        (report,) = await self._own.calibrations() or (None,)
+        fixed = {name: tuple(seconds) for name, seconds in self.seconds.items() if name not in ("self", "off")}
+        return Measured(
+            tuple(self.seconds["self"]),
+            fixed,
+            tuple(self.seconds["off"]),
+            self.num_unequal,
+            tuple(self.sizes),
+            report.expected_seconds / report.realised_seconds - 1 if report else 0.0,
+            report.expected_tokens / report.realised_tokens - 1 if report else 0.0,
+            {"rounds_explained": len(decisions), "load_average": round(os.getloadavg()[0], 1)},
+        )
+
+
+async def _disturb(client: Client, is_wanted: bool) -> None:
+    """Another process that computes on one processor, from a few rounds on until it is cancelled."""
+    if not is_wanted:
+        return
+    began = (await client.loads()).num_tokens_total
+    while (await client.loads()).num_tokens_total < began + HALF_TOKENS:
+        await asyncio.sleep(0.1)
+    process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
+    process.start()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _spin() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    while True:
+        pass
+
+
+def _seconds_a_token(answer: Stream) -> float:
+    first, last = answer.rounds[0], answer.rounds[-1]
+    num_tokens = len(answer.token_ids) - len(first[1].token_ids)
+    return (last[0] - first[0]) / max(1, num_tokens)
+
+
+def _is_unequal(one: Stream, plain: Stream) -> bool:
+    num = min(len(one.token_ids), len(plain.token_ids))
+    return one.token_ids[:num] != plain.token_ids[:num]
+
+
+async def measure(task: Task) -> Measured:
+    """Starts everything, measures, ends everything."""
+    ensure_demonstration()
+    settings = settings_of(task.regime)
+    fixed = replace(settings.orchestrator, planner="fixed")
+    async with (
+        launched(settings, lambda _: None) as cluster,
+        Client(cluster.address) as own,
+        second_orchestrator(cluster, fixed) as other,
+    ):
+        return await Bench(task, own, other).run()
+
+
+def _task_from(text: str) -> Task:
+    values = json.loads(text)
+    regime = values.pop("regime")
+    for name in ("target_flags", "draft_flags"):
+        regime[name] = tuple(regime[name])
+    regime["grid"] = tuple(map(tuple, regime["grid"]))
+    return Task(regime=RealRegime(**regime), **values)
+
+
+def main() -> None:
+    """One JSON line, after whatever else is printed."""
+    began = time.monotonic()
+    measured = asyncio.run(measure(_task_from(sys.argv[1])))
+    values = asdict(measured)
+    values["facts"]["seconds"] = round(time.monotonic() - began)
+    print(json.dumps(values))
+
+
+if __name__ == "__main__":
+    main()
