@@ -7,7 +7,7 @@ that each runs in a process of its own, which is what `tests/test_chaos.py` is f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -24,13 +24,17 @@ from bough.pb import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_g
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import service_name, serving
+from bough.simulation.clock import SimulatedClock
+from bough.simulation.pair import SimulatedPair
 from draft_worker.service import DraftService
+from draft_worker.simulated import SimulatedDraftWorker
 from draft_worker.worker import DraftWorker
 from loadtest.tiny_model import save_model
 from orchestrator.directory import Directory
 from orchestrator.requests import Requests
 from orchestrator.service import GenerationService
 from target_worker.service import TargetService
+from target_worker.simulated import SimulatedTarget
 from target_worker.worker import TargetWorker
 
 MAX_CONTEXT = 64
@@ -52,8 +56,8 @@ SMALLEST = LlamaConfig(
 class Stack:
     """What runs, and where."""
 
-    target: TargetWorker
-    draft: DraftWorker
+    target: TargetWorker | SimulatedTarget
+    draft: DraftWorker | SimulatedDraftWorker
     requests: Requests
     registry: Registry
     index_url: str
@@ -81,6 +85,34 @@ async def stack(
     of_target = ["--model", str(model), "--resident-layers", "0", "--metrics-port", "-1", *target_flags]
     target_config = parse(TargetConfig, "t", [*flags, *of_target], {})
     draft_config = parse(DraftConfig, "d", [*flags, "--model", str(draft_model or model)], {})
+    async with _around(
+        lambda: TargetWorker(target_config, "target"), lambda: DraftWorker(draft_config, "draft"), folder, target_config
+    ) as running:
+        yield running
+
+
+@asynccontextmanager
+async def simulated_stack(folder: Path, pair: SimulatedPair) -> AsyncIterator[Stack]:
+    """The same around workers without weights."""
+    clock, simulate = SimulatedClock(pair.profile.clock_scale), ["--simulate", "given", "--metrics-port", "-1"]
+    target_config, draft_config = parse(TargetConfig, "t", simulate, {}), parse(DraftConfig, "d", simulate[:2], {})
+    async with _around(
+        lambda: SimulatedTarget(target_config, "target", pair, clock),
+        lambda: SimulatedDraftWorker(draft_config, "draft", pair, clock),
+        folder,
+        target_config,
+    ) as running:
+        yield running
+
+
+@asynccontextmanager
+async def _around(
+    make_target: Callable[[], TargetWorker | SimulatedTarget],
+    make_draft: Callable[[], DraftWorker | SimulatedDraftWorker],
+    folder: Path,
+    target_config: TargetConfig,
+) -> AsyncIterator[Stack]:
+    """An index, an orchestrator and services around these two workers."""
     config = parse(OrchestratorConfig, "o", ["--port", "0", "--budget", "8", "--draft-timeout", "5"], {})
     cluster = Cluster(Settings(target_config, None, config), folder)
     async with AsyncExitStack() as exits:
@@ -89,7 +121,7 @@ async def stack(
         registry = Registry(cluster.index_url)
         exits.push_async_callback(registry.close)
         await registry.wait()
-        target, draft = TargetWorker(target_config, "target"), DraftWorker(draft_config, "draft")
+        target, draft = make_target(), make_draft()
         exits.callback(target.close)
         exits.callback(draft.close)
         target_service, draft_service = TargetService(), DraftService()

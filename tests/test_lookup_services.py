@@ -19,6 +19,7 @@ PASSAGE = tuple(range(40, 60))
 PROMPT = TokenPrompt(PASSAGE * 4)
 TWO_WORDS = {65: 50.0, 66: 50.0}
 PLAIN = Speculation(disabled=True)
+SIZE = Speculation(budget=32)  # where rounds are counted: a size that is chosen follows from what sweeps take here
 GREEDY = GenerateOptions(max_tokens=60, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=5)
 PENALISED = replace(SAMPLED, repetition_penalty=1.2, frequency_penalty=0.2, logit_bias={45: 3.0}, logprobs=1)
@@ -63,7 +64,8 @@ async def test_the_output_is_plain_decodings(draftless: Client, drafting: Client
 
 async def test_text_that_repeats_gains_tokens_per_round(draftless: Client) -> None:
     """Whoever says only two words has said before what comes next."""
-    rounds, finished = await generate(draftless, replace(GREEDY, max_tokens=200, logit_bias=TWO_WORDS))
+    options = replace(GREEDY, max_tokens=200, logit_bias=TWO_WORDS, speculation=SIZE)
+    rounds, finished = await generate(draftless, options)
     metrics = finished.speculation
     assert metrics.tokens_per_round > 2.5
     assert metrics.num_lookup_tokens == sum(event.num_lookup for event in rounds)
@@ -73,8 +75,8 @@ async def test_text_that_repeats_gains_tokens_per_round(draftless: Client) -> No
 
 
 async def test_a_token_that_both_had_guessed_counts_for_the_draft(drafting: Client) -> None:
-    _, both = await generate(drafting, GREEDY)
-    _, draft_alone = await generate(drafting, replace(GREEDY, speculation=Speculation(lookup=0)))
+    _, both = await generate(drafting, replace(GREEDY, speculation=SIZE))
+    _, draft_alone = await generate(drafting, replace(GREEDY, speculation=replace(SIZE, lookup=0)))
     assert draft_alone.speculation.num_lookup_tokens == 0
     assert both.speculation.num_lookup_tokens < both.speculation.num_accepted_tokens
     assert both.speculation.num_rounds <= draft_alone.speculation.num_rounds

@@ -41,6 +41,7 @@ from target_worker.simulated import SimulatedTarget
 
 PROMPT = TextPrompt("Once upon a time")
 PLAIN = Speculation(disabled=True)
+SIZE = Speculation(budget=24)
 SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4))
 OPTIONS = GenerateOptions(max_tokens=40, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(OPTIONS, temperature=0.8)
@@ -48,9 +49,11 @@ WAYS = {
     "plain": replace(OPTIONS, speculation=PLAIN),
     "greedy": OPTIONS,
     "narrow": replace(OPTIONS, speculation=Speculation(budget=5, width=1, depth=4)),
+    "greedy, a size": replace(OPTIONS, speculation=SIZE),
     "sampled": replace(SAMPLED, seed=7),
+    "sampled, a size": replace(SAMPLED, seed=7, speculation=SIZE),
     "sampled, plain": replace(SAMPLED, seed=7, speculation=PLAIN),
-    "distribution": replace(SAMPLED, seed=8, speculation=Speculation(guess=Guess.DISTRIBUTION, lookup=0)),
+    "distribution": replace(SAMPLED, seed=8, speculation=replace(SIZE, guess=Guess.DISTRIBUTION, lookup=0)),
     "shape": replace(SAMPLED, seed=2**64 - 1, speculation=Speculation(growth=SHAPE)),
     "without replacement": replace(
         SAMPLED, seed=9, speculation=Speculation(growth=SHAPE, scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)
@@ -130,7 +133,8 @@ async def test_every_way_to_speculate_says_the_laws_text(client: Client, pair: S
         assert speculation.num_rounds == 40
     else:
         assert speculation.num_degraded_rounds == 0
-        assert speculation.tokens_per_round > 1.2, "the draft is right in three of five places"
+        is_chosen = WAYS[way].speculation == Speculation()  # by what this machine takes, where little is simulated
+        assert is_chosen or speculation.tokens_per_round > 1.2, "the draft is right in three of five places"
 
 
 async def test_a_text_that_may_end_ends_where_the_law_ends_it(client: Client, pair: SimulatedPair) -> None:
@@ -214,8 +218,9 @@ async def test_workers_that_fail_now_and_then_cost_rounds_and_no_tokens(folder: 
         folder, "flaky", failures=[{"worker": kind, "probability": 0.3} for kind in ("draft", "target")]
     )
     async with pipeline(simulated_settings(flaky, flaky)) as cluster, Client(cluster.address) as client:
-        events = await events_of(client, replace(OPTIONS, max_tokens=60))
-    assert tokens_of(events) == expected(pair, events, replace(OPTIONS, max_tokens=60))
+        options = replace(OPTIONS, max_tokens=60, speculation=SIZE)
+        events = await events_of(client, options)
+    assert tokens_of(events) == expected(pair, events, options)
     assert finished(events).speculation.num_degraded_rounds > 0, "the draft's fifth call fails"
 
 
