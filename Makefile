@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
-demo: $(READY)  ## the whole pipeline on a real model: build, start, generate with and without speculation, compare
+demo: $(READY)  ## the whole pipeline on a real model: build, start, generate with trees, in sizes, and without, compare
 	@$(BIN)/bough demo
 
 # Two of everything compute at once here, so threads that wait make room sooner than in service (docs/decisions.md).

@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `plan`, `shape`, `simulate`, `pack`, `distill`, `doctor`."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `explain`, `plan`, `shape`, `simulate`, `pack`, and more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields
 from bough import __version__
 from bough.commands.simulate_flags import add_simulate
 from bough.commands.speculation import add_speculation, speculation_from
-from bough.config import DEFAULT_PORT, DistillConfig, PlanConfig
+from bough.config import DEFAULT_PORT, PLANNERS, DistillConfig, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions
 from bough.growth import Scheme
@@ -65,6 +65,8 @@ def _command(name: str) -> Command:
         from bough.commands.shape import shape as command
     elif name == "simulate":
         from bough.commands.simulate import simulate as command
+    elif name == "explain":
+        from bough.commands.explain import explain as command
     elif name == "chat":
         from bough.commands.talk import chat as command
     else:
@@ -120,6 +122,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add_simulate(
         commands.add_parser("simulate", help="what many users of many machines would get, and what to buy next")
     )
+    _add_explain(commands.add_parser("explain", help="why a session's trees were as large as they were"))
     _add_address(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 
@@ -127,7 +130,8 @@ def argument_parser() -> argparse.ArgumentParser:
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="Explain how a rainbow forms, step by step.", help="what to answer")
     parser.add_argument("--max-tokens", type=int, default=64, help="length of the answer (default 64)")
-    parser.add_argument("--budget", type=int, help="nodes of a tree")
+    parser.add_argument("--budget", type=int, help="nodes of a tree (they size themselves by default)")
+    parser.add_argument("--simulate", metavar="PROFILE", help="workers without weights, as for `bough up`")
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
@@ -154,6 +158,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-bits", choices=DRAFT_BITS, help="bits of the draft's products (default auto)")
     parser.add_argument("--draft-device", help="where the draft computes: cpu, cuda or cuda:1 (default: a GPU, if any)")
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
+    parser.add_argument("--planner", choices=PLANNERS, help="who sizes trees (default self; fixed is to compare with)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
     parser.add_argument("--index-url", default="", help="a running Redis or Valkey; one is started by default")
 
@@ -208,6 +213,15 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     schemes = [scheme.value for scheme in Scheme]
     parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
     parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")
+    _add_address(parser)
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "session", nargs="?", default="", help="a session, or a request that ran in it (default: the last at work)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the rounds into a PNG file")
     _add_address(parser)
 
 

@@ -141,7 +141,10 @@ class Client:
         return wire.calibrations_from_wire(await self._ask(lambda stub: stub.GetAcceptance, pb.GetAcceptanceRequest()))
 
     async def decisions(self, session_id: str = "") -> tuple[Decision, ...]:
-        """Why the last trees of a session were as large as they were, oldest first; of the last session at work.
+        """Why the last trees of a session were as large as they were, oldest first.
+
+        `session_id` may also be the id of a request that ran in it, as `Started` has it; empty is the last session at
+        work.
 
         Raises:
             NotFound: the orchestrator remembers nothing of it.

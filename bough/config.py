@@ -28,6 +28,7 @@ from bough.values import (
 )
 
 DEFAULT_PORT = 7411
+PLANNERS = ("self", "fixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +156,7 @@ class OrchestratorConfig(ServiceConfig):
 
     port: int = setting(DEFAULT_PORT, parse_port, "port to listen on; 0 takes a free one")
     planner: str = setting(
-        "self", one_of("self", "fixed"), "trees size themselves, or have --budget, --width and --depth, to compare with"
+        "self", one_of(*PLANNERS), "trees size themselves, or have --budget, --width and --depth, to compare with"
     )
     max_depth: int = setting(24, parse_count, "most levels of a tree that sizes itself")
     budget: int = setting(64, parse_count, "nodes of a tree of fixed size, or before anything is known of the target")
@@ -177,6 +178,7 @@ class OrchestratorConfig(ServiceConfig):
         24 * 3600.0, parse_seconds, "after its last request a session is kept so long"
     )
     session_max_seconds: float = setting(7 * 24 * 3600.0, parse_seconds, "after its first request it ends, used or not")
+    metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     max_running: int = setting(64, parse_count, "requests that are generated at once; others wait for a place")
     max_waiting: int = setting(
         256, number(int, 0), "requests that may wait for a place; one more is RESOURCE_EXHAUSTED, with a retry delay"

@@ -196,6 +196,7 @@ class ServerInfo:
     protocol_version: int
     bough_version: str
     is_draftless: bool = False  # no draft worker is used, and none is missed
+    metrics_url: str = ""  # of the orchestrator's own; empty where it serves none
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,6 +226,7 @@ def server_info_to_wire(info: g.ServerInfo) -> pb.ServerInfo:
         index_problem=info.index_problem,
         index_url=info.index_url,
         is_draftless=info.is_draftless,
+        metrics_url=info.metrics_url,
     )
 
 
@@ -239,6 +240,7 @@ def server_info_from_wire(message: pb.ServerInfo) -> g.ServerInfo:
         message.protocol_version,
         message.bough_version,
         message.is_draftless,
+        message.metrics_url,
     )
 
 

@@ -1,7 +1,7 @@
 """Whether `bough simulate` tells the truth: beside the papers' tables, and beside sessions that were measured here.
 
     python -m loadtest.capacity
-    python -m loadtest.sessions --sessions 1 2 4 8 16 --rounds ROUNDS.json
+    python -m loadtest.sessions --sessions 1 2 4 8 16 --rounds ROUNDS.json --orchestrator-flags "--planner fixed"
     python -m loadtest.capacity --sessions ROUNDS.json
 
 Sessions that ran alone tell the machine's figures (link, computing by rows, draft steps, network) and how easy each

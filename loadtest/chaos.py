@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bough.client import Client
-from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.config import PLANNERS, DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.pb import target_pb2
 from loadtest.chaos_cluster import REPLICAS, ChaosCluster, chaos_cluster
 from loadtest.chaos_proxy import CallFault
@@ -178,15 +178,20 @@ async def run_chaos(plan: Plan, model: Path) -> dict[str, Any]:
     }
 
 
-def _configs(model: Path) -> tuple[TargetConfig, DraftConfig, OrchestratorConfig]:
-    """Two targets that hold fewer sessions than there may be, with patience for seconds only."""
+def _configs(model: Path) -> tuple[TargetConfig, DraftConfig, list[OrchestratorConfig]]:
+    """Two targets that hold fewer sessions than there may be, with patience for seconds only.
+
+    One orchestrator has trees that size themselves, and on such a model may do without a draft; by the other's fixed
+    sizes every round asks one, so that faults of drafts are met.
+    """
     flags = ["--model", str(model), "--dtype", "float32", "--threads", "1", "--max-nodes", "32"]
     target = [*flags, "--resident-layers", "0", "--metrics-port", "-1", "--kv-memory", "8MB", "--lease-seconds", "2"]
     orchestrator = ["--port", "0", "--draft-timeout", "1", "--target-timeout", "5", "--queue-timeout", "20"]
+    orchestrator += ["--metrics-port", "-1", "--budget", "8", "--depth", "3"]
     return (
         parse(TargetConfig, "target_worker", target, {}),
         parse(DraftConfig, "draft_worker", [*flags, "--drop-layers", "2"], {}),
-        parse(OrchestratorConfig, "orchestrator", [*orchestrator, "--budget", "8", "--depth", "3"], {}),
+        [parse(OrchestratorConfig, "orchestrator", [*orchestrator, "--planner", planner], {}) for planner in PLANNERS],
     )
 
 

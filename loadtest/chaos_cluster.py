@@ -155,21 +155,28 @@ class ChaosCluster:
 async def chaos_cluster(
     target: TargetConfig,
     draft: DraftConfig,
-    orchestrator: OrchestratorConfig,
+    orchestrators: Sequence[OrchestratorConfig],
     rng: random.Random,
     on_verify: Callable[[str, bytes], None],
 ) -> AsyncIterator[ChaosCluster]:
-    """All processes, ready. `on_verify` hears of every call of a target's Verify: the target's name, the request."""
-    configs: dict[str, ServiceConfig] = {"target": target, "draft": draft, "orchestrator": orchestrator}
+    """All processes, ready, REPLICAS of each kind; `orchestrators` are the settings of as many.
+
+    `on_verify` hears of every call of a target's Verify: the target's name, the request.
+    """
+    configs: dict[str, Sequence[ServiceConfig]] = {
+        "target": [target] * REPLICAS,
+        "draft": [draft] * REPLICAS,
+        "orchestrator": orchestrators,
+    }
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="bough-chaos-")))
-        cluster = Cluster(Settings(target, draft, orchestrator), folder)
+        cluster = Cluster(Settings(target, draft, orchestrators[0]), folder)
         stack.callback(cluster.stop_all)
         cluster.start_index()
         index_port = int(cluster.index_url.rpartition(":")[2])
         doors = {INDEX: Door(index_port, await stack.enter_async_context(LinkProxy(index_port).running()), None)}
-        for kind, config in configs.items():
-            for number in range(REPLICAS):
+        for kind, replicas in configs.items():
+            for number, config in enumerate(replicas):
                 name = f"{kind}-{number}"
                 doors[name] = await _open_door(stack, name, rng, on_verify)
                 cluster.start(name, _command(kind, config, doors[name], doors[INDEX].address))

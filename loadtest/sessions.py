@@ -3,11 +3,12 @@
     python -m loadtest.sessions --faults 100
     python -m loadtest.sessions --sessions 1 2 4 8 --prompts-each 3
     python -m loadtest.sessions --target-flags "--gather 0" --target-flags "--gather 1"
-    python -m loadtest.sessions --simulate two-cores --rounds ROUNDS.json
-    python -m loadtest.sessions --rounds ROUNDS.json && python -m loadtest.capacity --sessions ROUNDS.json
+    python -m loadtest.sessions --simulate two-cores --orchestrator-flags "--planner fixed" --rounds ROUNDS.json
+    python -m loadtest.capacity --sessions ROUNDS.json
 
 On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another, or --simulate a
-profile of workers without weights. Each repeat runs every number of sessions once, in an order of its own, and between
+profile of workers without weights. Trees size themselves unless --orchestrator-flags say otherwise; what is fitted to
+rounds wants those of one size. Each repeat runs every number of sessions once, in an order of its own, and between
 them some of the prompts alone; --target-flags given several times compares ways to run the target, which take turns.
 Ends with one JSON line, for each way:
 
@@ -76,6 +77,7 @@ class Bench:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
         self.settings = settings
+        self.rounds_file: Path | None = None  # that all rounds are written to, after every repeat's
         self.alone: dict[int, Together] = {}  # by the prompt's number
         self.groups: list[Together] = []
         self.turns: dict[str, list[SecondTurn]] = defaultdict(list)
@@ -109,6 +111,8 @@ class Bench:
                     self.groups.append(done)
                 rate = done.num_tokens / done.seconds
                 print(f"{num_sessions:3} sessions: {rate:.2f} tokens per second", file=sys.stderr, flush=True)
+            if self.rounds_file is not None:
+                write_runs(self.rounds_file, [*self.alone.values(), *self.groups])
             # Each once, and none of the prompts: what one session has computed, another would find.
             questions = iter([f"Please answer this: {text}" for text in self._texts])
             for kind in ("history", "new") * SECOND_TURNS:
@@ -187,13 +191,12 @@ async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     benches = {
         flags: Bench(_settings(arguments, model, flags), tokenizer, arguments) for flags in arguments.target_flags
     }
+    if arguments.rounds:
+        benches[arguments.target_flags[0]].rounds_file = Path(arguments.rounds)
     for number in range(arguments.repeats):
         for flags, bench in benches.items():
             print(f"repeat {number + 1} of {arguments.repeats} {flags}", file=sys.stderr, flush=True)
             await bench.repeat(number, rng)
-    if arguments.rounds:
-        first = benches[arguments.target_flags[0]]
-        write_runs(Path(arguments.rounds), [*first.alone.values(), *first.groups])
     tallies = [bench.tally() for bench in benches.values()]
     figures = {flags: bench.figures() for flags, bench in benches.items()}
     return {

@@ -12,12 +12,14 @@ from bough import __version__
 from bough.config import OrchestratorConfig, parse
 from bough.gate import Gate
 from bough.heartbeat import registered
+from bough.metrics import MetricsServer
 from bough.pb import generation_pb2, generation_pb2_grpc
 from bough.process import advertised, configure_logging, new_worker_id, run, stop_event, unless_stopped
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, service_name, serving
 from orchestrator.directory import POLL_SECONDS, Directory
+from orchestrator.metrics import OrchestratorCollector
 from orchestrator.requests import Requests
 from orchestrator.service import GenerationService
 
@@ -34,6 +36,7 @@ async def main() -> None:
     await unless_stopped(stop, registry.wait())
     directory = Directory(registry)
     requests = Requests(config, directory, worker_id)
+    metrics = serve_metrics(config, requests)
     service = GenerationService(requests)
     name = service_name(generation_pb2.DESCRIPTOR, "Generation")
     async with (
@@ -55,6 +58,17 @@ async def main() -> None:
             await served.leave()
         await _drain(served, requests, config.drain_seconds)
     await registry.close()
+    metrics.close()
+
+
+def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServer:
+    """What requests have come to, at the port that is set. Raises ConfigError where that is in use."""
+    metrics = MetricsServer()
+    metrics.registry.register(OrchestratorCollector(requests.figures))
+    metrics.serve(config.host, config.metrics_port)
+    if metrics.port >= 0:
+        requests.metrics_url = f"http://{config.host}:{metrics.port}/metrics"
+    return metrics
 
 
 async def _drain(served: Served, requests: Requests, patience_seconds: float) -> None:

@@ -36,7 +36,7 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return sum(not turn.done() for turn in self._turns)
+        return sum(not turn.done() for turn in list(self._turns))  # asked of by other threads too
 
     @property
     def is_closed(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
@@ -23,6 +24,7 @@ from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
 from orchestrator.failover import Failover
 from orchestrator.limits import require_names
+from orchestrator.metrics import Figures
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
 from orchestrator.recorder import Recorder
@@ -32,10 +34,13 @@ from orchestrator.seat import Seat
 from orchestrator.session import Session, never_begun
 from orchestrator.sizing.fixed_sizer import FixedSizer
 from orchestrator.sizing.plans import Sizer
+from orchestrator.sizing.totals import MeasuredSizer
 from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.workers import DraftClient, TargetClient
 
 logger = logging.getLogger(__name__)
+
+MAX_NAMES = 256  # requests whose sessions are remembered, to tell of their decisions
 
 
 class Requests:
@@ -49,11 +54,14 @@ class Requests:
         self._claims = Claims(directory, holder_id)
         self._recorder = Recorder(directory.registry)
         self._opening = Opening(config, directory, self._recorder, self._claims)
-        self.sizer = _sizer(config)
+        self.sizer = MeasuredSizer(_sizer(config))
         self._failover = Failover(config, directory, self._claims)
         self._rounds = Rounds(config, directory, self.sizer, self._failover, self._recorder, AcceptanceCounter())
         self._running = Running()
         self._endings: dict[str, asyncio.Task[None]] = {}  # by session
+        self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
+        self.metrics_url = ""  # where its figures are served
+        self._model_name = ""  # of the target that was used last
         self._num_total = 0
         self._num_tokens = 0
 
@@ -114,7 +122,7 @@ class Requests:
             rounds = self._rounds.run(session, seat)
             try:
                 num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
-                model_name = seat.target.info.model_name
+                self._note(session, model_name := seat.target.info.model_name)
                 yield Started(session.request_id, session.prompt_length, session.sampling.seed, model_name, num_seen)
                 if opened.unseen is not None:
                     yield opened.unseen
@@ -199,12 +207,13 @@ class Requests:
             PROTOCOL_VERSION,
             __version__,
             is_draftless=self._rounds.config.draft == "none",
+            metrics_url=self.metrics_url,
         )
 
     def loads(self) -> Loads:
         """What is running now. A request that waits for a KV slot has a place, and waits all the same."""
         admission = self.admission
-        num_waiting = admission.num_waiting + self._failover.num_waiting
+        num_waiting = self._num_waiting
         return Loads(
             len(self._running) - num_waiting,
             num_waiting,
@@ -216,24 +225,42 @@ class Requests:
             admission.is_closed,
         )
 
+    @property
+    def _num_waiting(self) -> int:
+        return self.admission.num_waiting + self._failover.num_waiting
+
+    def figures(self) -> Figures:
+        """What is told to Prometheus; any thread."""
+        num_waiting = self._num_waiting
+        num_running = len(self._running) - num_waiting
+        return Figures(self._model_name, num_running, num_waiting, self._num_tokens, self.sizer.totals)
+
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """What verification has come to, by scheme, depth and rank."""
         return self._rounds.acceptance.counts()
 
-    def decisions(self, session_id: str) -> Sequence[Decision]:
-        """The last rounds of a session, oldest first; of the one last at work where the name is empty.
+    def decisions(self, name: str) -> Sequence[Decision]:
+        """The last rounds of a session, oldest first, by its name or by that of a request that ran in it.
+
+        Of the session last at work where the name is empty.
 
         Raises:
             NotFound: nothing is remembered of it.
         """
-        decisions = self.sizer.decisions(session_id)
+        decisions = self.sizer.decisions(name) or self.sizer.decisions(self._sessions.get(name, name))
         if not decisions:
-            raise NotFound(f"session_id: {session_id!r} has had no round here that is remembered")
+            raise NotFound(f"session_id: value was {name!r}; must be a session, or a request, with rounds here lately")
         return decisions
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
         """What each draft worker's trees were expected to come to, and what they came to."""
         return self.sizer.calibrations()
+
+    def _note(self, session: Session, model_name: str) -> None:
+        self._model_name = model_name
+        self._sessions[session.request_id] = session.session_id
+        if len(self._sessions) > MAX_NAMES:
+            self._sessions.popitem(last=False)
 
     def _begin_forgetting(self, session: Session, target: Known[TargetClient]) -> None:
         """A stream that ends, however it ends, does not wait for the cleaning up."""

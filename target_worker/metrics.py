@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from threading import Thread
 from typing import NamedTuple
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from bough.errors import ConfigError
+from bough.metrics import MetricsServer, counter, gauge
 from target_worker.held import SlotState
 from target_worker.slots import PoolFigures
 from target_worker.sweep_figures import SweepFigures
@@ -53,14 +51,10 @@ class LoadCollector(Collector):
         yield self._by_state("bough_kv_used_bytes", "Memory of slots by state", pool.held_bytes, pool.idle_bytes)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        metric = GaugeMetricFamily(name, text, labels=["model_name"])
-        metric.add_metric([self._model_name], value)
-        return metric
+        return gauge(name, text, {"model_name": self._model_name}, value)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        metric = CounterMetricFamily(name, text, labels=["model_name"])
-        metric.add_metric([self._model_name], value)
-        return metric
+        return counter(name, text, {"model_name": self._model_name}, value)
 
     def _by_state(self, name: str, text: str, held: int, idle: int) -> Metric:
         metric = GaugeMetricFamily(name, text, labels=["model_name", "state"])
@@ -69,12 +63,11 @@ class LoadCollector(Collector):
         return metric
 
 
-class Metrics:
+class Metrics(MetricsServer):
     """Counters of one target worker; its owner tells of every sweep."""
 
     def __init__(self, model_name: str) -> None:
-        self._registry = CollectorRegistry()
-        self._server: tuple[WSGIServer, Thread] | None = None
+        super().__init__()
         self._model_name = model_name
         self._recent: deque[float] = deque(maxlen=NUM_RECENT)  # seconds of the last sweeps
         self._bytes = self._counter("bough_link_bytes", "Bytes of weights that crossed the link")
@@ -86,39 +79,13 @@ class Metrics:
         self._sweeps = self._counter("bough_sweeps", "Passes over the target's layers")
         self._tokens = self._counter("bough_sweep_tokens", "Tokens of context and nodes of trees in these passes")
         text = "Tokens of context and nodes of trees in one pass"
-        self._rows = Histogram("bough_sweep_rows", text, ["model_name"], buckets=ROWS, registry=self._registry)
+        self._rows = Histogram("bough_sweep_rows", text, ["model_name"], buckets=ROWS, registry=self.registry)
         efficiency = "Of the last sweep: the time its weights ideally take on the link, over the time it took"
         self._efficiency = self._gauge("bough_link_efficiency", efficiency)
 
     def watch(self, load: Callable[[], Load]) -> None:
         """Tells of slots and calls, as `load` has them whenever somebody asks."""
-        self._registry.register(LoadCollector(self._model_name, load))
-
-    @property
-    def port(self) -> int:
-        """Where /metrics is served; -1 for nowhere."""
-        return int(self._server[0].server_port) if self._server else -1
-
-    def serve(self, host: str, port: int) -> None:
-        """Serves /metrics from a thread of its own; port 0 takes a free one, -1 serves none.
-
-        Raises:
-            ConfigError: the port is in use.
-        """
-        if port < 0:
-            return
-        try:
-            self._server = start_http_server(port, host, self._registry)
-        except OSError as exc:
-            raise ConfigError(f"--metrics-port: cannot listen on {host}:{port}: {exc}; 0 takes a free one") from exc
-
-    def close(self) -> None:
-        """Ends the server."""
-        if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        self.registry.register(LoadCollector(self._model_name, load))
 
     def observe(self, num_tokens: int, figures: SweepFigures) -> None:
         """After a sweep; any thread."""
@@ -140,7 +107,7 @@ class Metrics:
         return (seconds[0], seconds[len(seconds) // 2], seconds[-1]) if seconds else ()
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, ["model_name"], registry=self._registry).labels(self._model_name)
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ["model_name"], registry=self._registry).labels(self._model_name)
+        return Gauge(name, text, ["model_name"], registry=self.registry).labels(self._model_name)

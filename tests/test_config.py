@@ -167,6 +167,15 @@ def test_the_demonstration_starts_what_up_starts() -> None:
     assert settings.orchestrator.port == 0
 
 
+@pytest.mark.parametrize("workers", [[], ["--simulate", "two-cores"]])
+def test_trees_size_themselves_unless_up_is_told_otherwise(workers: list[str]) -> None:
+    parser = argument_parser()
+    assert settings_from(parser.parse_args(["up", *workers])).orchestrator.planner == "self"
+    assert settings_from(parser.parse_args(["up", *workers, "--planner", "fixed"])).orchestrator.planner == "fixed"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["up", "--planner", "guess"])
+
+
 @pytest.mark.parametrize("flags", [[], ["--draft-adapter", "embedded"]])
 def test_the_draft_that_is_shipped_is_the_demonstrations(flags: list[str]) -> None:
     settings = settings_from(argument_parser().parse_args(["up", *flags]))

@@ -110,7 +110,13 @@ def simulated_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> OrchestratorConfig:
-    flags = ["--draft", "workers" if has_draft else NO_DRAFT, "--port", str(arguments.port)]
+    flags = [
+        "--draft",
+        "workers" if has_draft else NO_DRAFT,
+        "--port",
+        str(arguments.port),
+        *_given("--planner", arguments.planner),
+    ]
     return parse(OrchestratorConfig, "orchestrator", flags, os.environ)
 
 

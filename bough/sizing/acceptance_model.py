@@ -42,6 +42,20 @@ def _decay(half_life: float) -> float:
     return float(0.5 ** (1 / half_life))
 
 
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What is worked out once of a tree that is asked about several times in a round."""
+
+    tree: Tree
+    depths: NDArray[np.int32]  # (num_nodes,)
+    features: FloatArray  # (num_nodes, NUM_WEIGHTS)
+
+    @classmethod
+    def of(cls, tree: Tree) -> _View:
+        depths = tree.depths()
+        return cls(tree, depths, _features(tree.log_probs, depths))
+
+
 @dataclass(slots=True)
 class SessionBias:
     """How much better or worse one session's guesses are than others', as a logarithm of odds."""
@@ -58,18 +72,18 @@ class AcceptanceModel:
         self._weights = PRIOR_MEAN.copy()
         self._precision = PRIOR_PRECISION.copy()
         self._deep_accepted = self._deep_expected = 0.0
+        self._last: _View | None = None
 
     def conditional(self, tree: Tree, bias: SessionBias | None = None) -> FloatArray:
         """(num_nodes,) probability that each node is accepted if its parent is; 1 for the root."""
-        features = _features(tree.log_probs, tree.depths())
-        probs = _sigmoid(features @ self._weights + (bias.value if bias else 0.0))
+        probs = _sigmoid(self._view(tree).features @ self._weights + (bias.value if bias else 0.0))
         probs[0] = 1.0
         return probs
 
     def values(self, tree: Tree, bias: SessionBias | None = None) -> FloatArray:
         """(num_nodes,) probability that each node is accepted; 1 for the root. None is above its parent's."""
         values = self._products(tree, bias)
-        return _capped(np.where(tree.depths() > 1, self.deep_ratio * values, values), tree)
+        return _capped(np.where(self._view(tree).depths > 1, self.deep_ratio * values, values), tree)
 
     @property
     def deep_ratio(self) -> float:
@@ -89,7 +103,7 @@ class AcceptanceModel:
         known = np.isin(tree.parents, (0, *accepted))
         if not known.any():
             return
-        deep = (tree.depths() > 1) & is_verified
+        deep = (self._view(tree).depths > 1) & is_verified
         decay = _decay(HALF_LIFE_ROUNDS)
         self._deep_accepted = decay * self._deep_accepted + float(deep[accepted].sum())
         self._deep_expected = decay * self._deep_expected + float(self._products(tree, bias)[deep].sum())
@@ -97,7 +111,7 @@ class AcceptanceModel:
         self.num_rounds += 1
 
     def _learn(self, tree: Tree, known: NDArray[np.bool_], accepted: NDArray[np.bool_], bias: SessionBias) -> None:
-        features = _features(tree.log_probs, tree.depths())[known]
+        features = self._view(tree).features[known]
         probs = _sigmoid(features @ self._weights + bias.value)
         errors, variances = accepted - probs, probs * (1 - probs)
         decay = _decay(HALF_LIFE_ROUNDS)
@@ -112,6 +126,11 @@ class AcceptanceModel:
             SESSION_PRECISION + bias.information
         )
         bias.value += min(LONGEST_STEP, max(-LONGEST_STEP, change))
+
+    def _view(self, tree: Tree) -> _View:
+        if self._last is None or self._last.tree is not tree:
+            self._last = _View.of(tree)
+        return self._last
 
     def _products(self, tree: Tree, bias: SessionBias | None) -> FloatArray:
         values = [1.0]

@@ -61,6 +61,11 @@ class Decision:
     expected: Parts = field(default_factory=Parts)
     seconds: Parts = field(default_factory=Parts)
 
+    @property
+    def is_predicted(self) -> bool:
+        """Whether anything was expected: nothing is of fixed sizes, and before the target has told what sweeps take."""
+        return self.expected.sweep > 0
+
     def settle(self, num_tokens: int, result: VerifyResult, grown: GrowResult | None, timings: RoundTimings) -> None:
         """The round is over."""
         self.tokens, self.num_left_out, self.num_rows = num_tokens, len(result.left_out_nodes), result.num_rows

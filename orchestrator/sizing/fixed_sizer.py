@@ -51,12 +51,14 @@ class FixedSizer:
         decision.num_grown = decision.num_sent = len(tree)
         return Proposal(tree, False, np.arange(len(drafted)))
 
-    def observe(self, session_id: str, outcome: RoundOutcome) -> None:
-        """Learns nothing; what came to pass is recorded."""
-        if session_id in self._plans:
-            _, decision = self._plans.pop(session_id)
-            decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
-            self._log.add(session_id, decision)
+    def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
+        """Learns nothing; what came to pass is recorded. None where the round had no plan."""
+        if session_id not in self._plans:
+            return None
+        _, decision = self._plans.pop(session_id)
+        decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
+        self._log.add(session_id, decision)
+        return decision
 
     def forget(self, session_id: str) -> None:
         """The request has ended."""

@@ -161,11 +161,6 @@ class Pair:
     trust: Trust = field(default_factory=Trust)
     habits: Habits = field(default_factory=Habits)
     probing: Probing = field(default_factory=Probing)
-    mean_tokens: float = 1.0  # of a round
-
-    def note_tokens(self, num_tokens: int) -> None:
-        """A round has come to so many."""
-        self.mean_tokens += 0.1 * (num_tokens - self.mean_tokens)
 
 
 @dataclass(slots=True)

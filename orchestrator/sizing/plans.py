@@ -90,8 +90,8 @@ class Sizer(Protocol):
         """Of what has grown, and what was looked up beside it, the part that is worth verifying."""
         ...
 
-    def observe(self, session_id: str, outcome: RoundOutcome) -> None:
-        """The round is over."""
+    def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
+        """The round is over; its record, None where it had no plan."""
         ...
 
     def forget(self, session_id: str) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from bough.sizing.choice import SweepLoad
 from bough.sizing.decision import Parts
-from orchestrator.sizing.pairs import Habits, SessionState
+from orchestrator.sizing.pairs import Habits
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
 from orchestrator.sizing.worker_times import NANO, ByWorker, DraftTimes, TargetTimes
 
@@ -37,19 +37,18 @@ class RoundTimes:
         if situation.draft is not None and (draft := self._drafts.of(situation.draft.worker_id)).curve is None:
             draft.told(situation.draft.worker_id, situation.draft.cost)
 
-    def load(self, situation: Situation, session: SessionState) -> SweepLoad | None:
+    def load(self, situation: Situation) -> SweepLoad | None:
         """What is in the next sweep beside the session's tree; None while nothing is known of the target's sweeps."""
         times = self._targets.of(situation.target.worker_id)
         if times.curve is None:
             return None
-        is_shared = situation.target.num_running > 1
-        rows = round(times.other_rows.median) if is_shared else 0
-        trees = times.other_trees.median if is_shared else 0.0
+        num_running = situation.target.num_running
+        others, rows = (round(times.other_trees.median), round(times.other_rows.median)) if num_running > 1 else (0, 0)
         fixed = times.network.median + times.beside.median + times.orchestrator.median
-        fixed += times.queue.median if is_shared else 0.0
+        fixed += times.queue.median if num_running > 1 else 0.0
         if self._is_hidden(situation):
             fixed += times.drafting.median
-        return SweepLoad(times.curve, situation.num_context + rows, trees * session.pair.mean_tokens, fixed)
+        return SweepLoad(times.curve, situation.num_context, 1 + min(others, num_running - 1), rows, fixed)
 
     def draft_seconds(self, situation: Situation, habits: Habits) -> float:
         """By which a draft's tree delays a round."""
@@ -70,7 +69,7 @@ class RoundTimes:
         target = self._targets.of(situation.target.worker_id)
         parts.network, parts.other = target.network.median, target.orchestrator.median
         parts.queue = target.queue.median if situation.target.num_running > 1 else 0.0
-        parts.sweep = load.curve(load.other_rows + 1)
+        parts.sweep = load.expected_sweep(1)
         if habits is not None and situation.draft is not None:
             network = self._drafts.of(situation.draft.worker_id).network.median
             parts.draft = self._drafting_seconds(situation, habits) - network

@@ -44,11 +44,12 @@ class _Pending:
     situation: Situation
     plan: RoundPlan
     load: SweepLoad | None  # None where nothing is decided
-    price: float
+    best: Size | None
     decision: Decision
     drafted: Tree | None = None
     values: NDArray[np.float64] | None = None  # of the drafted nodes
     grown_values: NDArray[np.float64] | None = None  # and of all that was guessed
+    sent_values: NDArray[np.float64] = field(default_factory=lambda: np.ones(1))
     places: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))
 
 
@@ -71,7 +72,7 @@ class TreeSizer:
         if requested is not None:
             mode = Mode.FIXED if requested.max_nodes > 1 else Mode.OFF
             pending = self._undecided(situation, session, requested, mode)
-        elif (load := self._times.load(situation, session)) is None:
+        elif (load := self._times.load(situation)) is None:
             size = limited(TreePlan(UNKNOWN, Scheme.TARGET, situation.speculation.guess), situation)
             pending = self._undecided(situation, session, size, Mode.DRAFT)
         else:
@@ -85,38 +86,40 @@ class TreeSizer:
         pending.drafted = drafted
         if drafted.draft_probs is not None:
             tree = merged(drafted, looked_up, pending.plan.max_nodes) if len(looked_up) > 1 else drafted
+            pending.decision.num_grown = pending.decision.num_sent = len(tree)
             return Proposal(tree, False, np.arange(len(drafted)))
         pending.values = session.pair.acceptance.values(drafted, session.bias)
         both = union(with_values(drafted, pending.values), looked_up)
         values = np.exp(both.scores().astype(np.float64))
         order = np.argsort(-values, kind="stable")  # a parent comes first: it is worth no less, and was there before
         most = min(pending.plan.max_nodes, len(order))
-        if pending.load is not None:
-            share = CROWDED if pending.load.other_tokens else 1.0
-            most = cut_size(values[order], pending.load, share * pending.price, most)
+        if pending.load is not None and pending.best is not None:
+            share = CROWDED if pending.load.num_trees > 1 else 1.0
+            most = cut_size(values[order], pending.load, pending.best, share, most)
         kept = order[:most]
-        pending.grown_values = values
+        pending.grown_values, pending.sent_values = values, values[kept]
         pending.places = _places(kept, len(both))[: len(drafted)]
         self._expect(pending, values[kept], len(both))
         return Proposal(_reordered(both, kept), pending.load is not None, pending.places)
 
-    def observe(self, session_id: str, outcome: RoundOutcome) -> None:
-        """Learns what the round took and which guesses were right."""
+    def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
+        """Learns what the round took and which guesses were right; the round's record, None where it had no plan."""
         pending, session = self._pending.pop(session_id, None), self._sessions.get(session_id)
         if pending is None or session is None:
-            return
+            return None
         self._times.observe(pending.situation, outcome)
+        pending.decision.expected_tokens -= float(pending.sent_values[list(outcome.result.left_out_nodes)].sum())
         self._learn_guesses(session, pending, outcome)
         if outcome.grown is not None and pending.plan.asks_draft:
             for habits in (session.habits, session.pair.habits):
                 habits.note_steps(outcome.grown.timings.num_passes)
             pending.decision.draft_id = pending.situation.draft.worker_id if pending.situation.draft else ""
-        session.pair.note_tokens(len(outcome.tokens))
         pending.decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
         self._log.add(session_id, pending.decision)
         decision = pending.decision
         if decision.mode is Mode.PROBE and decision.tokens > decision.plain_rate * decision.seconds.total:
             session.pair.probing.paid()
+        return decision
 
     def forget(self, session_id: str) -> None:
         """What it has taught its pair of models stays."""
@@ -151,10 +154,10 @@ class TreeSizer:
         decision = Decision(session.num_rounds, mode, num_context=situation.num_context)
         growth = plan.tree.growth
         decision.budget, decision.depth = growth.budget, growth.depth
-        load = self._times.load(situation, session)
+        load = self._times.load(situation)
         if load is not None:
             self._times.expect(decision.expected, situation, load, session.habits if plan.asks_draft else None)
-        return _Pending(situation, plan, None, 0.0, decision)
+        return _Pending(situation, plan, None, None, decision)
 
     def _decided(self, situation: Situation, session: SessionState, load: SweepLoad) -> _Pending:
         """Compares trees of a draft with doing without, and settles the prices."""
@@ -172,10 +175,10 @@ class TreeSizer:
             elif session.pair.probing.is_due():
                 mode = Mode.PROBE
         plan, decision = self._plan_of(situation, session, best, mode, load)
-        decision.draft_rate, decision.plain_rate = drafting.own_rate, plain.own_rate
-        decision.best_nodes, decision.price = best.num_nodes, best.rate
+        decision.draft_rate, decision.plain_rate = drafting.rate, plain.rate
+        decision.best_nodes, decision.price = best.num_nodes, best.price
         self._times.expect(decision.expected, situation, load, session.habits if plan.asks_draft else None)
-        return _Pending(situation, plan, load, best.rate, decision)
+        return _Pending(situation, plan, load, best, decision)
 
     def _weigh(self, session: SessionState, drafting: Size, plain: Size) -> bool:
         """Whether to draft; changes its mind where the other way was expected to be better by enough, often enough."""
@@ -212,7 +215,7 @@ class TreeSizer:
         free_seconds, step_seconds = self._times.step_cost(situation)
         price, depth = 0.0, self._max_depth
         if not free_seconds:
-            price = session.pair.margin.price(best.own_rate * step_seconds)
+            price = session.pair.margin.price(best.rate * step_seconds)
             depth = depth if price else UNKNOWN.depth
         return BestFirst(budget, width, speculation.depth or depth, step_price=price, seconds=free_seconds)
 
@@ -220,10 +223,9 @@ class TreeSizer:
         decision = pending.decision
         decision.num_grown, decision.num_sent = num_grown, len(kept)
         decision.expected_tokens = float(kept.sum())
-        load = pending.load or self._times.load(pending.situation, self._sessions[pending.situation.session_id])
+        load = pending.load or self._times.load(pending.situation)
         if load is not None:
-            beside = self._times.beside_sweep(pending.situation)
-            decision.expected.sweep = load.curve(load.other_rows + len(kept)) + beside
+            decision.expected.sweep = load.expected_sweep(len(kept)) + self._times.beside_sweep(pending.situation)
 
     def _learn_guesses(self, session: SessionState, pending: _Pending, outcome: RoundOutcome) -> None:
         drafted, before, values = pending.drafted, pending.values, pending.grown_values

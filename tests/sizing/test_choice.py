@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.sizing.choice import SweepLoad, best_size, cut_size
+from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
 from bough.sizing.cost_curve import CostCurve
 from bough.sizing.gain_profile import EDGES, GainProfile
 
@@ -30,9 +30,20 @@ def test_a_tree_is_small_where_every_row_costs() -> None:
     assert 4 <= best_size(GainProfile(), SweepLoad(LINEAR), 0.05, SIZES).num_nodes <= 16
 
 
-def test_others_in_the_sweep_leave_less_room() -> None:
-    load = SweepLoad(FLAT_TO_64, other_rows=48, other_tokens=9.0)
-    assert best_size(GainProfile(), load, 0.05, SIZES).num_nodes == 16
+def test_a_context_and_others_in_the_sweep_leave_less_room() -> None:
+    assert best_size(GainProfile(), SweepLoad(FLAT_TO_64, num_context=48), 0.05, SIZES).num_nodes == 16
+    assert best_size(GainProfile(), SweepLoad(FLAT_TO_64, num_trees=4), 0.05, SIZES).num_nodes == 16
+
+
+def test_a_second_is_worth_what_all_sessions_get_in_it() -> None:
+    alone, shared = (best_size(GainProfile(), SweepLoad(FLAT_TO_64, num_trees=n), 0.05, SIZES) for n in (1, 4))
+    assert alone.price == pytest.approx(alone.rate)
+    assert shared.price == pytest.approx(4 * shared.rate)
+
+
+def test_a_sweep_is_expected_with_others_as_they_have_been() -> None:
+    load = SweepLoad(FLAT_TO_64, num_context=8, num_trees=3, other_rows=88)
+    assert load.expected_sweep(32) == FLAT_TO_64(128)
 
 
 def test_a_hopeless_draft_makes_no_tree_worth_its_steps() -> None:
@@ -40,6 +51,9 @@ def test_a_hopeless_draft_makes_no_tree_worth_its_steps() -> None:
     on = best_size(hopeless, SweepLoad(LINEAR), 0.1, SIZES[1:])
     off = best_size(GainProfile(), SweepLoad(LINEAR), 0.0, SIZES[:1])
     assert off.rate > 1.2 * on.rate
+    distrusted = best_size(GainProfile(), SweepLoad(LINEAR), 0.1, SIZES[1:], trust=0.0)
+    assert distrusted.tokens == 1.0
+    assert off.rate > distrusted.rate
 
 
 def test_seconds_of_a_network_make_trees_larger() -> None:
@@ -55,15 +69,25 @@ def test_seconds_of_a_network_make_trees_larger() -> None:
     st.integers(1, 40),
 )
 def test_a_cut_is_the_best_of_all_cuts(values: list[float], step: int, price: float, others: int, most: int) -> None:
+    """By the price and with two others at `others` nodes each, against every other cut."""
     ranked = np.array([1.0, *sorted(values, reverse=True)])
-    load = SweepLoad(CostCurve((4, 20, 40), (0.5, 0.5, 2.0), step), others)
-    worth = [ranked[:n].sum() - price * load.curve(others + n) for n in range(1, min(len(ranked), most) + 1)]
-    assert worth[cut_size(ranked, load, price, most) - 1] == pytest.approx(max(worth))
+    load = SweepLoad(CostCurve((4, 20, 40), (0.5, 0.5, 2.0), step), num_context=3, num_trees=3)
+    rows = 3 + 2 * others
+    worth = [ranked[:n].sum() - price * load.curve(rows + n) for n in range(1, min(len(ranked), most) + 1)]
+    best = Size(others, 1.0, 1.0, price)
+    assert worth[cut_size(ranked, load, best, 1.0, most) - 1] == pytest.approx(max(worth))
 
 
 def test_padding_is_filled() -> None:
     values = np.array([1.0, 0.9, *[0.01] * 14])
-    assert cut_size(values, SweepLoad(CostCurve((8, 16), (1.0, 2.0), 8)), 0.5, 16) == 8
+    load = SweepLoad(CostCurve((8, 16), (1.0, 2.0), 8))
+    assert cut_size(values, load, Size(8, 2.0, 1.0, 0.5), 1.0, 16) == 8
+
+
+def test_less_of_the_price_leaves_more_for_the_target_to_choose_from() -> None:
+    values = np.array([1.0, *np.linspace(0.5, 0.01, 31)])
+    load, best = SweepLoad(LINEAR), Size(8, 2.0, 1.0, 8.0)
+    assert cut_size(values, load, best, 0.5, 32) > cut_size(values, load, best, 1.0, 32)
 
 
 def test_a_profile_follows_what_was_grown() -> None:

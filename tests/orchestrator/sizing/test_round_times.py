@@ -7,28 +7,21 @@ from dataclasses import replace
 import pytest
 from made_rounds import ROOT, STEP, MadeRounds, situation
 
-from bough.growth import Guess, Scheme
 from bough.messages import GrowResult, RoundTimings, Timings, Verdict, VerifyResult
 from bough.sizing.cost_curve import CostCurve
 from bough.sizing.decision import Parts
 from bough.tree import Tree
-from orchestrator.sizing.pairs import Habits, Pair, PairKey, SessionState
+from orchestrator.sizing.pairs import Habits
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
 from orchestrator.sizing.round_times import FIRST_STEPS, RoundTimes
 
 MS = 1_000_000
 CURVE = CostCurve((1, 101), (1.0, 2.0))  # a hundredth of a second a row
-KEY = PairKey("target", "draft", Scheme.TARGET, Guess.SAMPLE, 0.0)
 
 
 def facts(num_running: int = 1, **changes: object) -> Situation:
     target = WorkerFacts("target", "target", 1024, CURVE, num_running)
     return situation(target=target, **changes)
-
-
-def state(mean_tokens: float = 1.0) -> SessionState:
-    pair = Pair(mean_tokens=mean_tokens)
-    return SessionState(pair, KEY, Habits.after(pair.habits))
 
 
 def outcome(
@@ -48,7 +41,7 @@ def outcome(
 def test_nothing_is_expected_of_a_target_that_has_told_nothing() -> None:
     times, unknown = RoundTimes(), situation(target=WorkerFacts("t", "t", 64, None))
     times.note(unknown)
-    assert times.load(unknown, state()) is None
+    assert times.load(unknown) is None
 
 
 def test_what_a_round_takes_beside_the_sweep() -> None:
@@ -56,10 +49,11 @@ def test_what_a_round_takes_beside_the_sweep() -> None:
     times.note(facts())
     for _ in range(8):
         times.observe(facts(), outcome(beside=40))
-    load = times.load(facts(num_context=20), state())
+    load = times.load(facts(num_context=20))
     assert load is not None
-    assert load.other_rows == 20
-    assert load.other_tokens == 0.0
+    assert load.num_context == 20
+    assert load.other_rows == 0
+    assert load.num_trees == 1
     assert load.fixed_seconds == pytest.approx(0.005 + 0.040 + 0.002)
     parts = Parts()
     times.expect(parts, facts(), load, Habits(num_steps=3.0))
@@ -90,13 +84,13 @@ def test_other_sessions_rows_and_tokens_count_while_they_are_there() -> None:
     times = RoundTimes()
     for _ in range(8):
         times.observe(facts(3), outcome(rows=50, trees=3))
-    load = times.load(facts(3), state(mean_tokens=4.0))
+    load = times.load(facts(3))
     assert load is not None
     assert load.other_rows == 40
-    assert load.other_tokens == pytest.approx(2 * 4.0)
-    alone = times.load(facts(1), state(mean_tokens=4.0))
+    assert load.num_trees == 3
+    alone = times.load(facts(1))
     assert alone is not None
-    assert (alone.other_rows, alone.other_tokens) == (0, 0.0)
+    assert (alone.other_rows, alone.num_trees) == (0, 1)
 
 
 def test_rows_that_were_left_out_and_contexts_are_no_others() -> None:
@@ -104,7 +98,7 @@ def test_rows_that_were_left_out_and_contexts_are_no_others() -> None:
     for _ in range(8):
         made = outcome(rows=26, trees=2)  # of 10 nodes 4 were left out, 20 tokens of context beside
         times.observe(facts(2, num_context=20), replace(made, result=replace(made.result, left_out_nodes=(6, 7, 8, 9))))
-    load = times.load(facts(2), state())
+    load = times.load(facts(2))
     assert load is not None
     assert load.other_rows == 0
 
@@ -130,9 +124,9 @@ def test_a_verdict_of_several_sweeps_says_nothing_of_one() -> None:
     several = replace(made, result=replace(made.result, timings=replace(made.result.timings, num_passes=3)))
     for _ in range(8):
         times.observe(facts(2), several)
-    load = times.load(facts(2), state())
+    load = times.load(facts(2))
     assert load is not None
-    assert (load.other_rows, load.other_tokens) == (0, 0.0)
+    assert (load.other_rows, load.num_trees) == (0, 1)
     assert load.fixed_seconds < 0.1
 
 

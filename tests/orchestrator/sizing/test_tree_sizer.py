@@ -120,13 +120,13 @@ def test_beside_a_context_a_tree_has_what_is_left_of_the_level_part() -> None:
 
 
 def test_beside_other_sessions_a_tree_has_what_they_leave() -> None:
-    """They bring 40 rows into each sweep; the target divides further, so a little more than what is free is sent."""
+    """Three share 64 rows that cost nothing; the target divides further, so a little more than that is sent."""
     alone, beside = MadeRounds(), MadeRounds(other_rows=40, other_trees=2)
     shared = beside.base.target.__class__("target", "target", 1024, FLAT, num_running=3)
     rounds = beside.play(40, target=shared)
     assert all(played.proposal.may_leave_out for played in rounds)
     assert mean_nodes(rounds[10:]) < 0.6 * mean_nodes(alone.play(40)[10:])
-    assert min(played.num_nodes for played in rounds[10:]) >= 24
+    assert min(played.num_nodes for played in rounds[10:]) >= 64 // 3
 
 
 def test_drafting_is_free_while_another_sweep_runs() -> None:

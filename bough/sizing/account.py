@@ -1,0 +1,97 @@
+"""What rounds came to against what was expected of them, and why their trees were as large as they were, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from bough.sizing.decision import Decision, Mode, Parts
+
+PART_NAMES = tuple(part.name for part in fields(Parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Of the rounds of a session. A bias is expected over real, less 1: 0.1 is a tenth too much expected."""
+
+    num_rounds: int
+    shares: Mapping[Mode, float]  # of rounds; modes that none was in are left out
+    mean_nodes: float  # verified, the root included
+    tokens: int
+    seconds: float
+    num_predicted: int  # rounds of which something was expected
+    token_bias: float | None  # of these; None for none
+    seconds_bias: float | None
+    expected: Parts  # means of the same rounds
+    real: Parts
+    rate: float  # tokens per second, of rounds whose plain rate is known, or else of all
+    plain_rate: float | None  # that the same tokens would have had without a draft, as expected; None where not known
+
+
+def account(decisions: Sequence[Decision]) -> Account:
+    """Sums up one round or more."""
+    predicted = [decision for decision in decisions if decision.is_predicted]
+    compared = [decision for decision in decisions if decision.plain_rate > 0] or decisions
+    plain_seconds = sum(each.tokens / each.plain_rate for each in compared if each.plain_rate > 0)
+    num_tokens = sum(each.tokens for each in compared)
+    modes = Counter(decision.mode for decision in decisions)
+    return Account(
+        num_rounds=len(decisions),
+        shares={mode: modes[mode] / len(decisions) for mode in Mode if modes[mode]},
+        mean_nodes=sum(each.num_sent - each.num_left_out for each in decisions) / len(decisions),
+        tokens=sum(each.tokens for each in decisions),
+        seconds=sum(each.seconds.total for each in decisions),
+        num_predicted=len(predicted),
+        token_bias=_bias(predicted, lambda each: each.expected_tokens, lambda each: each.tokens),
+        seconds_bias=_bias(predicted, lambda each: each.expected.total, lambda each: each.seconds.total),
+        expected=_mean_parts([decision.expected for decision in predicted]),
+        real=_mean_parts([decision.seconds for decision in predicted]),
+        rate=_ratio(num_tokens, sum(each.seconds.total for each in compared)),
+        plain_rate=num_tokens / plain_seconds if plain_seconds else None,
+    )
+
+
+def why(decision: Decision) -> str:
+    """The reason for a round's tree, in plain words."""
+    reason = _reason(decision)
+    return f"{reason}; read {decision.num_context} tokens of context" if decision.num_context else reason
+
+
+def _reason(decision: Decision) -> str:
+    rates = f"{decision.draft_rate:.3g} against {decision.plain_rate:.3g} tokens/s plain"
+    is_better = decision.draft_rate > decision.plain_rate
+    match decision.mode:
+        case Mode.OFF:
+            return "no tree: the request wants none, or one token is left"
+        case Mode.FIXED:
+            return "the size was fixed, by the request or by --planner fixed"
+        case Mode.PROBE:
+            return f"a small tree, to see whether drafting pays again: {rates}"
+        case Mode.DRAFT if not decision.plain_rate:
+            return "a first size: what sweeps take is not known yet"
+        case Mode.DRAFT if is_better:
+            return f"drafting pays: {rates}"
+        case Mode.DRAFT:
+            return f"drafting goes on: {rates} is no reason yet to stop"
+        case Mode.LOOKUP if is_better:
+            return f"no draft: {rates} is no reason yet to begin"
+        case Mode.LOOKUP if decision.draft_rate == decision.plain_rate:
+            return f"no draft to ask: {decision.plain_rate:.3g} tokens/s plain"
+        case Mode.LOOKUP:
+            return f"drafting does not pay: {rates}"
+
+
+def _bias(
+    decisions: Sequence[Decision], expected: Callable[[Decision], float], real: Callable[[Decision], float]
+) -> float | None:
+    total = sum(map(real, decisions))
+    return sum(map(expected, decisions)) / total - 1 if total else None
+
+
+def _mean_parts(parts: Sequence[Parts]) -> Parts:
+    return Parts(*(_ratio(sum(getattr(each, name) for each in parts), len(parts)) for name in PART_NAMES))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0

@@ -1,0 +1,118 @@
+"""Sums over all rounds since the start: what `/metrics` shows of sizes, of predictions, and of what deciding takes."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from bough.sizing.decision import Decision, DraftCalibration, Mode
+from bough.tree import Tree
+from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer
+
+NODE_BOUNDS = tuple(float(2**power) for power in range(11))
+SECOND_BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
+MAX_POSITIONS = 64  # that are told apart; what is accepted deeper counts with the last
+
+
+@dataclass(slots=True)
+class Tally:
+    """Numbers that were seen, by the smallest bound that they do not pass; the last count is of those above all."""
+
+    bounds: tuple[float, ...]  # ascending
+    counts: list[int] = field(init=False)
+    total: float = 0.0  # of the numbers
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float) -> None:
+        """One more."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass(slots=True)
+class RoundTotals:
+    """Of all sessions together. Predictions and what came to pass are summed over rounds with a prediction alone."""
+
+    rounds: Counter[Mode] = field(default_factory=Counter)
+    num_drafts: int = 0  # rounds with more than a root, as verified
+    num_draft_tokens: int = 0  # nodes verified, roots excluded
+    accepted_by_position: list[int] = field(
+        default_factory=lambda: [0] * MAX_POSITIONS
+    )  # levels below the root, less 1
+    expected_tokens: float = 0.0
+    tokens: int = 0
+    expected_seconds: float = 0.0
+    seconds: float = 0.0
+    nodes: Tally = field(default_factory=lambda: Tally(NODE_BOUNDS))  # of trees sent, roots included
+    plan_seconds: Tally = field(default_factory=lambda: Tally(SECOND_BOUNDS))  # of a round, all that the sizer does
+
+    def add(self, decision: Decision) -> None:
+        """A round is over."""
+        self.rounds[decision.mode] += 1
+        self.nodes.add(decision.num_sent)
+        num_verified = decision.num_sent - decision.num_left_out - 1
+        self.num_drafts += num_verified > 0
+        self.num_draft_tokens += num_verified
+        for position in range(decision.tokens - 1):
+            self.accepted_by_position[min(position, MAX_POSITIONS - 1)] += 1
+        if decision.is_predicted:
+            self.expected_tokens += decision.expected_tokens
+            self.tokens += decision.tokens
+            self.expected_seconds += decision.expected.total
+            self.seconds += decision.seconds.total
+
+
+class MeasuredSizer:
+    """A sizer whose rounds, and the time that it takes for them, are summed up; it decides what the sizer decides."""
+
+    def __init__(self, sizer: Sizer) -> None:
+        self._sizer = sizer
+        self._deciding: dict[str, float] = {}  # seconds of the round under way, by session
+        self.totals = RoundTotals()
+
+    def plan(self, situation: Situation) -> RoundPlan:
+        """How to grow the next tree."""
+        self._deciding[situation.session_id] = 0.0
+        with self._timed(situation.session_id):
+            return self._sizer.plan(situation)
+
+    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+        """Of what has grown, and what was looked up beside it, the part that is worth verifying."""
+        with self._timed(session_id):
+            return self._sizer.propose(session_id, drafted, looked_up)
+
+    def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
+        """The round is over; its record, None where it had no plan."""
+        with self._timed(session_id):
+            decision = self._sizer.observe(session_id, outcome)
+        self.totals.plan_seconds.add(self._deciding.pop(session_id))
+        if decision is not None:
+            self.totals.add(decision)
+        return decision
+
+    def forget(self, session_id: str) -> None:
+        """The session's request has ended."""
+        self._deciding.pop(session_id, None)
+        self._sizer.forget(session_id)
+
+    def decisions(self, session_id: str) -> Sequence[Decision]:
+        """The last rounds of a session, or of the one that was last at work where the name is empty."""
+        return self._sizer.decisions(session_id)
+
+    def calibrations(self) -> tuple[DraftCalibration, ...]:
+        """How well predictions agreed with what came to pass, by draft worker."""
+        return self._sizer.calibrations()
+
+    @contextmanager
+    def _timed(self, session_id: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._deciding[session_id] = self._deciding.get(session_id, 0.0) + time.perf_counter() - began

@@ -1,0 +1,134 @@
+"""The orchestrator's /metrics: what rounds add up to, under the names that others look for."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Sequence
+
+import pytest
+
+from bough.config import OrchestratorConfig, parse
+from bough.errors import ConfigError
+from bough.generation import Speculation
+from bough.growth import BestFirst
+from bough.messages import RoundTimings, Timings, Verdict, VerifyResult
+from bough.metrics import MetricsServer
+from bough.sizing.decision import Decision, Mode, Parts
+from bough.tree import Tree
+from orchestrator.metrics import Figures, OrchestratorCollector
+from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, WorkerFacts
+from orchestrator.sizing.totals import MAX_POSITIONS, MeasuredSizer, RoundTotals, Tally
+from orchestrator.sizing.tree_sizer import TreeSizer
+
+LABEL = '{model_name="m"}'
+
+
+def served(figures: Figures) -> dict[str, float]:
+    """What a scrape reads, without the dates of creation."""
+    server = MetricsServer()
+    server.registry.register(OrchestratorCollector(lambda: figures))
+    server.serve("127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as reply:
+            lines = reply.read().decode().splitlines()
+    finally:
+        server.close()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_created" not in line)
+    return {name.replace(LABEL, ""): float(value) for name, value in values.items()}
+
+
+def a_round(mode: Mode, *, sent: int, left_out: int = 0, tokens: int, expected: float = 0.0) -> Decision:
+    parts = Parts(draft=0.25, sweep=0.75) if expected else Parts()
+    return Decision(
+        1, mode, num_sent=sent, num_left_out=left_out, tokens=tokens, expected_tokens=expected, expected=parts,
+        seconds=Parts(draft=0.5, sweep=1.0),
+    )  # fmt: skip
+
+
+def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
+    totals = RoundTotals()
+    totals.add(a_round(Mode.DRAFT, sent=64, left_out=3, tokens=4, expected=3.5))
+    totals.add(a_round(Mode.DRAFT, sent=5, tokens=2, expected=2.5))
+    totals.add(a_round(Mode.LOOKUP, sent=1, tokens=1, expected=1.0))
+    totals.add(a_round(Mode.FIXED, sent=9, tokens=3))  # nothing was expected of it
+    totals.plan_seconds.add(0.0003)
+    values = served(Figures("m", 2, 5, 77, totals))
+    of_vllm = {name.removeprefix("vllm:"): value for name, value in values.items() if name.startswith("vllm:")}
+    assert of_vllm == {
+        "num_requests_running": 2,
+        "num_requests_waiting": 5,
+        "generation_tokens_total": 77,
+        "spec_decode_num_drafts_total": 3,
+        "spec_decode_num_draft_tokens_total": 60 + 4 + 8,
+        "spec_decode_num_accepted_tokens_total": 6,
+        'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"}': 3,
+        'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"}': 2,
+        'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="2"}': 1,
+    }
+    assert values["bough_sizer_expected_tokens_total"] == 7.0
+    assert values["bough_sizer_tokens_total"] == 7
+    assert values["bough_sizer_expected_seconds_total"] == 3.0
+    assert values["bough_sizer_seconds_total"] == 4.5
+    modes = {mode.value: values[f'bough_sizer_rounds_total{{mode="{mode.value}",model_name="m"}}'] for mode in Mode}
+    assert modes == {"draft": 2, "lookup": 1, "probe": 0, "fixed": 1, "off": 0}
+    nodes = {le: values[f'bough_sizer_tree_nodes_bucket{{le="{le}",model_name="m"}}'] for le in ("1.0", "8.0", "+Inf")}
+    assert nodes == {"1.0": 1, "8.0": 2, "+Inf": 4}
+    assert values["bough_sizer_tree_nodes_sum"] == 79
+    assert values["bough_sizer_plan_seconds_count"] == 1
+    assert values["bough_sizer_plan_seconds_sum"] == pytest.approx(0.0003)
+
+
+def test_an_orchestrator_that_has_done_nothing_tells_zeros() -> None:
+    values = served(Figures("m", 0, 0, 0, RoundTotals()))
+    assert values["vllm:spec_decode_num_drafts_total"] == 0
+    assert set(values.values()) == {0.0}
+
+
+def test_numbers_are_tallied_with_the_smallest_bound_that_they_do_not_pass() -> None:
+    tally = Tally((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 2.5):
+        tally.add(value)
+    assert tally.counts == [2, 2, 1]
+    assert tally.total == 7.5
+
+
+def test_the_deepest_levels_count_as_one() -> None:
+    totals = RoundTotals()
+    totals.add(a_round(Mode.DRAFT, sent=200, tokens=MAX_POSITIONS + 3))
+    assert totals.accepted_by_position == [1] * (MAX_POSITIONS - 1) + [3]
+
+
+SITUATION = Situation("s", Speculation(), 0.0, WorkerFacts("t", "t", 32, None), WorkerFacts("d", "d", 32, None), 9)
+
+
+def outcome_of(num_nodes: int, tokens: Sequence[int]) -> RoundOutcome:
+    result = VerifyResult(Verdict((1,), 9), 3, Timings(total_ns=10**9))
+    return RoundOutcome(num_nodes, tokens, result, None, 0, 0, RoundTimings(total_ns=10**9, target_ns=10**9))
+
+
+def test_a_measured_sizer_decides_as_the_sizer_does_and_adds_up() -> None:
+    """And a round that was never planned is no round."""
+    own, measured = (TreeSizer(BestFirst(8, 4, 3), 4) for _ in range(2))
+    sizer = MeasuredSizer(measured)
+    tree = Tree.root(5)
+    plans: list[RoundPlan] = [one.plan(SITUATION) for one in (own, sizer)]
+    assert plans[0] == plans[1]
+    proposals: list[Proposal] = [one.propose("s", tree, tree) for one in (own, sizer)]
+    assert len(proposals[0].tree) == len(proposals[1].tree) == 1
+    decision = sizer.observe("s", outcome_of(1, [7]))
+    assert decision is not None
+    assert list(sizer.decisions("s")) == [decision]
+    assert decision.tokens == 1
+    assert sizer.totals.rounds == {Mode.DRAFT: 1}
+    assert sum(sizer.totals.plan_seconds.counts) == 1
+    assert sizer.totals.plan_seconds.total > 0
+    assert sizer.observe("s", outcome_of(1, [7])) is None
+    assert sizer.totals.rounds.total() == 1
+    sizer.forget("s")
+
+
+def test_the_port_is_a_setting() -> None:
+    assert parse(OrchestratorConfig, "o", [], {}).metrics_port == 0
+    assert parse(OrchestratorConfig, "o", ["--metrics-port", "-1"], {}).metrics_port == -1
+    with pytest.raises(ConfigError, match="metrics-port"):
+        parse(OrchestratorConfig, "o", ["--metrics-port", "65536"], {})
