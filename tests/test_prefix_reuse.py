@@ -151,7 +151,7 @@ def test_logits_after_a_fork_are_bitwise_those_without(tiny: Path, dtype: torch.
         reusing = Recording(model)
         with started(engine_of(reusing, model)) as engine:
             shared = [
-                engine.verify(replace(sampled_call(name, tokens, max_length=150), epoch=n)).result(20)
+                engine.verify(replace(sampled_call(name, tokens, max_length=150), epoch=n)).result(300)
                 for n, (name, tokens) in enumerate(turns)
             ]
         assert [result.cached_length for result in shared] == [0, 107, 90, 106]
@@ -159,7 +159,7 @@ def test_logits_after_a_fork_are_bitwise_those_without(tiny: Path, dtype: torch.
         for turn, (result, logits) in enumerate(zip(shared, reusing.logits, strict=True)):
             alone = Recording(model)
             with started(engine_of(alone, model)) as engine:
-                plain = engine.verify(sampled_call("alone", turns[turn][1])).result(20)
+                plain = engine.verify(sampled_call("alone", turns[turn][1])).result(300)
             assert plain.cached_length == 0
             assert torch.equal(alone.logits[-1], logits)
             assert (plain.verdict, plain.held_length) == (result.verdict, result.held_length)

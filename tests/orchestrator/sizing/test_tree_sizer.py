@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+<<<<<<< HEAD
 from made_rounds import (
     DEFAULT,
     FLAT,
@@ -19,8 +20,12 @@ from made_rounds import (
     seconds_per_token,
     situation,
 )
+=======
+from made_rounds import FLAT, GOOD, STEEP, STEP, WRONG, MadeRounds, mean_nodes, new_sizer, seconds_per_token, situation
+>>>>>>> tests
 
 from bough.growth import BestFirst
+from bough.sizing.choice import Size
 from bough.sizing.cost_curve import CostCurve
 from bough.sizing.decision import Mode
 from bough.tree import Tree
@@ -86,6 +91,24 @@ def test_a_draft_whose_steps_take_longer_than_sweeps_is_left_out() -> None:
     slow = CostCurve((1, 65), (1.5, 1.6))
     rounds = MadeRounds(step=slow).play(60)
     assert sum(played.plan.asks_draft for played in rounds[10:]) <= 4
+
+
+def test_minds_change_for_more_than_three_percent_twice_in_a_row() -> None:
+    """Either way; less, or once, is taken for noise."""
+    sizer = new_sizer()
+    session = sizer._session(situation())
+
+    def drafts(*rates: float) -> list[bool]:
+        """Whether it drafts while trees make these rates, and doing without 1."""
+        plain = Size(1, 1.0, 1.0, 1.0)
+        return [sizer._weigh(session, Size(8, rate, 1.0, rate), plain) for rate in rates]
+
+    assert drafts(*[0.98] * 9) == [True] * 9
+    assert drafts(0.9, 1.0, 0.9, 1.0) == [True] * 4
+    assert drafts(0.96, 0.96) == [True, False]
+    assert drafts(*[1.02] * 9) == [False] * 9
+    assert drafts(1.2, 1.0, 1.2, 1.0) == [False] * 4
+    assert drafts(1.04, 1.04, 1.0) == [False, True, True]
 
 
 def test_sizes_do_not_flap_under_noise() -> None:
