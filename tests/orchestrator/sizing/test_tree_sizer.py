@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-<<<<<<< HEAD
 from made_rounds import (
     DEFAULT,
     FLAT,
@@ -20,9 +19,6 @@ from made_rounds import (
     seconds_per_token,
     situation,
 )
-=======
-from made_rounds import FLAT, GOOD, STEEP, STEP, WRONG, MadeRounds, mean_nodes, new_sizer, seconds_per_token, situation
->>>>>>> tests
 
 from bough.growth import BestFirst
 from bough.sizing.choice import Size
