@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from bough.errors import InvalidRequest
 
+MAX_EXPANSIONS = 2048  # nodes that a draft's model is run on for one tree: each takes a row of the session's slot
+
 
 class Scheme(Enum):
     """How the target decides which guesses to keep. All are exact; they differ in what a draft must send along."""

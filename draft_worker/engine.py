@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.futures import settle
-from bough.growth import BestFirst
+from bough.growth import MAX_EXPANSIONS, BestFirst
 from bough.messages import GrowCall, GrowResult, Timings
 from bough.sizing.cost_curve import CostCurve
 from bough.sizing.step_times import StepTimes
@@ -25,7 +25,6 @@ from draft_worker.grow import Grower
 from draft_worker.guess import Answer
 from draft_worker.job import Draft, Job
 from draft_worker.pool import SessionPool
-from draft_worker.session import MAX_EXPANSIONS
 from draft_worker.shaped import grower_for
 from draft_worker.sharpness import Sharpnesses
 

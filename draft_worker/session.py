@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import PrefixMissing
+from bough.growth import MAX_EXPANSIONS
 from bough.messages import Context, GrowCall
 from bough.model.segment import Segment
 from bough.model.slot import Slot
@@ -18,7 +19,6 @@ from draft_worker.guess import Answer, Guessing
 from draft_worker.past import Past
 from draft_worker.sharpness import Sharpness
 
-MAX_EXPANSIONS = 2048  # nodes expanded for one tree: each takes a row of the session's slot
 CONTEXT_CHUNK = 512  # tokens of a context that one draft step runs at most: others' trees grow in the same step
 
 

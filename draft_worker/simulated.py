@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from bough import __version__
 from bough.config import DraftConfig
 from bough.errors import ConfigError
+from bough.growth import MAX_EXPANSIONS
 from bough.messages import WorkerInfo
 from bough.model.arena import Arena
 from bough.model.sample import GREEDY_TOKENS, greedy_weights
@@ -28,7 +29,7 @@ from draft_worker.guess import Guessing
 from draft_worker.job import Stepping
 from draft_worker.pool import SessionPool
 from draft_worker.served import ServedDraft
-from draft_worker.session import MAX_EXPANSIONS, Window
+from draft_worker.session import Window
 from draft_worker.sharpness import Sharpnesses
 
 ROW_BYTES = 32 * 1024  # of keys and values of a token, as a 1B model's are; counted, and never taken

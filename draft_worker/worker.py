@@ -8,6 +8,7 @@ from bough import __version__
 from bough.config import DraftConfig
 from bough.distill.adapter import open_adapter
 from bough.errors import ConfigError
+from bough.growth import MAX_EXPANSIONS
 from bough.messages import WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
@@ -20,7 +21,7 @@ from draft_worker.engine import Engine
 from draft_worker.model_draft import ModelDraft
 from draft_worker.pool import SessionPool
 from draft_worker.served import ServedDraft
-from draft_worker.session import MAX_EXPANSIONS, Window
+from draft_worker.session import Window
 from draft_worker.sharpness import Sharpnesses
 from draft_worker.sources import load_draft
 from draft_worker.warm_up import warm_up_choosing

@@ -19,11 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, NotFound, PrefixMissing, Unavailable
-from bough.growth import BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
+from bough.growth import MAX_EXPANSIONS, BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
 from bough.model.batch import Batch
 from bough.model.draw import draw
 from bough.sampling import SamplingParams
-from draft_worker.session import MAX_EXPANSIONS
 
 GROWTHS: tuple[Growth, ...] = (BestFirst(12, 3, 4), StaticShape((0, 0, 1, 1, 2)), Chains(2, 3))
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from bough.config import DraftConfig, parse
 from bough.errors import ConfigError, Exhausted, PrefixMissing, Unavailable
+from bough.growth import MAX_EXPANSIONS
 from draft_worker.pool import SPARE_ROWS
-from draft_worker.session import MAX_EXPANSIONS, Window
+from draft_worker.session import Window
 from draft_worker.worker import DraftWorker
 
 TEXT = [n % 5 for n in range(90)]

@@ -10,14 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.generation import Speculation
-from bough.growth import NO_TREE, BestFirst, TreePlan
+from bough.growth import MAX_EXPANSIONS, NO_TREE, BestFirst, TreePlan
 from bough.merge import merged
 from bough.messages import GrowResult, RoundTimings, VerifyResult
 from bough.sizing.cost_curve import CostCurve
 from bough.sizing.decision import Decision, DraftCalibration
 from bough.tree import Tree
-
-MAX_EXPANSIONS = 2048  # nodes that a draft worker expands for one tree (`draft_worker.session`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,22 @@ from made_rounds import FLAT, ROOT, STEEP, STEP, MadeRounds, new_sizer, situatio
 from bough.draft_probs import DraftProbs
 from bough.errors import InvalidRequest
 from bough.generation import Speculation
-from bough.growth import NO_TREE, BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan, require_growth
+from bough.growth import (
+    MAX_EXPANSIONS,
+    NO_TREE,
+    BestFirst,
+    Chains,
+    Growth,
+    Guess,
+    Scheme,
+    StaticShape,
+    TreePlan,
+    require_growth,
+)
 from bough.sizing.cost_curve import CostCurve
 from bough.sizing.decision import Mode
 from bough.tree import Tree
-from orchestrator.sizing.plans import MAX_EXPANSIONS, Proposal, WorkerFacts, limited
+from orchestrator.sizing.plans import Proposal, WorkerFacts, limited
 from orchestrator.sizing.tree_sizer import MOST_NODES, UNKNOWN
 
 SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4))
