@@ -30,6 +30,11 @@ class Regime:
     laws: tuple[AcceptanceLaw, ...]  # of its sessions, all at once
     change: Factors = UNCHANGED  # from when half of all tokens have come
 
+    @property
+    def most_nodes(self) -> int:
+        """Of the grid: what many sessions share needs no trees that would fill it alone several times over."""
+        return 1 << 30 if len(self.laws) == 1 else 64
+
     def samples(self, seed: int, num_tokens: int) -> list[Sample]:
         """The sessions' texts of one repeat; another seed makes others."""
         return [

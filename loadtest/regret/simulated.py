@@ -134,7 +134,7 @@ def measure(regime: Regime, scale: Scale) -> Result:
     plain = seconds_of(regime, FixedSizer(BestFirst(1, 1, 1), NO_SHARING), PLAIN, scale)
     fixed = {
         name: seconds_of(regime, FixedSizer(size, NO_SHARING), Speculation(), scale)
-        for name, size in fixed_sizes(scale, regime.profile.target.max_nodes).items()
+        for name, size in fixed_sizes(scale, min(regime.profile.target.max_nodes, regime.most_nodes)).items()
     }
     sizer = TimedSizer(TreeSizer(BestFirst(64, 16, 7), max_depth=24))
     self_sized = seconds_of(regime, sizer, Speculation(), scale)

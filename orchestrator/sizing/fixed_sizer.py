@@ -11,7 +11,7 @@ from bough.merge import merged
 from bough.sizing.decision import Decision, DraftCalibration, Mode
 from bough.tree import Tree
 from orchestrator.sizing.decision_log import DecisionLog
-from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan
+from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 
 MIN_SHARE = 4  # nodes of a tree, however many sessions there are
 
@@ -46,6 +46,8 @@ class FixedSizer:
 
     def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
         """The best-scoring nodes of both trees, as many as planned; a sample stays whole."""
+        if session_id not in self._plans:
+            return whole(drafted, looked_up)
         plan, decision = self._plans[session_id]
         tree = merged(drafted, looked_up, plan.max_nodes) if len(looked_up) > 1 else drafted
         decision.num_grown = decision.num_sent = len(tree)

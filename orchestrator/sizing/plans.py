@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from bough.generation import Speculation
 from bough.growth import NO_TREE, BestFirst, TreePlan
+from bough.merge import merged
 from bough.messages import GrowResult, RoundTimings, VerifyResult
 from bough.sizing.cost_curve import CostCurve
 from bough.sizing.decision import Decision, DraftCalibration
@@ -105,6 +106,15 @@ class Sizer(Protocol):
     def calibrations(self) -> tuple[DraftCalibration, ...]:
         """How well predictions agreed with what came to pass, by draft worker."""
         ...
+
+
+def whole(drafted: Tree, looked_up: Tree) -> Proposal:
+    """All that there is, with nothing decided: for a round of which a sizer knows no plan.
+
+    A stream that another has taken over may end in the middle of the other's round, and have its session forgotten.
+    """
+    tree = merged(drafted, looked_up, len(drafted)) if len(looked_up) > 1 else drafted
+    return Proposal(tree, False, np.arange(len(drafted)))
 
 
 def requested_plan(situation: Situation, size: BestFirst) -> RoundPlan | None:

@@ -117,7 +117,7 @@ class RoundTimes:
         if draft is None:
             return 0.0
         times = self._drafts.of(draft.worker_id)
-        steps = habits.num_steps or FIRST_STEPS
+        steps = min(habits.num_steps or FIRST_STEPS, situation.num_left - 1)  # no tree is deeper than what may come
         return steps * times.step_seconds + times.network.median + times.queue.median
 
     def _wait(self, situation: Situation) -> float:

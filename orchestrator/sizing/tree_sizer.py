@@ -23,7 +23,7 @@ from bough.sizing.decision import Decision, DraftCalibration, Mode
 from bough.tree import Tree
 from orchestrator.sizing.decision_log import DecisionLog
 from orchestrator.sizing.pairs import FIRST_BOUND, Habits, PairKey, Pairs, SessionState
-from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan
+from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 from orchestrator.sizing.round_times import RoundTimes
 
 MOST_NODES = 1024  # of a tree
@@ -82,7 +82,9 @@ class TreeSizer:
 
     def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
         """What is worth its time of a tree and of what was looked up beside it; a sample stays whole."""
-        pending, session = self._pending[session_id], self._sessions[session_id]
+        pending, session = self._pending.get(session_id), self._sessions.get(session_id)
+        if pending is None or session is None:
+            return whole(drafted, looked_up)
         pending.drafted = drafted
         if drafted.draft_probs is not None:
             tree = merged(drafted, looked_up, pending.plan.max_nodes) if len(looked_up) > 1 else drafted

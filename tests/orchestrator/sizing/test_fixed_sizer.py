@@ -82,7 +82,7 @@ def test_nothing_that_rounds_come_to_changes_the_size() -> None:
     assert {played.plan.tree.growth for played in rounds} == {BestFirst(64, 16, 7)}
 
 
-def test_of_two_trees_the_best_nodes_are_sent_and_a_session_needs_a_plan_first() -> None:
+def test_of_two_trees_the_best_nodes_are_sent() -> None:
     sizer = new_fixed()
     sizer.plan(situation(speculation=Speculation(budget=3), lookup=2))
     drafted = Tree.of([ROOT, 1, 2], [-1, 0, 0], np.log([1.0, 0.6, 0.1]).tolist())
@@ -90,8 +90,6 @@ def test_of_two_trees_the_best_nodes_are_sent_and_a_session_needs_a_plan_first()
     proposal = sizer.propose("s", drafted, looked_up)
     assert proposal.tree.tokens.tolist() == [ROOT, 1, 3]
     assert not proposal.may_leave_out
-    with pytest.raises(KeyError):
-        sizer.propose("never planned", drafted, looked_up)
 
 
 def test_decisions_are_recorded_as_fixed_or_off_and_forgotten_sessions_count_anew() -> None:

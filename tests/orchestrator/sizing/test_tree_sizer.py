@@ -5,13 +5,28 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from made_rounds import FLAT, GOOD, STEEP, STEP, WRONG, MadeRounds, mean_nodes, new_sizer, seconds_per_token, situation
+from made_rounds import (
+    DEFAULT,
+    FLAT,
+    GOOD,
+    ROOT,
+    STEEP,
+    STEP,
+    WRONG,
+    MadeRounds,
+    mean_nodes,
+    new_sizer,
+    seconds_per_token,
+    situation,
+)
 
 from bough.growth import BestFirst
 from bough.sizing.choice import Size
 from bough.sizing.cost_curve import CostCurve
 from bough.sizing.decision import Mode
+from bough.tree import Tree
 from orchestrator.sizing.fixed_sizer import FixedSizer
+from orchestrator.sizing.plans import Sizer
 from orchestrator.sizing.tree_sizer import PROBE
 
 SURE = (0.97, 0.01)  # what a draft says of its guesses
@@ -187,3 +202,15 @@ def test_predictions_agree_with_what_comes_to_pass() -> None:
     seconds = sum(each.expected.total for each in decisions) / sum(each.seconds.total for each in decisions)
     assert tokens == pytest.approx(1.0, abs=0.05)
     assert seconds == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("sizer", [new_sizer(), FixedSizer(DEFAULT, 64)])
+def test_a_round_whose_session_was_forgotten_meanwhile_goes_on(sizer: Sizer) -> None:
+    """A stream that was taken over ends late, and has the session forgotten in the middle of the other's round."""
+    here = situation()
+    sizer.plan(here)
+    sizer.forget(here.session_id)
+    drafted = Tree.of([ROOT, 1, 2], [-1, 0, 1], [0.0, -0.1, -0.2])
+    proposal = sizer.propose(here.session_id, drafted, Tree.root(ROOT))
+    assert proposal.tree == drafted
+    assert not proposal.may_leave_out
