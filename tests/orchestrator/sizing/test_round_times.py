@@ -96,11 +96,13 @@ def test_other_sessions_rows_and_tokens_count_while_they_are_there() -> None:
 def test_rows_that_were_left_out_and_contexts_are_no_others() -> None:
     times = RoundTimes()
     for _ in range(8):
-        made = outcome(rows=26, trees=2)  # of 10 nodes 4 were left out, 20 tokens of context beside
+        made = outcome(
+            rows=56, trees=2
+        )  # 30 of another session; of 10 nodes 4 were left out, 20 tokens of context beside
         times.observe(facts(2, num_context=20), replace(made, result=replace(made.result, left_out_nodes=(6, 7, 8, 9))))
     load = times.load(facts(2))
     assert load is not None
-    assert load.other_rows == 0
+    assert load.other_rows == 30
 
 
 @pytest.mark.parametrize(("queue", "is_free"), [(0, False), (250, False), (400, True), (900, True)])
