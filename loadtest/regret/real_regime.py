@@ -12,6 +12,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -152,7 +153,10 @@ class Bench:
             tuple(self.sizes),
             report.expected_seconds / report.realised_seconds - 1 if report else 0.0,
             report.expected_tokens / report.realised_tokens - 1 if report else 0.0,
-            {"rounds_explained": len(decisions), "load_average": round(os.getloadavg()[0], 1)},
+            {
+                "orchestrator_seconds": round(statistics.median([d.seconds.other for d in decisions] or [0.0]), 5),
+                "load_average": round(os.getloadavg()[0], 1),
+            },
         )
 
 
