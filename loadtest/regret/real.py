@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bough.demonstration import cache_folder
+from bough.tether import tethered
 from loadtest.limits import limited
 from loadtest.regret.scoring import geomean, interval, score
 
@@ -92,7 +93,7 @@ def run(names: Sequence[str], num_prompts: int, num_tokens: int, plain_tokens: i
 
 
 def _measure(task: Task) -> Measured:
-    command = [sys.executable, "-m", "loadtest.regret.real_regime", json.dumps(asdict(task))]
+    command = tethered([sys.executable, "-m", "loadtest.regret.real_regime", json.dumps(asdict(task))])
     speed = task.regime.read_megabytes_per_second * MEGABYTE
     if not speed:
         return _answer(command)
