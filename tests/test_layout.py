@@ -23,7 +23,13 @@ PURE_MAY_IMPORT |= {
     "bough.acceptance",
     "bough.chat_template",
 }
-PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings", "bough.sizing.cost_curve"}
+PURE_MAY_IMPORT |= {
+    "bough.runtime.machine",
+    "bough.records",
+    "bough.values",
+    "bough.settings",
+    "bough.sizing.cost_curve",
+}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 
