@@ -76,7 +76,7 @@ class Opening:
         if options.resume is not None:
             require_resume(options.resume, target.info.vocab_size)
         require_size(prompt, target.tokens, target.info.max_context)
-        tokens = self._tokens(prompt, options, past, target)
+        tokens = await self.directory.tokenizing.run(lambda: self._tokens(prompt, options, past, target))
         require_room(tokens, target.info.max_context)
         if past.session is None:
             target = await self._with_longest_prefix(tokens, target, targets)

@@ -15,6 +15,7 @@ from bough.generation import GenerateOptions
 from bough.messages import WorkerInfo
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad, WorkerRecord
+from bough.tokenizer import Tokenizer
 from orchestrator import directory as module
 from orchestrator.directory import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_MISSING, Directory, Known
 from orchestrator.models import targets_for
@@ -39,7 +40,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def known(tiny: Path, now: list[float]) -> Known[None]:  # type: ignore[type-var]  # no call is made
     record = WorkerRecord("target", "t", "127.0.0.1:1")
     info = WorkerInfo("target", "t", "m", "d", "f", "t", 262, 64, 8, 1)
-    return Known(record, None, info, load_tokenizer_files(tiny))  # type: ignore[arg-type,type-var]
+    return Known(record, None, info, Tokenizer(load_tokenizer_files(tiny)))  # type: ignore[arg-type,type-var]
 
 
 def test_calls_that_one_incident_cuts_off_are_one_fault(known: Known[None], now: list[float]) -> None:  # type: ignore[type-var]
