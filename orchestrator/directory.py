@@ -88,6 +88,7 @@ class Directory:
         self.index_problem = ""
         self._targets: dict[str, Known[TargetClient]] = {}
         self._drafts: dict[str, Known[DraftClient]] = {}
+        self.model_names: set[str] = set()  # that any target has served since the start
         self._next_sweep = 0.0  # seconds on the monotonic clock
         self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # with workers that are new, by kind and id
 
@@ -111,21 +112,10 @@ class Directory:
                 await known.client.close()
             self.tokenizing.close()
 
-    def target(self, preferred_id: str = "", identity: str = "") -> Known[TargetClient]:
-        """The target for a request: the preferred one if it is there, otherwise the least busy.
-
-        With an `identity`, of those whose `WorkerInfo` has it: the request was begun at one of them.
-
-        Raises:
-            Unavailable: there is none.
-        """
-        usable = [known for known in self._targets.values() if known.is_usable]
-        if not usable:
-            raise Unavailable(self._why_no_target())
-        usable = [known for known in usable if identity in ("", known.info.identity)]
-        if not usable:
-            raise Unavailable("no target that gives the same tokens as the one where the request was begun can be used")
-        return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness))
+    @property
+    def targets(self) -> tuple[Known[TargetClient], ...]:
+        """All but those of which something is wrong; one that is left alone for a while is among them."""
+        return tuple(known for known in self._targets.values() if not known.problem)
 
     def successor(self, lost: Known[TargetClient], max_context: int, max_nodes: int) -> Known[TargetClient] | None:
         """A target that gives the same tokens as one that has failed, or that one itself if it is usable again.
@@ -181,7 +171,8 @@ class Directory:
     def _everyone(self) -> list[Known[TargetClient] | Known[DraftClient]]:
         return [*self._targets.values(), *self._drafts.values()]
 
-    def _why_no_target(self) -> str:
+    def why_no_target(self) -> str:
+        """In words, for whoever needs one."""
         if self.index_problem:
             return f"no target worker is known, and {self.index_problem}"
         problems = [f"{k.record.worker_id}: {k.problem or 'does not answer'}" for k in self._targets.values()]
@@ -236,9 +227,10 @@ class Directory:
         """A new worker is asked what it is; who had its address before has left it."""
         try:
             if record.kind == "target":
-                self._targets[record.worker_id] = await _introduce(
-                    record, TargetClient(record.address, record.worker_id), self.tokenizing
-                )
+                client = TargetClient(record.address, record.worker_id)
+                known = await _introduce(record, client, self.tokenizing)
+                self._targets[record.worker_id] = known
+                self.model_names.add(known.info.model_name)
             elif record.kind == "draft":
                 self._drafts[record.worker_id] = await _introduce(record, DraftClient(record.address), self.tokenizing)
             else:
