@@ -43,6 +43,12 @@ class ServiceConfig:
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
     drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")
+    max_connection_age: float = setting(
+        0.0,
+        number(float, 0),
+        "seconds after which a gRPC client is told to connect anew, so that a balancer may send it elsewhere; calls "
+        "that run go on where they are, however long; 0 is never",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
