@@ -158,9 +158,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> Callable[..., Awaitable[Any]]:
         async def run(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                request = _decoded(data, decode)
-                with self.gate.passing(method, request):
-                    return await answer(request, context)
+                with self.gate.entering(method, len(data)):
+                    request = _decoded(data, decode)
+                    with self.gate.passing(method, request):
+                        return await answer(request, context)
             except grpc.aio.AbortError:
                 raise
             except Exception as exc:  # every error becomes a status here
