@@ -19,6 +19,7 @@ from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, service_name, serving
 from orchestrator.directory import POLL_SECONDS, Directory
+from orchestrator.http_door import http_door
 from orchestrator.metrics import OrchestratorCollector
 from orchestrator.requests import Requests
 from orchestrator.service import GenerationService
@@ -50,6 +51,7 @@ async def main() -> None:
             Gate("Generate"),
             config.stalled_timeout,
         ) as served,
+        http_door(config, requests, metrics.registry),
     ):
         record = WorkerRecord("orchestrator", worker_id, advertised(config, served.port))
         async with registered(registry, lambda: record):

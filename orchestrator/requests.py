@@ -36,6 +36,7 @@ from orchestrator.sizing.fixed_sizer import FixedSizer
 from orchestrator.sizing.plans import Sizer
 from orchestrator.sizing.totals import MeasuredSizer
 from orchestrator.sizing.tree_sizer import TreeSizer
+from orchestrator.tokenizing import Tokenizing
 from orchestrator.workers import DraftClient, TargetClient
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,9 @@ class Requests:
         self._running = Running()
         self._endings: dict[str, asyncio.Task[None]] = {}  # by session
         self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
+        self.tokenizing = Tokenizing(directory)
         self.metrics_url = ""  # where its figures are served
+        self.http_url = ""  # where OpenAI's clients are served
         self._model_name = ""  # of the target that was used last
         self._num_total = 0
         self._num_tokens = 0
@@ -183,6 +186,15 @@ class Requests:
         for worker_id in (record.target_id, record.draft_id) if record is not None else ():
             await self._release(session_id, claim.epoch, self.directory.find(worker_id))
         await self._recorder.settled(session_id)
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """The models that are served. Raises Unavailable."""
+        return (self.model_info(),)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that came now could be served."""
+        return self.directory.has_target and not self.admission.is_closed
 
     def model_info(self) -> ModelInfo:
         """The model that is served. Raises Unavailable."""
