@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -20,7 +21,8 @@ from bough.client import Client
 from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.errors import BoughError, ConfigError, Unavailable
 from bough.registry import Registry
-from bough.tether import MODULE, tethered
+from bough.tasks import to_the_end
+from bough.tether import MODULE, start
 
 POLL_SECONDS = 0.1
 DRAIN_SECONDS = 1.0  # after SIGTERM, before another one: who ends everything does not wait for streams to finish
@@ -73,8 +75,11 @@ class Cluster:
         """Starts a process that ends with this one, even if this one is killed."""
         log = self.folder / f"{name}.log"
         with log.open("ab") as stream:
-            process = subprocess.Popen(
-                tethered(command), stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+            process = start(
+                command,
+                lambda line: subprocess.Popen(
+                    line, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+                ),
             )
         child = Child(name, tuple(command), log, process)
         self.children[name] = child
@@ -182,30 +187,51 @@ def _wait(children: Sequence[Child], patience_seconds: float) -> None:
 
 @asynccontextmanager
 async def launched(settings: Settings, report: Report) -> AsyncIterator[Cluster]:
-    """All processes, ready; ended with the block, with an exception, and with Ctrl-C or SIGTERM alike."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None, "a coroutine runs in a task"
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    with tempfile.TemporaryDirectory(prefix="bough-") as folder:
+    """All processes, ready; ended with the block, with an exception, and with Ctrl-C or SIGTERM alike.
+
+    Signals are for the main thread: where the event loop runs in another one, whoever runs it sees to them.
+    """
+    with tempfile.TemporaryDirectory(prefix="bough-") as folder, _cancelled_by_sigterm():
         cluster = Cluster(settings, Path(folder))
         try:
             cluster.start_all()
             await cluster.wait_until_ready(report)
             yield cluster
         finally:
-            with _interrupts_ignored():
-                cluster.stop_all()
-            loop.remove_signal_handler(signal.SIGTERM)
+            with _signals_ignored():
+                await to_the_end(asyncio.to_thread(cluster.stop_all))
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """A second Ctrl-C must not leave processes behind."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _cancelled_by_sigterm() -> Iterator[None]:
+    if not _may_handle_signals():
+        yield
+        return
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """A second Ctrl-C must not leave processes behind, nor a second SIGTERM."""
+    if not _may_handle_signals():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _may_handle_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _index_command(port: int, folder: Path) -> list[str]:

@@ -14,6 +14,8 @@ import tokenizers
 from bough.chat_template import ChatTemplate, Messages
 from bough.errors import InvalidRequest
 
+MAX_ID = 2**32 - 1  # that the library can be asked for
+
 
 @dataclass(frozen=True)
 class TokenizerFiles:
@@ -72,11 +74,11 @@ class Tokenizer:
     @cached_property
     def longest_token(self) -> int:
         """Characters that one token stands for, at most."""
-        return max(map(len, self.files.vocabulary))
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with the special tokens that the tokenizer adds by itself."""
-        return list(self._tokenizer.encode(text).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_more(self, text: str, before: str = "") -> list[int]:
         """Tokens of a plain text that goes on: without what a tokenizer adds to a beginning.
@@ -114,7 +116,7 @@ class Tokenizer:
 
         A token may be a part of a character, which as a text of its own would be U+FFFD.
         """
-        token = self.files.vocabulary[token_id] if 0 <= token_id < len(self.files.vocabulary) else ""
+        token = (self._tokenizer.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None) or ""
         if token in self._added:
             return token.encode()
         if self._is_byte_level:
@@ -131,8 +133,12 @@ class Tokenizer:
     @cached_property
     def _is_byte_level(self) -> bool:
         """Whether each character of a token stands for a byte."""
-        decoder = json.loads(self.files.tokenizer_json).get("decoder") or {}
+        decoder = json.loads(self._tokenizer.decoder.__getstate__()) if self._tokenizer.decoder else {}
         return "ByteLevel" in (decoder.get("type"), *(one.get("type") for one in decoder.get("decoders", ())))
 
     def _plain(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As a batch of one: for a batch, unlike for a text, the library lets other threads run meanwhile."""
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,6 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from bough.config import OrchestratorConfig
 from orchestrator.requests import Requests
+
+logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -28,4 +31,5 @@ async def http_door(config: OrchestratorConfig, requests: Requests, figures: Col
     app = http_app(requests, figures, config.stalled_timeout)
     async with http_serving(config.host, config.http_port, app) as port:
         requests.http_url = f"http://{config.host}:{port}"
+        logger.info("OpenAI's clients are served at %s/v1", requests.http_url)
         yield

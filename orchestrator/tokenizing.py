@@ -1,66 +1,51 @@
-"""Text to tokens and back by the tokenizer of a served model, for clients that have none."""
+"""Threads for what would hold up every stream on the event loop: building tokenizers, and using them on prompts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import TypeVar
+from weakref import WeakValueDictionary
 
-from bough.errors import NotFound
-from bough.generation import Prompt
-from bough.wire import require_tokens
-from orchestrator.directory import Directory, Known
-from orchestrator.limits import require_size
-from orchestrator.prompt import whole_prompt
-from orchestrator.workers import TargetClient
+from bough.tokenizer import Tokenizer, TokenizerFiles
 
+NUM_THREADS = 2  # so that one long prompt does not hold up every short one
 
-class PromptRead(NamedTuple):
-    """A prompt's tokens, and how many the context holds."""
-
-    token_ids: list[int]
-    max_context: int
+Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
 class Tokenizing:
-    """Speaks of models by their names; the empty one is the only model that is served."""
+    """Keeps one tokenizer for all workers that have the same, and runs what takes long beside the event loop.
 
-    directory: Directory
+    The library holds Python's global lock while it builds a tokenizer, which takes a second for a large vocabulary:
+    the thread helps little there, and that it happens once, whatever number of workers come and go, helps most. It
+    gives the lock up while it encodes a text.
+    """
 
-    async def tokens(self, prompt: Prompt, model: str) -> PromptRead:
-        """A prompt as a request would read it.
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizing")
+        self._building = Lock()
+        self._built: WeakValueDictionary[TokenizerFiles, Tokenizer] = WeakValueDictionary()
 
-        Raises:
-            InvalidRequest: naming the field.
-            NotFound: no such model.
-            Unavailable: there is no target that serves it.
-        """
-        target = self._target(model)
-        info = target.info
-        require_size(prompt, target.tokens, info.max_context)
-        # A long text takes a while, in which the streams of others go on.
-        token_ids = await asyncio.to_thread(whole_prompt, prompt, target.tokens, info.vocab_size)
-        return PromptRead(token_ids, info.max_context)
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns or raises, called in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def text(self, token_ids: Sequence[int], model: str) -> str:
-        """What tokens stand for, special ones left out. Raises as `tokens` does."""
-        target = self._target(model)
-        if token_ids:
-            require_tokens("tokens", token_ids, target.info.vocab_size)
-        return target.tokens.decode(token_ids)
+    async def shared(self, files: TokenizerFiles) -> Tokenizer:
+        """The tokenizer of these files: the same object for equal files, for as long as anybody has it."""
+        return await self.run(lambda: self._shared(files))
 
-    def spell(self, model: str, token_id: int) -> bytes:
-        """What one token stands for, perhaps a part of a character. Raises as `tokens` does."""
-        return self._target(model).tokens.token_bytes(token_id)
+    def close(self) -> None:
+        """Ends the threads once they have nothing to do; work that has not begun is given up."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def require_model(self, model: str) -> None:
-        """Raises NotFound for a model that is not served."""
-        self._target(model)
-
-    def _target(self, model: str) -> Known[TargetClient]:
-        target = self.directory.target()
-        if model not in ("", target.info.model_name):
-            raise NotFound(f"model: value was {model[:64]!r}; must be {target.info.model_name!r}")
-        return target
+    def _shared(self, files: TokenizerFiles) -> Tokenizer:
+        with self._building:
+            tokenizer = self._built.get(files)
+            if tokenizer is None:
+                tokenizer = Tokenizer(files)
+                _ = tokenizer.longest_token  # worked out here, and remembered
+                self._built[files] = tokenizer
+            return tokenizer

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import fcntl
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from bough.launch import Child, Cluster, Settings, launched
 from bough.model import compiled_folder
 from bough.model.hub import fetch
 from bough.simulation.profile import load_profile, shipped_profiles
-from bough.tether import MODULE, tethered
+from bough.tether import MODULE, run
 
 WATCH_SECONDS = 0.5
 RESTART_SECONDS = 1.0
@@ -179,7 +178,7 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
 def _write_demonstration(folder: Path, copies: int) -> None:
     print(f"writing the demonstration model to {folder}", file=sys.stderr)
     command = [sys.executable, *MODULE, "bough.model.demonstration", str(folder), str(copies)]
-    if subprocess.run(tethered(command), check=False).returncode != 0:
+    if run(command) != 0:
         raise ConfigError(f"{folder}: the demonstration model could not be written")
 
 

@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from bough.generation import Event, Finished, SpeculationMetrics, Started, Tokens
 from orchestrator.http_api.errors import Json
+from orchestrator.http_api.spelling import Spell, TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,14 @@ class Answer(ABC):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, head: Head, num_choices: int, choices_per_prompt: int, telling: StreamTelling) -> None:
+    def __init__(
+        self, head: Head, num_choices: int, choices_per_prompt: int, telling: StreamTelling, spell: Spell | None
+    ) -> None:
+        """`spell` where log-probabilities are told."""
         self.head, self.telling = head, telling
-        self.model = ""  # known once a request has been let in
+        self.model = ""  # known once a request has been let in, as is
+        self._token_bytes: TokenBytes | None = None
+        self._spell = spell
         self.choices = [Choice() for _ in range(num_choices)]
         self._choices_per_prompt = choices_per_prompt
 
@@ -90,6 +96,7 @@ class Answer(ABC):
         choice.observe(event)
         if isinstance(event, Started):
             self.model = event.model_name
+            self._token_bytes = self._spell(event.model_name) if self._spell else None
         return [self._chunk([one]) for one in self._told(index, event, begin)]
 
     def last_chunks(self) -> Iterator[Json]:

@@ -117,21 +117,19 @@ class _Door:
         is_chat = fields.messages is not None
         prompt = chat.chat_prompt(fields.messages or []) if is_chat else TextPrompt(fields.prompt or "")
         try:
-            read = await self.requests.tokenizing.tokens(prompt, fields.model or "")
+            read = await self.requests.texts.tokens(prompt, fields.model or "")
         except InvalidRequest as exc:
             raise api_error(exc, chat.FIELD_NAMES if is_chat else completions.FIELD_NAMES) from exc
         answer: Json = {"count": len(read.token_ids), "max_model_len": read.max_context, "tokens": read.token_ids}
         if fields.return_token_strs:
-            spell = self.requests.tokenizing.spell
-            answer["token_strs"] = [
-                spell(fields.model or "", token).decode(errors="replace") for token in read.token_ids
-            ]
+            token_bytes = self.requests.texts.tokenizer(fields.model or "").token_bytes
+            answer["token_strs"] = [token_bytes(token).decode(errors="replace") for token in read.token_ids]
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of some tokens."""
         fields = await self.bodies.read(request, DetokenizeFields)
-        return JSONResponse({"prompt": self.requests.tokenizing.text(tuple(fields.tokens), fields.model or "")})
+        return JSONResponse({"prompt": self.requests.texts.text(tuple(fields.tokens), fields.model or "")})
 
     async def health(self, request: Request) -> Response:
         """Whether a request that came now could be served."""
@@ -150,23 +148,23 @@ class _Door:
     def _exchange(
         self, wanted: tuple[Wanted, ...], answer: Answer, fields: GenerationFields, field_names: Mapping[str, str]
     ) -> Exchange:
-        self.requests.tokenizing.require_model(fields.model or "")
-
         def begin() -> list[AsyncGenerator[Event]]:
             return [self.requests.generate(one.prompt, one.options) for one in wanted]
 
         return Exchange(begin, answer, bool(fields.stream), field_names, self.stalled_seconds)
 
     def _spell(self, wanted: tuple[Wanted, ...]) -> Spell | None:
-        """How tokens are spelled, where log-probabilities are asked for."""
-        return None if wanted[0].options.logprobs is None else self.requests.tokenizing.spell
+        """How a model's tokens are spelled, where log-probabilities are asked for."""
+        if wanted[0].options.logprobs is None:
+            return None
+        return lambda model: self.requests.texts.tokenizer(model).token_bytes
 
     def _echo(self, prompt: Prompt, model: str) -> str:
         match prompt:
             case TextPrompt(text):
                 return text
             case TokenPrompt(token_ids):
-                return self.requests.tokenizing.text(token_ids, model)
+                return self.requests.texts.text(token_ids, model)
         raise AssertionError(f"{type(prompt)} is no prompt of a completion")
 
     def _card(self, model: ModelInfo) -> Json:

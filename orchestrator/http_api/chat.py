@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from bough.generation import ChatPrompt, Event, Finished, Message, Started, Tokens
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
@@ -45,9 +44,7 @@ class ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, head: Head, num_choices: int, telling: StreamTelling, spell: Spell | None) -> None:
-        """`spell` where log-probabilities are told."""
-        super().__init__(head, num_choices, num_choices, telling)
-        self._spell = spell
+        super().__init__(head, num_choices, num_choices, telling, spell)
         self._logprobs: list[list[Json]] = [[] for _ in self.choices]
 
     def _told(self, index: int, event: Event, begin: int) -> Iterator[Json]:
@@ -67,7 +64,7 @@ class ChatAnswer(Answer):
 
     def _choice(self, index: int) -> Json:
         choice = self.choices[index]
-        told = None if self._spell is None else {"content": self._logprobs[index], "refusal": None}
+        told = None if self._token_bytes is None else {"content": self._logprobs[index], "refusal": None}
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -77,9 +74,9 @@ class ChatAnswer(Answer):
         }
 
     def _spelled(self, index: int, event: Tokens) -> list[Json]:
-        if self._spell is None:
+        if self._token_bytes is None:
             return []
-        spelled = chat_logprobs(event.logprobs, partial(self._spell, self.model))
+        spelled = chat_logprobs(event.logprobs, self._token_bytes)
         self._logprobs[index] += spelled
         return spelled
 

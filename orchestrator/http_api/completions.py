@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from bough.generation import Event, Finished, Prompt, Started, TextPrompt, TokenPrompt, Tokens
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
@@ -43,10 +42,9 @@ class CompletionAnswer(Answer):
         telling: StreamTelling,
         spell: Spell | None,
     ) -> None:
-        """`echoes` are what the choices of each prompt begin with; `spell` where log-probabilities are told."""
-        super().__init__(head, len(echoes) * choices_per_prompt, choices_per_prompt, telling)
+        """`echoes` are what the choices of each prompt begin with."""
+        super().__init__(head, len(echoes) * choices_per_prompt, choices_per_prompt, telling, spell)
         self._echoes = [echo for echo in echoes for _ in range(choices_per_prompt)]
-        self._spell = spell
         self._logprobs = [TokensSpelled([], [], [], []) for _ in self.choices]
 
     def _told(self, index: int, event: Event, begin: int) -> Iterator[Json]:
@@ -66,14 +64,14 @@ class CompletionAnswer(Answer):
 
     def _choice(self, index: int) -> Json:
         choice = self.choices[index]
-        told = None if self._spell is None else self._logprobs[index]._asdict()
+        told = None if self._token_bytes is None else self._logprobs[index]._asdict()
         ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return {"index": index, "text": choice.text, "logprobs": told} | ending
 
     def _spelled(self, index: int, event: Tokens, begin: int) -> TokensSpelled | None:
-        if self._spell is None:
+        if self._token_bytes is None:
             return None
-        spelled = completion_logprobs(event.logprobs, event.texts, begin, partial(self._spell, self.model))
+        spelled = completion_logprobs(event.logprobs, event.texts, begin, self._token_bytes)
         self._logprobs[index].extend(spelled)
         return spelled
 

@@ -81,6 +81,7 @@ def _options(
         ignore_eos=bool(fields.ignore_eos),
         logprobs=limits.logprobs,
         speculation=_speculation(fields.speculation or SpeculationFields()),
+        model=fields.model or "",
     )
 
 

@@ -12,7 +12,7 @@ from orchestrator.http_api.errors import Json
 MINUS_INFINITY = -9999.0  # JSON knows none
 
 TokenBytes = Callable[[int], bytes]  # what a token stands for, perhaps a part of a character
-Spell = Callable[[str, int], bytes]  # the same, of a model's name and one of its tokens
+Spell = Callable[[str], TokenBytes]  # of a model's name
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], token_bytes: TokenBytes) -> list[Json]:
