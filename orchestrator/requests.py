@@ -215,6 +215,7 @@ class Requests:
             __version__,
             is_draftless=self._rounds.config.draft == "none",
             metrics_url=self.metrics_url,
+            http_url=self.http_url,
         )
 
     def loads(self) -> Loads:
