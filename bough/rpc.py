@@ -84,7 +84,7 @@ def to_error(exc: grpc.aio.AioRpcError, address: str) -> BoughError:
     if kind is not None:
         return kind(details)
     if exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-        return errors.Unavailable(f"{address} does not answer: {exc.code().name}: {details}")
+        return errors.NoAnswer(f"{address} does not answer: {exc.code().name}: {details}")
     if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own words
         return InvalidRequest(f"message: {details}; at most {MAX_MESSAGE_BYTES} bytes would do")
     return BoughError(f"{address}: {exc.code().name}: {details}")
@@ -158,9 +158,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> Callable[..., Awaitable[Any]]:
         async def run(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                request = _decoded(data, decode)
-                with self.gate.passing(method, request):
-                    return await answer(request, context)
+                with self.gate.entering(method, len(data)):
+                    request = _decoded(data, decode)
+                    with self.gate.passing(method, request):
+                        return await answer(request, context)
             except grpc.aio.AbortError:
                 raise
             except Exception as exc:  # every error becomes a status here

@@ -22,10 +22,10 @@ from orchestrator.claims import Claims
 from orchestrator.directory import Directory
 from orchestrator.endings import Endings
 from orchestrator.failover import Failover
-from orchestrator.limits import require_texts
+from orchestrator.limits import require_size_for_any, require_texts
 from orchestrator.metrics import Figures
 from orchestrator.model_texts import ModelTexts
-from orchestrator.models import served_models
+from orchestrator.models import largest_context, served_models
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
 from orchestrator.recorder import Recorder
@@ -78,6 +78,8 @@ class Requests:
             DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
                 the configuration allows. What the request held is free by then.
         """
+        tokenizers = {target.tokens for target in self.directory.targets}
+        require_size_for_any(prompt, tokenizers, largest_context(self.directory))
         require_texts(prompt, options)
         options = replace(options, request_id=options.request_id or uuid.uuid4().hex)
         stream = Stream(options.request_id, options.session_id)
