@@ -28,6 +28,7 @@ from bough.values import (
 )
 
 DEFAULT_PORT = 7411
+ADVERTISE_AUTO = "auto"
 PLANNERS = ("self", "fixed")
 
 
@@ -37,7 +38,12 @@ class ServiceConfig:
 
     host: str = setting("127.0.0.1", str, "address to listen on")
     port: int = setting(0, parse_port, "port to listen on; 0 takes a free one")
-    advertise: str = setting("", str, "host that others reach this process by, where it is not --host")
+    advertise: str = setting(
+        ADVERTISE_AUTO,
+        str,
+        "host that others reach this process by; auto is --host, or where that is 0.0.0.0 or :: the address on the way "
+        "to the index",
+    )
     advertise_port: int = setting(0, parse_port, "port that others reach this process by, where it is not --port")
     index_url: str = setting("redis://127.0.0.1:6379", str, "Redis or Valkey server that is the index")
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")

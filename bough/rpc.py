@@ -21,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bough import errors
+from bough.addresses import joined
 from bough.errors import BoughError, ConfigError, DeadlineExceeded, Exhausted, InvalidRequest, PrefixMissing
 from bough.gate import Gate
 
@@ -254,9 +255,9 @@ async def serving(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([service, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = server.add_insecure_port(joined(host, port))
     except RuntimeError as exc:
-        raise ConfigError(f"port: cannot listen on {host}:{port}; is it in use? 0 takes a free one") from exc
+        raise ConfigError(f"port: cannot listen on {joined(host, port)}; is it in use? 0 takes a free one") from exc
     served = Served(bound, service, gate, health_servicer)
     await served.set_ready(False)
     await server.start()

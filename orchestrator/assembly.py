@@ -12,11 +12,12 @@ from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 
 from bough import __version__
+from bough.addresses import advertised_host, joined
 from bough.config import OrchestratorConfig
 from bough.errors import Unavailable
 from bough.heartbeat import registered
 from bough.metrics import MetricsServer
-from bough.process import advertised, new_worker_id
+from bough.process import advertised, new_worker_id, with_advertised_host
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served
@@ -82,11 +83,12 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
     Raises:
         Stopped: `stop` was set before the index answered.
         Unavailable: the index does not answer.
-        ConfigError: a port is in use, or the URL of the index cannot be read.
+        ConfigError: a port is in use, the URL of the index cannot be read, or no address is found to advertise.
     """
     registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
     try:
         await _unless_stopped(stop, registry.wait())
+        config = await with_advertised_host(config)
         worker_id, directory = new_worker_id("orchestrator"), Directory(registry)
         requests = Requests(config, directory, worker_id)
         with closing(serve_metrics(config, requests)) as metrics:
@@ -107,7 +109,7 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     metrics.registry.register(OrchestratorCollector(requests.figures))
     metrics.serve(config.host, config.metrics_port)
     if metrics.port >= 0:
-        requests.metrics_url = f"http://{config.host}:{metrics.port}/metrics"
+        requests.metrics_url = f"http://{joined(advertised_host(config), metrics.port)}/metrics"
     return metrics
 
 
