@@ -191,6 +191,9 @@ class OrchestratorConfig(ServiceConfig):
     )
     session_max_seconds: float = setting(7 * 24 * 3600.0, parse_seconds, "after its first request it ends, used or not")
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
+    http_port: int = setting(
+        0, number(int, -1, 65535), "port that OpenAI's clients speak HTTP to; 0 takes a free one, -1 serves none"
+    )
     max_running: int = setting(64, parse_count, "requests that are generated at once; others wait for a place")
     max_waiting: int = setting(
         256, number(int, 0), "requests that may wait for a place; one more is RESOURCE_EXHAUSTED, with a retry delay"
