@@ -82,6 +82,7 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
     """
     return GenerateOptions(
         session_id=arguments.session,
+        model=arguments.model,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
@@ -160,7 +161,10 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
     parser.add_argument("--planner", choices=PLANNERS, help="who sizes trees (default self; fixed is to compare with)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
-    parser.add_argument("--index-url", default="", help="a running Redis or Valkey; one is started by default")
+    http = "of the orchestrator, for OpenAI's clients (default 8000, or a free one; -1 is none)"
+    parser.add_argument("--http-port", help=http)
+    index = "a running Redis or Valkey; one is started by default. BOUGH_ORCHESTRATOR_INDEX_URL keeps passwords unseen"
+    parser.add_argument("--index-url", default="", help=index)
 
 
 def _add_pack(parser: argparse.ArgumentParser) -> None:
@@ -235,6 +239,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     defaults = GenerateOptions()
     add = parser.add_argument
     add("--system", default="", help="system message")
+    add("--model", default="", help="its name, where several are served (bough doctor lists them)")
     add("--session", default="", help="keep KV under this name for the next turn")
     add("--temperature", type=float, default=defaults.temperature, help="0 is greedy (default 1)")
     add("--top-k", type=int, default=defaults.top_k, help="0 is off")

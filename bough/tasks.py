@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
@@ -13,6 +15,22 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def to_the_end(work: Coroutine[Any, Any, Result]) -> Result:
+    """What must not be left half done: a cancellation is raised once it is over."""
+    working = asyncio.create_task(work)
+    is_cancelled = False
+    while not working.done():
+        try:
+            await asyncio.shield(working)
+        except asyncio.CancelledError:
+            is_cancelled = True
+        except Exception:
+            break  # raised below
+    if is_cancelled:
+        raise asyncio.CancelledError
+    return working.result()
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
 
 def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
     """Raises InvalidRequest: Python gives bytes that are not UTF-8 a place in a text, from which none can be sent."""
-    texts = [("request_id", options.request_id), ("session_id", options.session_id)]
+    texts = [(name, getattr(options, name)) for name in ("request_id", "session_id", "model")]
     texts += [(f"stop[{i}]", stop) for i, stop in enumerate(options.stop)]
     match prompt:
         case TextPrompt(text):
@@ -41,10 +41,15 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
             for i, message in enumerate(messages):
                 texts += [(f"messages[{i}].role", message.role), (f"messages[{i}].content", message.content)]
     for name, text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as exc:
-            raise InvalidRequest(
-                f"{name}: {text[exc.start : exc.start + 16]!r} at character {exc.start} is not UTF-8; text in UTF-8 "
-                "would do"
-            ) from exc
+        require_text(name, text)
+
+
+def require_text(name: str, text: str) -> None:
+    """Raises InvalidRequest for one text that cannot be sent, by the name of its field."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(
+            f"{name}: {text[exc.start : exc.start + 16]!r} at character {exc.start} is not UTF-8; text in UTF-8 "
+            "would do"
+        ) from exc

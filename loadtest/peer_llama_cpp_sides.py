@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 from bough.client import Client
 from bough.errors import BoughError
 from bough.generation import GenerateOptions, Speculation, TokenPrompt
-from bough.tether import MODULE, tethered
+from bough.tether import MODULE, start
 from loadtest.limits import limited
 from loadtest.sessions_runs import stream
 
@@ -163,13 +163,15 @@ def llama_server(
         OSError: memory cannot be limited here.
     """
     with limited(memory_bytes) as prefix, TemporaryFile() as log:
-        command = tethered([python, "-P", str(SERVER), json.dumps(asdict(settings))])
-        process = subprocess.Popen(
-            [*(prefix if memory_bytes else ()), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=peer_environment(os.environ, variables),
+        process = start(
+            [python, "-P", str(SERVER), json.dumps(asdict(settings))],
+            lambda command: subprocess.Popen(
+                [*(prefix if memory_bytes else ()), *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=peer_environment(os.environ, variables),
+            ),
         )
         try:
             assert process.stdout is not None, "it was opened"
@@ -210,8 +212,11 @@ async def bough_up(context: int, memory_bytes: int, *, is_resident: bool) -> Asy
     environ = {**os.environ, **({"BOUGH_TARGET_RESIDENT_LAYERS": "-1"} if is_resident else {})}
     up = [sys.executable, *MODULE, "bough.cli", "up", "--port", "0", *OF_ONE_SESSION, "--max-context", str(context)]
     with limited(memory_bytes) as prefix, TemporaryFile() as log:
-        command = [*(prefix if memory_bytes else ()), *tethered(up)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environ)
+        within = prefix if memory_bytes else []
+        process = start(
+            up,
+            lambda command: subprocess.Popen([*within, *command], stdout=subprocess.PIPE, stderr=log, env=environ),
+        )
         try:
             async with Client(await _ready_address(process, log)) as client:
                 yield Bough(client)

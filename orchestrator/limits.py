@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from bough import wire_numbers
 from bough.errors import InvalidRequest
 from bough.generation import ChatPrompt, GenerateOptions, Prompt, Speculation, TextPrompt, TokenPrompt
 from bough.growth import Chains, Scheme, StaticShape, require_growth
@@ -9,12 +12,13 @@ from bough.tokenizer import Tokenizer
 from bough.wire import MAX_NAME_LENGTH
 
 
-def require_names(options: GenerateOptions) -> None:
-    """Raises InvalidRequest for a name that is longer than a name: it would be a key of the index."""
+def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
+    """Raises InvalidRequest for a name that is too long to be a key of the index, or a text that is not UTF-8."""
     for field in ("request_id", "session_id"):
         name = getattr(options, field)
         if len(name) > MAX_NAME_LENGTH:
             raise InvalidRequest(f"{field}: {len(name)} characters; at most {MAX_NAME_LENGTH} would do")
+    wire_numbers.require_texts(prompt, options)
 
 
 def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None:
@@ -30,8 +34,20 @@ def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None
         case ChatPrompt(messages):
             _require_fit("chat.messages", len(messages), "messages", max_context, max_context)
             _require_fit("chat.messages", sum(len(m.content) for m in messages), "characters", most, max_context)
+            for index, message in enumerate(messages):
+                if len(message.role) > MAX_NAME_LENGTH:
+                    raise InvalidRequest(
+                        f"chat.messages[{index}].role: value had {len(message.role)} characters; must be at most "
+                        f"{MAX_NAME_LENGTH}"
+                    )
         case TokenPrompt(token_ids):
             _require_fit("prompt", len(token_ids), "tokens", max_context - 1, max_context)
+
+
+def require_size_for_any(prompt: Prompt, tokenizers: Collection[Tokenizer], max_context: int) -> None:
+    """The same for a prompt of which it is not known yet who will read it, before it waits for its turn."""
+    if tokenizers:
+        require_size(prompt, max(tokenizers, key=lambda tokenizer: tokenizer.longest_token), max_context)
 
 
 def _require_fit(field: str, size: int, unit: str, most: int, max_context: int) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 import grpc
 
 from bough import wire_generation as wire
-from bough.pb import common_pb2
+from bough.config import OrchestratorConfig
+from bough.errors import InvalidRequest, Unavailable
+from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
+from bough.rpc import Served, service_name, serving
+from bough.sampling import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.wire_costs import decisions_to_wire
+from orchestrator.entrance import Entrance
+from orchestrator.models import largest_context
 from orchestrator.requests import Requests
+
+MANY_ENTRIES = 4096  # of all lists of a request: more are read beside the event loop
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -25,7 +33,14 @@ class GenerationService:
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         """Streams the events of one request."""
-        prompt, options = wire.request_from_wire(request)
+        directory = self._requests.directory
+        if not directory.targets:
+            raise Unavailable(directory.why_no_target())
+        num_entries = _require_counts(request, largest_context(directory))
+        if num_entries > MANY_ENTRIES:
+            prompt, options = await directory.tokenizing.run(lambda: wire.request_from_wire(request))
+        else:
+            prompt, options = wire.request_from_wire(request)
         async with aclosing(self._requests.generate(prompt, options, context.time_remaining())) as events:
             async for event in events:
                 yield wire.event_to_wire(event)
@@ -41,8 +56,8 @@ class GenerationService:
         return pb.CloseSessionReply()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
-        """The model that is served."""
-        return wire.model_info_to_wire(self._requests.model_info())
+        """The models that are served."""
+        return wire.models_to_wire(self._requests.models())
 
     async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
         """This orchestrator and its workers."""
@@ -59,3 +74,39 @@ class GenerationService:
     async def GetDecisions(self, request: pb.GetDecisionsRequest, context: Context) -> pb.Decisions:
         """Why trees were as large as they were."""
         return decisions_to_wire(self._requests.decisions(request.session_id))
+
+
+def _require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
+    """How many entries a request's lists have in all.
+
+    Raises:
+        InvalidRequest: a list is longer than any target takes it. Its entries, which are millions in a message of a
+            few megabytes, have not been looked at.
+    """
+    counts = (
+        ("token_ids", len(request.token_ids.ids), largest_context),
+        ("chat.messages", len(request.chat.messages), largest_context),
+        ("resume.token_ids", len(request.resume.token_ids), largest_context),
+        ("speculation.growth.shape.parents", len(request.speculation.growth.shape.parents), largest_context),
+        ("stop", len(request.stop), MAX_STOPS),
+        ("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKENS),
+        ("logit_bias", len(request.logit_bias), MAX_BIASES),
+    )
+    for name, number, most in counts:
+        if number > most:
+            raise InvalidRequest(f"{name}: value had {number} entries; must have at most {most}")
+    return sum(number for _, number, _ in counts)
+
+
+def serving_generation(config: OrchestratorConfig, requests: Requests) -> AbstractAsyncContextManager[Served]:
+    """A gRPC server with this service, inside the block. Raises ConfigError where its port is in use."""
+    service = GenerationService(requests)
+    return serving(
+        config.host,
+        config.port,
+        service_name(pb.DESCRIPTOR, "Generation"),
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+        Entrance(requests.admission, lambda: largest_context(requests.directory)),
+        config.stalled_timeout,
+        max_connection_age=config.max_connection_age,
+    )

@@ -15,8 +15,10 @@ def session_record(session: Session, target_id: str) -> SessionRecord:
         session.epoch,
         session.target_held,
         session.draft_held,
-        tuple(session.tokens),
+        session.tokens[:],
         session.born_us,
+        session.model_name,
+        session.model_identity,
     )
 
 
@@ -27,7 +29,7 @@ def request_record(session: Session) -> RequestRecord:
         session.session_id,
         session.epoch,
         session.prompt_length,
-        tuple(session.tokens),
+        session.tokens[:],
         session.sampling,
         session.stops,
         session.finish_reason,

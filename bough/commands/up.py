@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
+import json
 import os
-import subprocess
+import socket
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from bough.client import Client
+from bough.commands.progress import Progress, tell
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import (
     DEMONSTRATION_COPIES,
@@ -19,14 +23,16 @@ from bough.demonstration import (
     is_written,
 )
 from bough.errors import ConfigError
-from bough.launch import Child, Cluster, Settings, launched
+from bough.index_url import without_passwords
+from bough.launch import Settings, launched
 from bough.model import compiled_folder
 from bough.model.hub import fetch
 from bough.simulation.profile import load_profile, shipped_profiles
-from bough.tether import MODULE, tethered
+from bough.supervision import supervised
+from bough.tether import MODULE, run
 
-WATCH_SECONDS = 0.5
-RESTART_SECONDS = 1.0
+HTTP_PORT = 8000  # where servers of this kind are looked for
+INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
 NO_DRAFT = "none"
 MODEL_FLAGS = (
     "target", "drop_layers", "draft_adapter", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
@@ -42,12 +48,25 @@ async def up(arguments: argparse.Namespace) -> int:
             ensure_demonstration()
         fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
         tell_of_first_start()
-    async with launched(settings, report) as cluster:
-        clear_report()
-        print(f"ready: {cluster.address} (index {cluster.index_url}; logs in {cluster.folder})")
-        print(f'try: bough generate --address {cluster.address} "Why is the sky blue?"', flush=True)
-        await _watch(cluster)
+    progress = Progress()
+    async with launched(settings, progress) as cluster, supervised(cluster, tell):
+        progress.clear()
+        index = without_passwords(cluster.index_url)
+        print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
+        print(f'try: bough generate --address {cluster.address} "Why is the sky blue?"')
+        async with Client(cluster.address) as client:
+            tell_of_http((await client.server_info()).http_url)
+        await asyncio.Event().wait()
     return 0
+
+
+def tell_of_http(url: str) -> None:
+    """How OpenAI's clients get in, if they do: a line that works as it is pasted."""
+    if url:
+        question = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
+        print(f"OpenAI's clients: base URL {url}/v1; or try:")
+        print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'")
+    sys.stdout.flush()
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
@@ -78,7 +97,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
         target=target_config,
         draft=_draft_config(arguments, target_config, draft, drops, adapter),
         orchestrator=_orchestrator_config(arguments, has_draft=draft != NO_DRAFT),
-        index_url=arguments.index_url,
+        index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
     )
 
 
@@ -105,7 +124,7 @@ def simulated_settings(arguments: argparse.Namespace) -> Settings:
         target=parse(TargetConfig, "target_worker", flags, os.environ),
         draft=parse(DraftConfig, "draft_worker", draft_flags, os.environ) if has_draft else None,
         orchestrator=_orchestrator_config(arguments, has_draft),
-        index_url=arguments.index_url,
+        index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
     )
 
 
@@ -116,8 +135,22 @@ def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> Orch
         "--port",
         str(arguments.port),
         *_given("--planner", arguments.planner),
+        *_given("--http-port", arguments.http_port),
     ]
-    return parse(OrchestratorConfig, "orchestrator", flags, os.environ)
+    config = parse(OrchestratorConfig, "orchestrator", flags, os.environ)
+    if config.http_port == 0:  # settled here, so that it stays when the orchestrator is started again
+        return replace(config, http_port=free_port(config.host, HTTP_PORT))
+    return config
+
+
+def free_port(host: str, wanted: int) -> int:
+    """The port that is wanted if it is free, and otherwise one that is."""
+    for port in (wanted, 0):
+        with suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not matter
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    return 0  # whoever listens will say what is wrong with the host
 
 
 def _draft_config(
@@ -179,7 +212,7 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
 def _write_demonstration(folder: Path, copies: int) -> None:
     print(f"writing the demonstration model to {folder}", file=sys.stderr)
     command = [sys.executable, *MODULE, "bough.model.demonstration", str(folder), str(copies)]
-    if subprocess.run(tethered(command), check=False).returncode != 0:
+    if run(command) != 0:
         raise ConfigError(f"{folder}: the demonstration model could not be written")
 
 
@@ -187,33 +220,3 @@ def tell_of_first_start() -> None:
     """Why nothing seems to happen for a while."""
     if not next(compiled_folder().rglob("*.nbc"), None):
         print("the first start compiles kernels for this processor, which takes a minute or two", file=sys.stderr)
-
-
-def report(text: str) -> None:
-    """Progress on standard error: one line that changes on a terminal, a line now and then elsewhere."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-    elif text.endswith("(0 s)"):
-        print(text, file=sys.stderr, flush=True)
-
-
-def clear_report() -> None:
-    """Removes the line of `report`."""
-    report("")
-
-
-async def _watch(cluster: Cluster) -> None:
-    while True:
-        await asyncio.sleep(WATCH_SECONDS)
-        for child in list(cluster.children.values()):
-            if child.has_ended():
-                await _restart(cluster, child)
-
-
-async def _restart(cluster: Cluster, child: Child) -> None:
-    print(
-        f"{child.name} ended with status {child.process.returncode}; its last lines:\n{child.tail()}", file=sys.stderr
-    )
-    await asyncio.sleep(RESTART_SECONDS)
-    print(f"starting {child.name} again", file=sys.stderr, flush=True)
-    cluster.start(child.name, child.command)

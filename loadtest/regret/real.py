@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bough.demonstration import cache_folder
-from bough.tether import tethered
+from bough.tether import start
 from loadtest.limits import limited
 from loadtest.regret.scoring import geomean, interval, score
 
@@ -93,16 +93,19 @@ def run(names: Sequence[str], num_prompts: int, num_tokens: int, plain_tokens: i
 
 
 def _measure(task: Task) -> Measured:
-    command = tethered([sys.executable, "-m", "loadtest.regret.real_regime", json.dumps(asdict(task))])
     speed = task.regime.read_megabytes_per_second * MEGABYTE
     if not speed:
-        return _answer(command)
+        return _answer(task)
     with limited(read_bytes_per_second=speed, disk_of=cache_folder()) as prefix:
-        return _answer([*prefix, *command])
+        return _answer(task, prefix)
 
 
-def _answer(command: Sequence[str]) -> Measured:
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+def _answer(task: Task, prefix: Sequence[str] = ()) -> Measured:
+    command = [sys.executable, "-m", "loadtest.regret.real_regime", json.dumps(asdict(task))]
+    with start(command, lambda line: subprocess.Popen([*prefix, *line], stdout=subprocess.PIPE)) as process:
+        output = process.communicate()[0].decode()
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command)
     values: dict[str, Any] = json.loads(output.splitlines()[-1])
     values["fixed"] = {name: tuple(seconds) for name, seconds in values["fixed"].items()}
     return Measured(**values | {name: tuple(values[name]) for name in ("self_sized", "plain", "sizes")})
