@@ -151,7 +151,9 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="data type of the target (default bfloat16)")
     parser.add_argument("--max-context", help="most tokens of a session, prompt and output (default 2048)")
     parser.add_argument("--device-memory", help="memory for the target, KV and all (default: most of what is free)")
-    parser.add_argument("--kv-memory", help="of that, for the keys and values of all sessions (default 2GB)")
+    parser.add_argument(
+        "--kv-memory", help="of that, for the keys and values of all sessions (default: an eighth, at most 2GB)"
+    )
     parser.add_argument("--host-memory", help="beside a GPU: pinned memory for layers (default: most of what is free)")
     parser.add_argument(
         "--ahead-steps", help="draft steps while the target verifies, at most (default 64 on a GPU of the draft's own)"

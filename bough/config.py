@@ -71,7 +71,9 @@ class WorkerConfig(ServiceConfig):
     threads: int = setting(usable_cpus(), parse_count, "CPU threads that compute")
     max_context: int = setting(2048, parse_count, "most tokens of a session, prompt and output")
     max_nodes: int = setting(512, parse_count, "most nodes of a tree")
-    kv_memory: int = setting(2 * 1000**3, parse_bytes, "memory for KV slots")
+    kv_memory: int = setting(
+        0, parse_bytes, "memory for KV slots; 0 is an eighth of what there is, at most 2GB or 32 sessions, at least one"
+    )
     max_waiting: int = setting(1024, parse_count, "most calls that wait for an answer; more are refused")
 
 

@@ -16,6 +16,7 @@ from bough.growth import MAX_EXPANSIONS
 from bough.messages import WorkerInfo
 from bough.model.arena import Arena
 from bough.model.sample import GREEDY_TOKENS, greedy_weights
+from bough.runtime.kv_budget import MOST_BYTES
 from bough.settings import at_most
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of, mixed
@@ -92,7 +93,7 @@ class SimulatedDraftWorker(ServedDraft):
         super().__init__(config, worker_id)
         self._pair = pair
         self.tokenizer, self.vocab_size = pair.tokenizer, pair.vocab_size
-        num_rows, max_positions = config.kv_memory // ROW_BYTES, pair.profile.target.max_context
+        num_rows, max_positions = (config.kv_memory or MOST_BYTES) // ROW_BYTES, pair.profile.target.max_context
         max_context = min(at_most(config, "max_context", max_positions), num_rows - MAX_EXPANSIONS)
         self._window = Window(max_context, max_positions)
         if self._window.max_context < 1:

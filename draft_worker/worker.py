@@ -13,9 +13,11 @@ from bough.messages import WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
 from bough.model.kv_arena import KVArena
+from bough.model.memory import free_device_bytes
 from bough.model.pages import large_pages
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
+from bough.runtime.kv_budget import kv_budget
 from draft_worker.ahead import MAX_ROWS, num_steps
 from draft_worker.engine import Engine
 from draft_worker.model_draft import ModelDraft
@@ -97,10 +99,16 @@ class DraftWorker(ServedDraft):
             cost=self._engine.cost,
         )
 
+    def _kv_memory(self) -> int:
+        """Where it is not told, by what the model has left free."""
+        skeleton = self._model.skeleton
+        window = Window(min(self._config.max_context, skeleton.max_positions), skeleton.max_positions)
+        return kv_budget(window.max_rows * skeleton.kv_shape().row_bytes, free_device_bytes(self._model.device))
+
     def _make_pool(self) -> SessionPool:
         """Memory for sessions, over which the model is warmed up."""
         skeleton = self._model.skeleton
-        shape, kv_memory = skeleton.kv_shape(), self._config.kv_memory
+        shape, kv_memory = skeleton.kv_shape(), self._config.kv_memory or self._kv_memory()
         num_rows = kv_memory // shape.row_bytes
         self._max_context = min(self._config.max_context, skeleton.max_positions, num_rows - MAX_EXPANSIONS)
         if self._max_context < 1:

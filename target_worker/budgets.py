@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 
 from bough.config import TargetConfig
-from bough.model.memory import budgets, free_device_bytes, host_budget, require_way_through
+from bough.model.memory import budgets, device_budget, free_device_bytes, host_budget, require_way_through
 from bough.placement import Apart, Fixed, Placement, gigabytes, place, place_apart
-from bough.runtime.machine import most_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ def choose_places(
         ConfigError: naming the setting that leaves too little room, or that has no meaning on this device.
     """
     free, is_gpu = free_device_bytes(device), device.type != "cpu"
-    device_bytes = config.device_memory or most_of(free)
+    device_bytes = device_budget(config, device)
     allowed = budgets(config, layer_bytes, device_bytes, host_budget(config, is_gpu))
     if apart is not None and config.experts != "all":
         placement = place_apart(layer_bytes, apart, fixed, allowed, is_gpu, config.experts == "chosen")

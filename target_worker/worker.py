@@ -16,7 +16,14 @@ from bough.model.device import choose_device, device_name
 from bough.model.kv_arena import KVArena
 from bough.model.limits import Limits
 from bough.model.loading import DTYPES, build_skeleton
-from bough.model.memory import fixed_bytes, resident_bytes, unpacking_bytes
+from bough.model.memory import (
+    device_budget,
+    fixed_bytes,
+    host_budget,
+    resident_bytes,
+    unpacking_bytes,
+    with_kv_memory,
+)
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Placement, Tier, gigabytes
@@ -50,6 +57,7 @@ class TargetWorker(ServedTarget):
         self.vocab_size = self._skeleton.vocab_size
         self.max_nodes = config.max_nodes
         self._limits = Limits.of(config, self._skeleton.max_positions)
+        self._config = config = self._with_kv_memory(config)
         self._num_rows = self._limits.num_rows(self._skeleton.kv_shape().row_bytes, config.kv_memory)
         self._placement = self._place()
         if self._device.type == "cpu":
@@ -119,6 +127,11 @@ class TargetWorker(ServedTarget):
         if unused := self._skeleton.unused:
             notes.append(f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}")
         return tuple(notes)
+
+    def _with_kv_memory(self, config: TargetConfig) -> TargetConfig:
+        host = host_budget(config, self._device.type != "cpu")
+        shape, num_positions = self._skeleton.kv_shape(), self._skeleton.max_positions
+        return with_kv_memory(config, shape, num_positions, device_budget(config, self._device), host)
 
     def _make_pool(self) -> tuple[SlotPool, KVHome]:
         """Slots, and where a sweep finds their keys and values."""

@@ -9,6 +9,7 @@ import sys
 from bough.cli import argument_parser
 from bough.client import Client
 from bough.commands.demo_runs import Contest, Run, Side
+from bough.commands.divided import divided
 from bough.commands.progress import Progress, tell
 from bough.commands.up import ensure_demonstration, settings_from, tell_of_first_start
 from bough.errors import ConfigError
@@ -35,6 +36,7 @@ async def demo(arguments: argparse.Namespace) -> int:
     if not arguments.simulate:
         ensure_demonstration()
         tell_of_first_start()
+    settings = divided(settings, tell)
     progress = Progress()
     async with launched(settings, progress) as cluster, supervised(cluster, tell), Client(cluster.address) as client:
         progress.clear()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from bough.config import OrchestratorConfig, PlanConfig
 from bough.errors import ConfigError
+from bough.model.architecture import max_positions
 from bough.model.loading import DTYPES
-from bough.model.memory import budgets, free_device_bytes, host_budget, require_way_through
+from bough.model.memory import budgets, device_budget, host_budget, require_way_through, with_kv_memory
 from bough.model.probe import (
     disk_speed,
     find_device,
@@ -23,7 +24,6 @@ from bough.model.reproducible import product_of
 from bough.model.shapes import ModelShapes, find_config, model_shapes
 from bough.placement import Budgets, Placement, Tier, place, place_apart
 from bough.planning import Purchase, Rate, Speed, Speeds, SweepModel, purchases, rate, step_seconds, sweep_model
-from bough.runtime.machine import most_of
 
 COMPARED_ROWS = 256  # measured beside the rows of a chunk
 GIGA, TERA = 1e9, 1e12
@@ -70,8 +70,10 @@ def make_plan(settings: PlanConfig) -> Plan:
     )
     device_type = "cuda" if is_gpu else "cpu"
     shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
+    device, host = _device_budget(settings, is_gpu), _host_budget(settings, is_gpu)
+    settings = with_kv_memory(settings, shapes.kv, max_positions(config), device, host)
     fixed = shapes.fixed(settings, is_gpu)
-    allowed = budgets(settings, shapes.layer_bytes, _device_budget(settings, is_gpu), _host_budget(settings, is_gpu))
+    allowed = budgets(settings, shapes.layer_bytes, device, host)
     apart = shapes.apart if settings.experts != "all" else None
 
     def place_in(budgets: Budgets) -> Placement:
@@ -109,7 +111,7 @@ def make_plan(settings: PlanConfig) -> Plan:
 def _device_budget(settings: PlanConfig, is_gpu: bool) -> int:
     if is_gpu and not has_gpu() and not settings.device_memory:
         raise ConfigError("--device-memory: missing; there is no gpu here to ask; a size such as 24GB would do")
-    return settings.device_memory or most_of(free_device_bytes(find_device(is_gpu)))
+    return device_budget(settings, find_device(is_gpu))
 
 
 def _host_budget(settings: PlanConfig, is_gpu: bool) -> int:

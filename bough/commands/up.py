@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bough.client import Client
+from bough.commands.divided import divided
 from bough.commands.progress import Progress, tell
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import (
@@ -48,6 +49,7 @@ async def up(arguments: argparse.Namespace) -> int:
             ensure_demonstration()
         fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
         tell_of_first_start()
+    settings = divided(settings, tell)
     progress = Progress()
     async with launched(settings, progress) as cluster, supervised(cluster, tell):
         progress.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -16,7 +18,10 @@ from bough.model.loading import Skeleton
 from bough.model.packed import BLOCK_BYTES, BLOCK_ELEMENTS
 from bough.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, Placement, Tier, gigabytes
 from bough.row_counts import OWN_MOST
+from bough.runtime.kv_budget import kv_budget
 from bough.runtime.machine import free_memory, most_of
+
+Target = TypeVar("Target", bound=TargetConfig)
 
 RING_BYTES = 512 * 1000**2  # or RING_LAYERS, where those are more: what a ring takes unless it is told
 RING_LAYERS = 3  # one that is computed on, one that arrives, one that has; more is better used for layers that stay
@@ -43,6 +48,19 @@ def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
             "which --device-memory limits"
         )
     return 0
+
+
+def device_budget(settings: TargetConfig, device: torch.device) -> int:
+    """Bytes of the accelerator's memory for the model, KV and all: as told, or most of what is free."""
+    return settings.device_memory or most_of(free_device_bytes(device))
+
+
+def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device: int, host: int) -> Target:
+    """The same settings, with memory for KV where that is not told: by `device` and `host`, bytes that may be taken."""
+    if settings.kv_memory:
+        return settings
+    session_bytes = Limits.of(settings, num_positions).slot_rows * shape.row_bytes
+    return replace(settings, kv_memory=kv_budget(session_bytes, host if settings.kv_tier == "host" else device))
 
 
 def require_way_through(placement: Placement, is_gpu: bool, host: int) -> None:

@@ -1,0 +1,95 @@
+"""One machine's memory among the processes of `bough up`: never more than there is, and what a user tells stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bough.commands.divided import divided
+from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.errors import ConfigError
+from bough.growth import MAX_EXPANSIONS
+from bough.launch import Settings
+from bough.model.draft_needs import draft_needs
+from bough.runtime.division import Division, DraftNeeds, divide
+from bough.runtime.kv_budget import MOST_BYTES, kv_budget
+
+GB = 1000**3
+NEEDS = DraftNeeds(weights=300_000_000, session=90_000_000)
+
+
+def target_of(*flags: str) -> TargetConfig:
+    return parse(TargetConfig, "t", ["--model", "m", "--threads", "3", *flags], {})
+
+
+def draft_of(*flags: str) -> DraftConfig:
+    return parse(DraftConfig, "d", ["--model", "m", "--threads", "2", *flags], {})
+
+
+def test_keys_and_values_get_what_the_model_and_the_memory_make_of_it() -> None:
+    assert kv_budget(1_000_000, 16 * GB) == 32_000_000, "a small model takes little"
+    assert kv_budget(GB, 100 * GB) == MOST_BYTES
+    assert kv_budget(100_000_000, 2 * GB) == 250_000_000, "an eighth"
+    assert kv_budget(590_000_000, GB) == 590_000_000, "one session, or none could be served"
+
+
+@pytest.mark.parametrize("free", [int(2.4 * GB), 16 * GB, 512 * GB])
+def test_shares_fit_and_settings_keep_to_them(free: int) -> None:
+    division = divide(free, target_of(), draft_of(), NEEDS, has_index=True)
+    shares = {share.name: share for share in division.shares}
+    assert set(shares) == {"index", "orchestrator", "draft worker", "target worker"}
+    assert 0 < sum(share.num_bytes for share in division.shares) <= 0.92 * free
+    assert 0 < division.target.device_memory < shares["target worker"].num_bytes
+    assert division.draft is not None
+    assert shares["draft worker"].num_bytes > NEEDS.weights + division.draft.kv_memory >= NEEDS.weights + NEEDS.session
+    assert (shares["target worker"].num_threads, shares["draft worker"].num_threads) == (3, 2)
+    assert len(division.lines()) == 6
+
+
+def test_what_a_user_tells_stays() -> None:
+    told = target_of("--device-memory", "9GB", "--kv-memory", "1GB")
+    division = divide(4 * GB, told, draft_of("--kv-memory", "123MB"), NEEDS, has_index=False)
+    assert division.target == told
+    assert division.draft is not None
+    assert division.draft.kv_memory == 123_000_000
+    assert [share.name for share in division.shares] == ["orchestrator", "draft worker", "target worker"]
+
+
+def test_without_a_draft_the_target_has_its_part() -> None:
+    def budget(division: Division) -> int:
+        return division.target.device_memory
+
+    alone = divide(4 * GB, target_of(), None, None, has_index=True)
+    assert budget(alone) > budget(divide(4 * GB, target_of(), draft_of(), NEEDS, has_index=True)) + NEEDS.weights
+    assert alone.draft is None
+
+
+def test_too_little_memory_is_refused_with_the_figures() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--device-memory: of 1\.50 GB that are free .* must have 0\.10 GB or more$"
+    ):
+        divide(int(1.5 * GB), target_of(), draft_of(), NEEDS, has_index=True)
+
+
+def test_what_a_draft_needs_is_read_from_headers(smollm: Path) -> None:
+    needs = draft_needs(draft_of("--model", str(smollm), "--max-context", "1000"))
+    stored = sum(file.stat().st_size for file in smollm.glob("*.safetensors"))
+    assert 0.99 * stored < needs.weights <= stored
+    assert needs.session == (1000 + MAX_EXPANSIONS) * 30 * 3 * 64 * 2 * 2
+    doubled = draft_needs(draft_of("--model", str(smollm), "--max-context", "1000", "--dtype", "float32"))
+    assert doubled == DraftNeeds(2 * needs.weights, 2 * needs.session)
+
+
+def test_only_where_the_processor_computes(smollm: Path) -> None:
+    said: list[str] = []
+    orchestrator = parse(OrchestratorConfig, "o", [], {})
+    flags = ["--model", str(smollm)]
+    settings = Settings(target_of(*flags, "--device", "cpu"), draft_of(*flags, "--device", "cpu"), orchestrator)
+    assert divided(settings, said.append).target.device_memory > 0
+    assert "target worker" in said[0]
+    settings = Settings(target_of(*flags, "--device", "cuda"), None, orchestrator)
+    assert divided(settings, said.append) == settings
+    simulated = Settings(parse(TargetConfig, "t", ["--simulate", "two-cores"], {}), None, orchestrator)
+    assert divided(simulated, said.append) == simulated
+    assert len(said) == 1
