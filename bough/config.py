@@ -6,9 +6,9 @@ flag wins. What is unknown or cannot be read is refused by its name.
 
 from __future__ import annotations
 
-import os
 from dataclasses import MISSING, dataclass
 
+from bough.runtime.machine import usable_cpus
 from bough.settings import parse as parse  # who reads settings finds both here
 from bough.settings import setting
 from bough.settings import to_flags as to_flags
@@ -49,6 +49,12 @@ class ServiceConfig:
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
     drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")
+    max_connection_age: float = setting(
+        0.0,
+        number(float, 0),
+        "seconds after which a gRPC client is told to connect anew, so that a balancer may send it elsewhere; calls "
+        "that run go on where they are, however long; 0 is never",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +68,7 @@ class WorkerConfig(ServiceConfig):
     model_name: str = setting("", str, "name that users know the model by; its folder's name by default")
     dtype: str = setting("bfloat16", one_of(*DTYPE_NAMES), "data type to compute in")
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
-    threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads that compute")
+    threads: int = setting(usable_cpus(), parse_count, "CPU threads that compute")
     max_context: int = setting(2048, parse_count, "most tokens of a session, prompt and output")
     max_nodes: int = setting(512, parse_count, "most nodes of a tree")
     kv_memory: int = setting(2 * 1000**3, parse_bytes, "memory for KV slots")
@@ -227,4 +233,4 @@ class DistillConfig:
         "data type to compute in; auto is bfloat16, or on a CPU what it multiplies faster",
     )
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
-    threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads; one is faster where others compute too")
+    threads: int = setting(usable_cpus(), parse_count, "CPU threads; one is faster where others compute too")

@@ -240,16 +240,20 @@ async def serving(
     gate: Gate | None = None,
     stalled_seconds: float | None = None,
     grace_seconds: float = 1.0,
+    max_connection_age: float = 0.0,
 ) -> AsyncIterator[Served]:
     """Runs a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
 
-    A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED.
+    A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection that has lasted
+    `max_connection_age` seconds takes no new calls, and ends once those on it have; 0 lets it last.
 
     Raises:
         ConfigError: the port is in use or the host is not ours.
     """
     gate = gate or Gate()
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(gate, stalled_seconds)], options=_SERVER_OPTIONS)
+    # Without a grace period of its own, an old connection waits for its calls for as long as they take.
+    age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(gate, stalled_seconds)], options=[*_SERVER_OPTIONS, *age])
     add(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -33,6 +33,7 @@ PURE_MAY_IMPORT |= {
     "bough.chat_template",
 }
 PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings", "bough.service_links", "bough.sizing.cost_curve"}
+PURE_MAY_IMPORT |= {"bough.runtime.machine"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 
