@@ -41,10 +41,15 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
             for i, message in enumerate(messages):
                 texts += [(f"messages[{i}].role", message.role), (f"messages[{i}].content", message.content)]
     for name, text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as exc:
-            raise InvalidRequest(
-                f"{name}: {text[exc.start : exc.start + 16]!r} at character {exc.start} is not UTF-8; text in UTF-8 "
-                "would do"
-            ) from exc
+        require_text(name, text)
+
+
+def require_text(name: str, text: str) -> None:
+    """Raises InvalidRequest for one text that cannot be sent, by the name of its field."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(
+            f"{name}: {text[exc.start : exc.start + 16]!r} at character {exc.start} is not UTF-8; text in UTF-8 "
+            "would do"
+        ) from exc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bough import wire_numbers
 from bough.errors import InvalidRequest
 from bough.generation import ChatPrompt, GenerateOptions, Prompt, Speculation, TextPrompt, TokenPrompt
 from bough.growth import Chains, Scheme, StaticShape, require_growth
@@ -9,12 +10,13 @@ from bough.tokenizer import Tokenizer
 from bough.wire import MAX_NAME_LENGTH
 
 
-def require_names(options: GenerateOptions) -> None:
-    """Raises InvalidRequest for a name that is longer than a name: it would be a key of the index."""
+def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
+    """Raises InvalidRequest for a name that is too long to be a key of the index, or a text that is not UTF-8."""
     for field in ("request_id", "session_id"):
         name = getattr(options, field)
         if len(name) > MAX_NAME_LENGTH:
             raise InvalidRequest(f"{field}: {len(name)} characters; at most {MAX_NAME_LENGTH} would do")
+    wire_numbers.require_texts(prompt, options)
 
 
 def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from bough import __version__
 from bough.acceptance import SchemeAcceptance
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch
+from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
-from bough.growth import BestFirst
 from bough.messages import PROTOCOL_VERSION
 from bough.sizing.decision import Decision, DraftCalibration
+from bough.wire_numbers import require_text
 from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.admission import Admission
 from orchestrator.claims import Claims
-from orchestrator.directory import Directory, Known
+from orchestrator.directory import Directory
+from orchestrator.endings import Endings
 from orchestrator.failover import Failover
-from orchestrator.limits import require_names
+from orchestrator.limits import require_texts
 from orchestrator.metrics import Figures
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
@@ -32,13 +31,8 @@ from orchestrator.round import Rounds
 from orchestrator.running import Running, Stream
 from orchestrator.seat import Seat
 from orchestrator.session import Session, never_begun
-from orchestrator.sizing.fixed_sizer import FixedSizer
-from orchestrator.sizing.plans import Sizer
+from orchestrator.sizing.configured import configured_sizer
 from orchestrator.sizing.totals import MeasuredSizer
-from orchestrator.sizing.tree_sizer import TreeSizer
-from orchestrator.workers import DraftClient, TargetClient
-
-logger = logging.getLogger(__name__)
 
 MAX_NAMES = 256  # requests whose sessions are remembered, to tell of their decisions
 
@@ -51,14 +45,15 @@ class Requests:
         self.directory = directory
         self.admission = Admission(config.max_running, config.max_waiting)
         self._queue_timeout = config.queue_timeout
+        self._stalled_timeout = config.stalled_timeout
         self._claims = Claims(directory, holder_id)
         self._recorder = Recorder(directory.registry)
         self._opening = Opening(config, directory, self._recorder, self._claims)
-        self.sizer = MeasuredSizer(_sizer(config))
+        self.sizer = MeasuredSizer(configured_sizer(config))
         self._failover = Failover(config, directory, self._claims)
         self._rounds = Rounds(config, directory, self.sizer, self._failover, self._recorder, AcceptanceCounter())
         self._running = Running()
-        self._endings: dict[str, asyncio.Task[None]] = {}  # by session
+        self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
         self.metrics_url = ""  # where its figures are served
         self._model_name = ""  # of the target that was used last
@@ -76,22 +71,24 @@ class Requests:
             Unavailable: no target answers, or this orchestrator takes its leave.
             Exhausted: there are too many requests, or no target has room; with a delay.
             StaleEpoch: another has gone on with the request or its session.
-            DeadlineExceeded: `timeout_seconds` are over.
+            DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
+                the configuration allows. What the request held is free by then.
         """
-        require_names(options)
+        require_texts(prompt, options)
         options = replace(options, request_id=options.request_id or uuid.uuid4().hex)
+        stream = Stream(options.request_id, options.session_id)
         patience = Patience.of(timeout_seconds, self._queue_timeout)
-        takes_over = options.resume is not None
-        with self._running.admitted(options.request_id, options.session_id, takes_over) as stream:
-            async with aclosing(patience.bound(self._placed(stream, prompt, options, patience))) as events:
-                async for event in events:
-                    yield event
+        placed = patience.bound(self._placed(stream, prompt, options, patience))
+        async with aclosing(stream.delivered(placed, self._stalled_timeout)) as events:
+            async for event in events:
+                yield event
 
     async def _placed(
         self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Patience
     ) -> AsyncGenerator[Event]:
         """The request, once it has its place. What ends it while it waits for that ends it at once."""
         async with AsyncExitStack() as place:
+            place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
             opened = await stream.before_end(self._open(place, prompt, options, patience))
             if opened is None:
                 for event in never_begun(options):
@@ -113,7 +110,7 @@ class Requests:
         await place.enter_async_context(self.admission.place(patience))
         opened = await self._opening.open(prompt, options)
         opened.session.patience = patience
-        await self._ended(opened.session.session_id)
+        await self._endings.done(opened.session.session_id)
         return opened
 
     async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
@@ -146,7 +143,7 @@ class Requests:
                 if session.keep or stream.is_superseded:
                     self._recorder.end(session.session_id)
                 elif session.epoch:
-                    self._begin_forgetting(session, seat.target)
+                    self._endings.begin(session, seat.target)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -154,9 +151,19 @@ class Requests:
         try:
             yield
         finally:
-            while self._endings:
-                await asyncio.wait({*self._endings.values()})
+            await self.drain("this orchestrator has ended; ask another orchestrator", 0.0)
+            await self._endings.all_done()
             await self._recorder.close()
+
+    async def drain(self, refusal: str, patience_seconds: float) -> None:
+        """Refuses new requests and those in the queue with this text, and lets those that run finish in time.
+
+        Whoever waits in the queue has lost nothing yet, and is better off elsewhere. What does not finish in time ends
+        as Unavailable, whoever reads it and whatever front door it came through; what it held is freed.
+        """
+        self.admission.close(refusal)
+        cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")
+        await self._running.finished_or_cut_off(patience_seconds, cut_off)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once. Raises NotFound."""
@@ -171,6 +178,7 @@ class Requests:
         """
         if not session_id:
             raise InvalidRequest("session_id: empty; the session to close would do")
+        require_text("session_id", session_id)
         stream = self._running.in_session(session_id)
         if stream is not None:
             stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
@@ -181,7 +189,7 @@ class Requests:
         claim = await self._claims.begin(session_id)
         self._recorder.drop(session_id, claim.epoch)
         for worker_id in (record.target_id, record.draft_id) if record is not None else ():
-            await self._release(session_id, claim.epoch, self.directory.find(worker_id))
+            await self._endings.release(session_id, claim.epoch, self.directory.find(worker_id))
         await self._recorder.settled(session_id)
 
     def model_info(self) -> ModelInfo:
@@ -261,39 +269,3 @@ class Requests:
         self._sessions[session.request_id] = session.session_id
         if len(self._sessions) > MAX_NAMES:
             self._sessions.popitem(last=False)
-
-    def _begin_forgetting(self, session: Session, target: Known[TargetClient]) -> None:
-        """A stream that ends, however it ends, does not wait for the cleaning up."""
-        task = asyncio.create_task(self._forget(session, target))
-        self._endings[session.session_id] = task
-        task.add_done_callback(lambda _: self._forget_ending(session.session_id, task))
-
-    def _forget_ending(self, session_id: str, task: asyncio.Task[None]) -> None:
-        if self._endings.get(session_id) is task:  # a stream that resumed it may have ended since
-            del self._endings[session_id]
-
-    async def _ended(self, session_id: str) -> None:
-        """Waits until what an earlier stream of the session has left is cleaned up."""
-        if session_id in self._endings:
-            await asyncio.wait({self._endings[session_id]})
-
-    async def _forget(self, session: Session, target: Known[TargetClient]) -> None:
-        await self._recorder.settled(session.session_id)  # its request is still to be known
-        self._recorder.drop(session.session_id, session.epoch)
-        for worker in (target, self.directory.find(session.draft_id)):
-            await self._release(session.session_id, session.epoch, worker)
-
-    async def _release(
-        self, session_id: str, epoch: int, worker: Known[TargetClient] | Known[DraftClient] | None
-    ) -> None:
-        if worker is not None:
-            with suppress(BoughError):  # gone, never held, or somebody else's by now: nothing to free
-                await worker.client.release(session_id, epoch)
-
-
-def _sizer(config: OrchestratorConfig) -> Sizer:
-    """As the settings say."""
-    size = BestFirst(config.budget, config.width, config.depth)
-    if config.planner == "fixed":
-        return FixedSizer(size, config.sweep_nodes)
-    return TreeSizer(size, config.max_depth)

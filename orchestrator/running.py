@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from bough.errors import BoughError, InvalidRequest, NotFound, StaleEpoch
+from bough.errors import BoughError, DeadlineExceeded, InvalidRequest, NotFound, StaleEpoch
+from bough.tasks import end
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+ENDING_SECONDS = 5.0  # that a stream which is cut off takes at most to free what it holds
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +38,7 @@ class Stream:
     @property
     def is_superseded(self) -> bool:
         """Whether its session is somebody else's now."""
-        return self.error is not None
+        return isinstance(self.error, StaleEpoch)
 
     async def before_end(self, work: Awaitable[Result]) -> Result | None:
         """What it comes to; None where the stream is aborted first, which ends the work. Raises what else ends it."""
@@ -47,6 +55,45 @@ class Stream:
             with suppress(asyncio.CancelledError, BoughError):
                 await task
 
+    async def delivered(self, events: AsyncGenerator[Item, None], stalled_seconds: float) -> AsyncGenerator[Item, None]:
+        """The same events to a reader that may be slow, or stop reading without a word.
+
+        What `events` holds is freed as soon as the stream ends with an error, even while the reader still has its
+        last event and does not ask for the next one. The reader gets the error when it asks again.
+
+        Raises:
+            DeadlineExceeded: the reader took nothing for `stalled_seconds`.
+        """
+        turn = asyncio.Lock()  # a generator is asked for its next event, or closed, by one task at a time
+        freeing = asyncio.create_task(self._free_at_error(events, turn))
+        stalled = DeadlineExceeded(
+            f"the stream has not been read for {stalled_seconds:g} s; it is ended, and can be resumed"
+        )
+        try:
+            while True:
+                try:
+                    async with turn:
+                        event = await anext(events)
+                except StopAsyncIteration:
+                    if self.error is not None:
+                        raise self.error from None
+                    return
+                timer = asyncio.get_running_loop().call_later(stalled_seconds, self.end, stalled)
+                try:
+                    yield event
+                finally:
+                    timer.cancel()
+        finally:
+            async with turn:
+                await events.aclose()
+            await end(freeing)
+
+    async def _free_at_error(self, events: AsyncGenerator[Item, None], turn: asyncio.Lock) -> None:
+        await self.ended.wait()
+        if self.error is not None:
+            async with turn:
+                await events.aclose()
+
 
 class Running:
     """The streams of this orchestrator."""
@@ -59,19 +106,19 @@ class Running:
         return len(self._by_request)
 
     @contextmanager
-    def admitted(self, request_id: str, session_id: str, takes_over: bool) -> Iterator[Stream]:
-        """A stream for as long as the block runs. One that `takes_over` ends an earlier stream of the same request.
+    def admitted(self, stream: Stream, takes_over: bool) -> Iterator[None]:
+        """Lists a stream for as long as the block runs. One that `takes_over` ends an earlier one of its request.
 
         Raises:
             InvalidRequest: the request, or another one in the session, is running.
         """
+        request_id, session_id = stream.request_id, stream.session_id
         self._refuse_or_end(request_id, session_id, takes_over)
-        stream = Stream(request_id, session_id)
         self._by_request[request_id] = stream
         if session_id:
             self._by_session[session_id] = stream
         try:
-            yield stream
+            yield
         finally:
             for table, name in ((self._by_request, request_id), (self._by_session, session_id)):
                 if table.get(name) is stream:
@@ -86,6 +133,23 @@ class Running:
     def in_session(self, session_id: str) -> Stream | None:
         """What runs in a session."""
         return self._by_session.get(session_id)
+
+    async def finished_or_cut_off(self, patience_seconds: float, error: BoughError) -> None:
+        """Waits until every stream has finished; those that take longer end with this error and free what they hold."""
+        if await self._emptied(patience_seconds):
+            return
+        logger.warning("%d requests did not finish in %g s and are cut off", len(self), patience_seconds)
+        for stream in self._by_request.values():
+            stream.end(error)
+        await self._emptied(ENDING_SECONDS)
+
+    async def _emptied(self, patience_seconds: float) -> bool:
+        """Waits until no stream runs; False where that took too long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_seconds):
+                while self._by_request:
+                    await asyncio.sleep(POLL_SECONDS)
+        return not self._by_request
 
     def _refuse_or_end(self, request_id: str, session_id: str, takes_over: bool) -> None:
         same, neighbour = self._by_request.get(request_id), self._by_session.get(session_id)

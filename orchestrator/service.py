@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 import grpc
 
 from bough import wire_generation as wire
-from bough.pb import common_pb2
+from bough.config import OrchestratorConfig
+from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
+from bough.rpc import Served, service_name, serving
 from bough.wire_costs import decisions_to_wire
 from orchestrator.requests import Requests
 
@@ -59,3 +61,15 @@ class GenerationService:
     async def GetDecisions(self, request: pb.GetDecisionsRequest, context: Context) -> pb.Decisions:
         """Why trees were as large as they were."""
         return decisions_to_wire(self._requests.decisions(request.session_id))
+
+
+def serving_generation(config: OrchestratorConfig, requests: Requests) -> AbstractAsyncContextManager[Served]:
+    """A gRPC server with this service, inside the block. Raises ConfigError where its port is in use."""
+    service = GenerationService(requests)
+    return serving(
+        config.host,
+        config.port,
+        service_name(pb.DESCRIPTOR, "Generation"),
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+        stalled_seconds=config.stalled_timeout,
+    )

@@ -16,18 +16,16 @@ from bough import wire
 from bough.client import Client
 from bough.config import OrchestratorConfig, TargetConfig, parse
 from bough.errors import Unavailable
-from bough.gate import Gate
 from bough.heartbeat import registered
 from bough.launch import Cluster, Settings
 from bough.messages import WorkerInfo
-from bough.pb import common_pb2, generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
+from bough.pb import common_pb2, target_pb2, target_pb2_grpc
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, service_name, serving
 from bough.tokenizer import TokenizerFiles
-from orchestrator.directory import Directory
+from orchestrator.assembly import assembled
 from orchestrator.requests import Requests
-from orchestrator.service import GenerationService
 
 MAX_CONTEXT = 100_000
 TOKEN = 65  # what it always says
@@ -152,27 +150,13 @@ class Orchestrator:
 @asynccontextmanager
 async def orchestrating(stage: Stage, *flags: str) -> AsyncIterator[Orchestrator]:
     """An orchestrator that knows the fake target and uses no draft."""
-    config = parse(OrchestratorConfig, "o", ["--index-url", stage.index_url, "--draft", "none", *flags], {})
-    registry = Registry(config.index_url)
-    directory = Directory(registry)
-    requests = Requests(config, directory, "orchestrator")
-    service, name = GenerationService(requests), service_name(generation_pb2.DESCRIPTOR, "Generation")
-    add_service = generation_pb2_grpc.add_GenerationServicer_to_server
-    gate, stalled_seconds = Gate("Generate"), config.stalled_timeout
-    try:
-        async with (
-            directory.running(),
-            requests.running(),
-            serving(
-                "127.0.0.1", 0, name, lambda server: add_service(service, server), gate, stalled_seconds, 0.0
-            ) as served,
-        ):
-            await until(lambda: directory.has_target)
-            async with Client(f"127.0.0.1:{served.port}", patience_seconds=0.0) as client:
-                yield Orchestrator(requests, served, client)
-            await until(lambda: not requests.loads().num_requests_running)
-    finally:
-        await registry.close()
+    everywhere = ["--index-url", stage.index_url, "--draft", "none", "--port", "0", "--metrics-port", "-1"]
+    config = parse(OrchestratorConfig, "o", [*everywhere, *flags], {})
+    async with assembled(config, asyncio.Event()) as assembly:
+        await until(lambda: assembly.directory.has_target)
+        async with Client(f"127.0.0.1:{assembly.port}", patience_seconds=0.0) as client:
+            yield Orchestrator(assembly.requests, assembly.served, client)
+        await until(lambda: not assembly.requests.loads().num_requests_running)
 
 
 async def until(condition: Any, patience_seconds: float = 20.0) -> None:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.futures import settle
-from bough.gate import Gate, SessionGate
+from bough.gate import SessionGate
 from bough.heartbeat import registered
 from bough.launch import Cluster, Settings
 from bough.pb import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
@@ -140,7 +140,7 @@ async def _around(
         addresses = {}
         for kind, (module, add, service) in services.items():
             name = service_name(module.DESCRIPTOR, "Generation" if kind == "orchestrator" else kind.capitalize())
-            gate = Gate("Generate") if kind == "orchestrator" else SessionGate("Verify", "Grow")
+            gate = None if kind == "orchestrator" else SessionGate("Verify", "Grow")
             served = await exits.enter_async_context(
                 serving("127.0.0.1", 0, name, lambda server, add=add, service=service: add(service, server), gate)
             )

@@ -116,9 +116,9 @@ async def test_what_runs_finishes_and_nothing_new_comes_in(stage: Stage) -> None
         while not await is_serving(channel, SERVICE, 5.0):
             await asyncio.sleep(0.05)
         orchestrator.process.send_signal(signal.SIGTERM)
-        with pytest.raises(Unavailable, match="draining; another orchestrator would do"):
+        with pytest.raises(Unavailable, match="draining; ask another orchestrator"):
             await waiting  # who has not begun has nothing to lose by going elsewhere
-        with pytest.raises(Unavailable, match="draining; another orchestrator would do"):
+        with pytest.raises(Unavailable, match="draining; ask another orchestrator"):
             await finish(orchestrator.client)
         assert not await is_serving(channel, SERVICE, 5.0)
         assert not await is_serving(channel, "", 5.0)

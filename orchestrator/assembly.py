@@ -1,0 +1,121 @@
+"""An orchestrator built from its settings, for whatever program it is a part of.
+
+It reads no command line, handles no signals and ends no process: a stop event says when it is to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass
+
+from bough import __version__
+from bough.config import OrchestratorConfig
+from bough.errors import Unavailable
+from bough.heartbeat import registered
+from bough.metrics import MetricsServer
+from bough.process import advertised, new_worker_id
+from bough.records import WorkerRecord
+from bough.registry import Registry
+from bough.rpc import Served
+from bough.tasks import end
+from orchestrator.directory import POLL_SECONDS, Directory
+from orchestrator.metrics import OrchestratorCollector
+from orchestrator.requests import Requests
+from orchestrator.service import serving_generation
+
+logger = logging.getLogger(__name__)
+
+DRAINING = "this orchestrator is draining; ask another orchestrator"
+
+
+class Stopped(Unavailable):
+    """The orchestrator was told to stop before the index answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orchestrator:
+    """The parts of an orchestrator that listens. Another front door needs no more than `requests`."""
+
+    config: OrchestratorConfig
+    worker_id: str
+    registry: Registry
+    directory: Directory
+    requests: Requests
+    served: Served  # the gRPC server
+
+    @property
+    def port(self) -> int:
+        """The port at which gRPC is served."""
+        return self.served.port
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that came now could be served."""
+        return self.directory.has_target and not self.requests.admission.is_closed
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Announces the orchestrator in the index until `stop` is set, and then drains it.
+
+        What comes through any front door after that is refused as Unavailable. What runs has `drain_seconds` to
+        finish. Front doors should stay open until this returns, so that clients get these answers.
+        """
+        record = WorkerRecord("orchestrator", self.worker_id, advertised(self.config, self.port))
+        async with registered(self.registry, lambda: record):
+            logger.info("bough %s: %s at %s", __version__, self.worker_id, record.address)
+            while not stop.is_set():
+                await self.served.set_ready(self.is_ready)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_SECONDS):
+                        await stop.wait()
+            await self.served.leave()
+        await self.requests.drain(DRAINING, self.config.drain_seconds)
+
+
+@asynccontextmanager
+async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIterator[Orchestrator]:
+    """Builds an orchestrator in the running event loop. Inside the block it listens; after it, everything is closed.
+
+    Raises:
+        Stopped: `stop` was set before the index answered.
+        Unavailable: the index does not answer.
+        ConfigError: a port is in use, or the URL of the index cannot be read.
+    """
+    registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
+    try:
+        await _unless_stopped(stop, registry.wait())
+        worker_id, directory = new_worker_id("orchestrator"), Directory(registry)
+        requests = Requests(config, directory, worker_id)
+        with closing(serve_metrics(config, requests)):
+            async with (
+                directory.running(),
+                requests.running(),
+                serving_generation(config, requests) as served,
+            ):
+                yield Orchestrator(config, worker_id, registry, directory, requests, served)
+    finally:
+        await registry.close()
+
+
+def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServer:
+    """What requests have come to, at the port that is set. Raises ConfigError where that is in use."""
+    metrics = MetricsServer()
+    metrics.registry.register(OrchestratorCollector(requests.figures))
+    metrics.serve(config.host, config.metrics_port)
+    if metrics.port >= 0:
+        requests.metrics_url = f"http://{config.host}:{metrics.port}/metrics"
+    return metrics
+
+
+async def _unless_stopped(stop: asyncio.Event, step: Awaitable[None]) -> None:
+    """Finishes a step of the start. Raises Stopped where `stop` is set before the step is done."""
+    working, told = asyncio.ensure_future(step), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Stopped("the orchestrator was told to stop before the index answered")
+        await working
+    finally:
+        await end(working, told)

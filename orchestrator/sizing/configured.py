@@ -1,0 +1,17 @@
+"""The sizer that an orchestrator's settings ask for."""
+
+from __future__ import annotations
+
+from bough.config import OrchestratorConfig
+from bough.growth import BestFirst
+from orchestrator.sizing.fixed_sizer import FixedSizer
+from orchestrator.sizing.plans import Sizer
+from orchestrator.sizing.tree_sizer import TreeSizer
+
+
+def configured_sizer(config: OrchestratorConfig) -> Sizer:
+    """Trees of one fixed size, or trees that size themselves."""
+    size = BestFirst(config.budget, config.width, config.depth)
+    if config.planner == "fixed":
+        return FixedSizer(size, config.sweep_nodes)
+    return TreeSizer(size, config.max_depth)
