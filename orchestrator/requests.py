@@ -23,6 +23,7 @@ from orchestrator.directory import Directory
 from orchestrator.endings import Endings
 from orchestrator.failover import Failover
 from orchestrator.limits import require_texts
+from orchestrator.loop_lag import LoopLag
 from orchestrator.metrics import Figures
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
@@ -52,6 +53,7 @@ class Requests:
         self.sizer = MeasuredSizer(configured_sizer(config))
         self._failover = Failover(config, directory, self._claims)
         self._rounds = Rounds(config, directory, self.sizer, self._failover, self._recorder, AcceptanceCounter())
+        self.loop_lag = LoopLag()
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
@@ -147,9 +149,11 @@ class Requests:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """After the block, when no stream runs any more, cleans up what they have left, as far as anyone answers."""
+        """Watches the event loop while the block runs; after it, cleans up what streams have left, as far as anyone
+        answers."""
         try:
-            yield
+            async with self.loop_lag.running():
+                yield
         finally:
             await self.drain("this orchestrator has ended; ask another orchestrator", 0.0)
             await self._endings.all_done()
@@ -241,7 +245,9 @@ class Requests:
         """What is told to Prometheus; any thread."""
         num_waiting = self._num_waiting
         num_running = len(self._running) - num_waiting
-        return Figures(self._model_name, num_running, num_waiting, self._num_tokens, self.sizer.totals)
+        return Figures(
+            self._model_name, num_running, num_waiting, self._num_tokens, self.sizer.totals, self.loop_lag.tally
+        )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """What verification has come to, by scheme, depth and rank."""

@@ -153,7 +153,7 @@ def _body(messages: list[Message], answer_tokens: int) -> dict[str, Any]:
 
 def _chunks(response: requests.Response) -> Iterator[Mapping[str, Any]]:
     """The JSON of each `data:` line up to [DONE]. Raises ValueError where the stream ends before that."""
-    for line in response.iter_lines(chunk_size=None):
+    for line in response.iter_lines(chunk_size=None):  # type: ignore[call-overload]  # requests allows None
         if line == b"data: [DONE]":
             return
         if line.startswith(b"data: "):

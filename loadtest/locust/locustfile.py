@@ -1,7 +1,7 @@
 """What locust loads: `python -m locust -f loadtest/locust/locustfile.py`, with a plan in the environment.
 
 `python -m loadtest.locust` does that. Rows of locust's own report: "first token", "per token", "longest gap" and "whole
-answer" of each door; its "Aggregated" row mixes them and says nothing. Exact figures are reckoned from the samples file.
+answer" of each door; its "Aggregated" row mixes them and says nothing. Exact figures come from the samples file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ is_stopping = Event()  # the time is over: nothing new begins
 
 
 def open_door(number: int) -> Door:
-    """The door of the so manieth user."""
+    """The door of the user with this number, from 0."""
     if PLAN.doors[number % len(PLAN.doors)] == "grpc":
         return GrpcDoor(PLAN.address, PLAN.timeout_seconds, STARTED)
     return HttpDoor(PLAN.http_url, PLAN.timeout_seconds, STARTED)
@@ -75,7 +75,7 @@ def note(environment: Any, sample: Sample) -> None:
         fire(name=name, response_time=1000 * seconds, exception=None, **common)
 
 
-class Person(User):  # type: ignore[misc]  # locust has no types for its base
+class Person(User):
     """Somebody who asks, reads, thinks, and asks again; or, at an offered rate, the one who sends requests off."""
 
     def on_start(self) -> None:
@@ -89,7 +89,7 @@ class Person(User):  # type: ignore[misc]  # locust has no types for its base
         """The connection ends with the user."""
         self.door.close()
 
-    @task  # type: ignore[untyped-decorator]
+    @task
     def live(self) -> None:
         """One conversation or one request; with a rate, arrivals that do not wait for answers."""
         if PLAN.rate:
@@ -125,7 +125,7 @@ class Person(User):  # type: ignore[misc]  # locust has no types for its base
 
 if PLAN.step_users:
 
-    class Steps(LoadTestShape):  # type: ignore[misc]
+    class Steps(LoadTestShape):
         """Climbs until latency bends; locust finds it by its being here."""
 
         climb = Climb(PLAN.step_users, PLAN.step_seconds, PLAN.max_users, PLAN.bend)

@@ -1,4 +1,4 @@
-"""What users ask: how long prompts and answers are, how often each kind comes, and how many turns a conversation has."""
+"""What users ask: how long prompts and answers are, how often each kind comes, and how long users pause."""
 
 from __future__ import annotations
 
