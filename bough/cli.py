@@ -82,6 +82,7 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
     """
     return GenerateOptions(
         session_id=arguments.session,
+        model=arguments.model,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
@@ -235,6 +236,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     defaults = GenerateOptions()
     add = parser.add_argument
     add("--system", default="", help="system message")
+    add("--model", default="", help="its name, where several are served (bough doctor lists them)")
     add("--session", default="", help="keep KV under this name for the next turn")
     add("--temperature", type=float, default=defaults.temperature, help="0 is greedy (default 1)")
     add("--top-k", type=int, default=defaults.top_k, help="0 is off")

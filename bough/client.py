@@ -118,10 +118,13 @@ class Client:
         """Forgets a session before its time; a request that runs in it ends with StaleEpoch. Raises NotFound."""
         await self._ask(lambda stub: stub.CloseSession, pb.CloseSessionRequest(session_id=session_id))
 
+    async def models(self) -> tuple[g.ModelInfo, ...]:
+        """All models that are served, by name; at least one. Raises Unavailable where there is none."""
+        return wire.models_from_wire(await self._ask(lambda stub: stub.GetModelInfo, pb.GetModelInfoRequest()))
+
     async def model_info(self) -> g.ModelInfo:
-        """The model that is served."""
-        reply = await self._ask(lambda stub: stub.GetModelInfo, pb.GetModelInfoRequest())
-        return wire.model_info_from_wire(reply)
+        """The model that is served; the first by name where there are several."""
+        return (await self.models())[0]
 
     async def server_info(self) -> g.ServerInfo:
         """The orchestrator and its workers."""

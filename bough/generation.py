@@ -90,6 +90,7 @@ class GenerateOptions:
     speculation: Speculation = Speculation()
     continues: bool = False  # the prompt comes after all that the session holds
     resume: Resume | None = None
+    model: str = ""  # its name; empty is the session's, or else the only one that is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +167,14 @@ Event = Started | Tokens | Finished
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model that is served."""
+    """A model that is served."""
 
     model_name: str
     model_description: str
     model_fingerprint: str
     tokenizer_fingerprint: str
     vocab_size: int
-    max_context: int
+    max_context: int  # tokens of a prompt with its output, at the target that takes most
     eos_token_ids: tuple[int, ...]
 
 

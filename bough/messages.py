@@ -168,7 +168,15 @@ class WorkerInfo:
     cost: CostCurve | None = None  # seconds of a sweep, or of a draft step, by its rows
 
     @property
+    def model_identity(self) -> str:
+        """Equal for targets of one model: a session may go on at any of them, if not with tokens equal to the bit."""
+        return _digest(self.model_fingerprint, self.model_description, self.tokenizer_fingerprint)
+
+    @property
     def identity(self) -> str:
         """Equal for targets that give equal tokens, to the bit; short enough to be recorded."""
-        parts = (self.model_fingerprint, self.model_description, self.tokenizer_fingerprint, self.arithmetic)
-        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+        return _digest(self.model_fingerprint, self.model_description, self.tokenizer_fingerprint, self.arithmetic)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -79,12 +79,15 @@ class SessionRecord:
     draft_length: int
     tokens: tuple[int, ...]
     born_us: int = 0  # microseconds on the clock of epochs: when its first request began
+    model_name: str = ""  # as users know it
+    model_identity: str = ""  # of the targets at which the session may go on
 
     def to_json(self) -> str:
         """All but the name and the tokens, of which there is the length and the hash."""
         fields = {name: getattr(self, name) for name in ("target_id", "draft_id", "epoch", "born_us")}
         lengths = {name: getattr(self, name) for name in ("target_length", "draft_length")}
-        return json.dumps(fields | lengths | _seal(self.tokens))
+        model = {name: getattr(self, name) for name in ("model_name", "model_identity")}
+        return json.dumps(fields | lengths | model | _seal(self.tokens))
 
     @classmethod
     def from_json(cls, session_id: str, data: bytes, transcript: bytes) -> SessionRecord | None:
@@ -100,6 +103,8 @@ class SessionRecord:
                 _count(fields["draft_length"]),
                 _unsealed(fields, transcript),
                 _count(fields["born_us"]),
+                _text(fields["model_name"]),
+                _text(fields["model_identity"]),
             )
 
         return _read(data, read)

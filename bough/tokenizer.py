@@ -61,11 +61,11 @@ class Tokenizer:
     @cached_property
     def longest_token(self) -> int:
         """Characters that one token stands for, at most."""
-        return max(map(len, self.files.vocabulary))
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with the special tokens that the tokenizer adds by itself."""
-        return list(self._tokenizer.encode(text).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_more(self, text: str, before: str = "") -> list[int]:
         """Tokens of a plain text that goes on: without what a tokenizer adds to a beginning.
@@ -99,4 +99,8 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def _plain(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As a batch of one: for a batch, unlike for a text, the library lets other threads run meanwhile."""
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)

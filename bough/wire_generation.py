@@ -48,6 +48,7 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
     message = pb.GenerateRequest(
         request_id=options.request_id,
         session_id=options.session_id,
+        model=options.model,
         logit_bias=dict(options.logit_bias),
         stop=options.stop,
         stop_token_ids=options.stop_token_ids,
@@ -79,6 +80,7 @@ def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.Generate
     options = g.GenerateOptions(
         request_id=message.request_id,
         session_id=message.session_id,
+        model=message.model,
         logit_bias=dict(message.logit_bias),
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
@@ -203,13 +205,17 @@ def event_from_wire(message: pb.GenerateEvent) -> g.Event:
     )
 
 
-def model_info_to_wire(info: g.ModelInfo) -> pb.ModelInfo:
-    """Field by field: the names are the same."""
-    return pb.ModelInfo(**asdict(info))
+def models_to_wire(models: Sequence[g.ModelInfo]) -> pb.ModelInfo:
+    """The first of them, with all of them listed in it; there is at least one."""
+    return pb.ModelInfo(**asdict(models[0]), models=[pb.ModelInfo(**asdict(model)) for model in models])
 
 
-def model_info_from_wire(message: pb.ModelInfo) -> g.ModelInfo:
-    """Field by field: the names are the same."""
+def models_from_wire(message: pb.ModelInfo) -> tuple[g.ModelInfo, ...]:
+    """All that are listed."""
+    return tuple(_model_from_wire(model) for model in message.models)
+
+
+def _model_from_wire(message: pb.ModelInfo) -> g.ModelInfo:
     values = {f.name: getattr(message, f.name) for f in fields(g.ModelInfo)}
     return g.ModelInfo(**(values | {"eos_token_ids": tuple(message.eos_token_ids)}))
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import grpc
@@ -25,6 +25,7 @@ from bough.registry import LEASE_SECONDS, Registry
 from bough.rpc import open_channel
 from bough.tasks import end
 from bough.tokenizer import Tokenizer, TokenizerFiles, first_difference
+from orchestrator.tokenizing import Tokenizing
 from orchestrator.workers import DraftClient, TargetClient
 
 logger = logging.getLogger(__name__)
@@ -46,16 +47,16 @@ class Known(Generic[AnyClient]):
     record: WorkerRecord
     client: AnyClient
     info: WorkerInfo
-    tokenizer: TokenizerFiles
+    tokens: Tokenizer  # the same object for all workers that have the same
     problem: str = ""  # why it is not used, as long as it is there
     num_running: int = 0
     num_missing: int = 0  # looks in a row at which the index did not name it
     num_faults: int = 0  # in a row
     paused_until: float = 0.0
-    tokens: Tokenizer = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.tokens = Tokenizer(self.tokenizer)
+    @property
+    def tokenizer(self) -> TokenizerFiles:
+        return self.tokens.files
 
     @property
     def is_usable(self) -> bool:
@@ -83,9 +84,11 @@ class Directory:
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
+        self.tokenizing = Tokenizing()
         self.index_problem = ""
         self._targets: dict[str, Known[TargetClient]] = {}
         self._drafts: dict[str, Known[DraftClient]] = {}
+        self.model_names: set[str] = set()  # that any target has served since the start
         self._next_sweep = 0.0  # seconds on the monotonic clock
         self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # with workers that are new, by kind and id
 
@@ -107,22 +110,12 @@ class Directory:
             await end(*self._meetings.values())
             for known in self._everyone():
                 await known.client.close()
+            self.tokenizing.close()
 
-    def target(self, preferred_id: str = "", identity: str = "") -> Known[TargetClient]:
-        """The target for a request: the preferred one if it is there, otherwise the least busy.
-
-        With an `identity`, of those whose `WorkerInfo` has it: the request was begun at one of them.
-
-        Raises:
-            Unavailable: there is none.
-        """
-        usable = [known for known in self._targets.values() if known.is_usable]
-        if not usable:
-            raise Unavailable(self._why_no_target())
-        usable = [known for known in usable if identity in ("", known.info.identity)]
-        if not usable:
-            raise Unavailable("no target that gives the same tokens as the one where the request was begun can be used")
-        return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness))
+    @property
+    def targets(self) -> tuple[Known[TargetClient], ...]:
+        """All but those of which something is wrong; one that is left alone for a while is among them."""
+        return tuple(known for known in self._targets.values() if not known.problem)
 
     def successor(self, lost: Known[TargetClient], max_context: int, max_nodes: int) -> Known[TargetClient] | None:
         """A target that gives the same tokens as one that has failed, or that one itself if it is usable again.
@@ -178,7 +171,8 @@ class Directory:
     def _everyone(self) -> list[Known[TargetClient] | Known[DraftClient]]:
         return [*self._targets.values(), *self._drafts.values()]
 
-    def _why_no_target(self) -> str:
+    def why_no_target(self) -> str:
+        """In words, for whoever needs one."""
         if self.index_problem:
             return f"no target worker is known, and {self.index_problem}"
         problems = [f"{k.record.worker_id}: {k.problem or 'does not answer'}" for k in self._targets.values()]
@@ -233,11 +227,12 @@ class Directory:
         """A new worker is asked what it is; who had its address before has left it."""
         try:
             if record.kind == "target":
-                self._targets[record.worker_id] = await _introduce(
-                    record, TargetClient(record.address, record.worker_id)
-                )
+                client = TargetClient(record.address, record.worker_id)
+                known = await _introduce(record, client, self.tokenizing)
+                self._targets[record.worker_id] = known
+                self.model_names.add(known.info.model_name)
             elif record.kind == "draft":
-                self._drafts[record.worker_id] = await _introduce(record, DraftClient(record.address))
+                self._drafts[record.worker_id] = await _introduce(record, DraftClient(record.address), self.tokenizing)
             else:
                 return
         except BoughError as exc:
@@ -270,15 +265,15 @@ def _fit(draft: Known[DraftClient] | Known[TargetClient], target: Known[TargetCl
     return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint
 
 
-async def _introduce(record: WorkerRecord, client: AnyClient) -> Known[AnyClient]:
+async def _introduce(record: WorkerRecord, client: AnyClient, tokenizing: Tokenizing) -> Known[AnyClient]:
     """Asks a worker what it is. Raises Unavailable where it does not answer, or not with sense."""
     try:
         info = await client.info()
         if info.worker_id != record.worker_id:
             raise Unavailable(f"{info.worker_id} is at its address")
         async with open_channel(record.address) as channel:
-            tokenizer = await fetch_tokenizer(channel, record.kind)
-        known = Known(record, client, info, tokenizer)
+            files = await fetch_tokenizer(channel, record.kind)
+        known = Known(record, client, info, await tokenizing.shared(files))
     except BaseException as exc:
         await client.close()
         if isinstance(exc, BoughError | grpc.aio.AioRpcError):

@@ -32,6 +32,12 @@ def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None
         case ChatPrompt(messages):
             _require_fit("chat.messages", len(messages), "messages", max_context, max_context)
             _require_fit("chat.messages", sum(len(m.content) for m in messages), "characters", most, max_context)
+            for index, message in enumerate(messages):
+                if len(message.role) > MAX_NAME_LENGTH:
+                    raise InvalidRequest(
+                        f"chat.messages[{index}].role: value had {len(message.role)} characters; must be at most "
+                        f"{MAX_NAME_LENGTH}"
+                    )
         case TokenPrompt(token_ids):
             _require_fit("prompt", len(token_ids), "tokens", max_context - 1, max_context)
 

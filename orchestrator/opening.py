@@ -20,6 +20,7 @@ from bough.sampling import SamplingParams, StopConditions
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
 from orchestrator.limits import require_room, require_size, require_sizes
+from orchestrator.models import Targets, targets_for
 from orchestrator.prompt import continued_prompt, next_prompt, whole_prompt
 from orchestrator.recorder import Recorder
 from orchestrator.resuming import require_resume, require_same_request, resume
@@ -43,6 +44,11 @@ class _Past(NamedTuple):
     request: RequestRecord | None
     session: SessionRecord | None
 
+    def of_model(self, model_identity: str) -> _Past:
+        """Without a session that another model has had: its name is all that is left of it."""
+        is_same = self.session is not None and self.session.model_identity == model_identity
+        return self if is_same else self._replace(session=None)
+
 
 @dataclass(slots=True)
 class Opening:
@@ -58,20 +64,22 @@ class Opening:
 
         Raises:
             InvalidRequest: naming the field.
-            NotFound: the session that it continues.
-            Unavailable: there is no target, or no index to tell what the request continues.
+            NotFound: the session that it continues, or its model.
+            Unavailable: there is no target with its model, or no index to tell what the request continues.
             StaleEpoch: another request goes on with the same session at this moment.
         """
         past = await self._past(options)
+        targets = targets_for(self.directory, options, past.request, past.session)
+        past = past.of_model(targets[0].info.model_identity)
         preferred_id = past.session.target_id if past.session else ""
-        target = self.directory.target(preferred_id, past.request.target_identity if past.request else "")
+        target = min(targets, key=lambda known: (known.record.worker_id != preferred_id, known.busyness))
         if options.resume is not None:
             require_resume(options.resume, target.info.vocab_size)
         require_size(prompt, target.tokens, target.info.max_context)
-        tokens = self._tokens(prompt, options, past, target)
+        tokens = await self.directory.tokenizing.run(lambda: self._tokens(prompt, options, past, target))
         require_room(tokens, target.info.max_context)
         if past.session is None:
-            target = await self._with_longest_prefix(tokens, target)
+            target = await self._with_longest_prefix(tokens, target, targets)
         session, unseen = _session(tokens, options, target, past.request), None
         if options.resume is not None:
             if past.request is not None:
@@ -124,17 +132,20 @@ class Opening:
         require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
         return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
 
-    async def _with_longest_prefix(self, tokens: Sequence[int], target: Known[TargetClient]) -> Known[TargetClient]:
-        """Of the targets with this one's model the one that holds most of these tokens; where none does, this one."""
+    async def _with_longest_prefix(
+        self, tokens: Sequence[int], target: Known[TargetClient], targets: Targets
+    ) -> Known[TargetClient]:
+        """Of the targets that give this one's tokens the one that holds most of these; where none does, this one."""
         hashes = block_hashes(tokens)
-        if not hashes or self.directory.num_targets < 2 or self.directory.index_problem:
+        if not hashes or len(targets) < 2 or self.directory.index_problem:
             return target
         with suppress(Unavailable):
             found = await self.directory.registry.find_prefix(target.info.model_fingerprint, hashes)
-            holder = self.directory.target(found[0]) if found else target
-            has_room = holder.info.max_context >= target.info.max_context
-            if has_room and holder.info.identity == target.info.identity:
-                return holder
+            for holder in targets:
+                has_room = holder.info.max_context >= target.info.max_context
+                is_same = holder.info.identity == target.info.identity
+                if found and holder.record.worker_id == found[0] and has_room and is_same:
+                    return holder
         return target
 
     async def _claim(
@@ -195,6 +206,8 @@ def _session(
         text=TextStream(target.tokens.decode, options.stop),
         max_context=target.info.max_context,
         target_identity=target.info.identity,
+        model_name=target.info.model_name,
+        model_identity=target.info.model_identity,
     )
 
 

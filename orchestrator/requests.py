@@ -25,6 +25,7 @@ from orchestrator.failover import Failover
 from orchestrator.limits import require_texts
 from orchestrator.loop_lag import LoopLag
 from orchestrator.metrics import Figures
+from orchestrator.models import served_models
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
 from orchestrator.recorder import Recorder
@@ -69,7 +70,7 @@ class Requests:
 
         Raises:
             InvalidRequest: naming the field.
-            NotFound: the session that it continues.
+            NotFound: the session that it continues, or its model.
             Unavailable: no target answers, or this orchestrator takes its leave.
             Exhausted: there are too many requests, or no target has room; with a delay.
             StaleEpoch: another has gone on with the request or its session.
@@ -196,19 +197,9 @@ class Requests:
             await self._endings.release(session_id, claim.epoch, self.directory.find(worker_id))
         await self._recorder.settled(session_id)
 
-    def model_info(self) -> ModelInfo:
-        """The model that is served. Raises Unavailable."""
-        target = self.directory.target()
-        info = target.info
-        return ModelInfo(
-            info.model_name,
-            info.model_description,
-            info.model_fingerprint,
-            info.tokenizer_fingerprint,
-            info.vocab_size,
-            info.max_context,
-            target.tokenizer.eos_token_ids,
-        )
+    def models(self) -> tuple[ModelInfo, ...]:
+        """The models that are served, by name; at least one. Raises Unavailable."""
+        return served_models(self.directory)
 
     def server_info(self) -> ServerInfo:
         """This orchestrator and its workers."""

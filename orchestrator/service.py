@@ -43,8 +43,8 @@ class GenerationService:
         return pb.CloseSessionReply()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
-        """The model that is served."""
-        return wire.model_info_to_wire(self._requests.model_info())
+        """The models that are served."""
+        return wire.models_to_wire(self._requests.models())
 
     async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
         """This orchestrator and its workers."""

@@ -38,6 +38,8 @@ class Session:
     text: TextStream
     max_context: int
     target_identity: str  # of all targets that it may be at
+    model_name: str
+    model_identity: str  # of the targets at which its next request may run
     epoch: int = 0
     patience: Patience = field(default_factory=Patience)
     round: int = 0

@@ -17,6 +17,8 @@ def session_record(session: Session, target_id: str) -> SessionRecord:
         session.draft_held,
         tuple(session.tokens),
         session.born_us,
+        session.model_name,
+        session.model_identity,
     )
 
 

@@ -66,14 +66,14 @@ class FakeWorker:
 
     def __init__(self, worker_id: str, tokenizer: TokenizerFiles, fingerprint: str = "fake") -> None:
         self.worker_id, self.tokenizer, self.fingerprint = worker_id, tokenizer, fingerprint
-        self.arithmetic = ""
+        self.arithmetic, self.model_name = "", "fake"
         self.law = Law(Tokenizer(tokenizer))
         self.held: dict[str, list[int]] = {}
         self.released: list[str] = []
 
     async def GetServerInfo(self, request: Any, context: Any) -> common_pb2.WorkerInfo:
         info = WorkerInfo(
-            self.kind, self.worker_id, "fake", "a fake", self.fingerprint, self.tokenizer.fingerprint, VOCAB,
+            self.kind, self.worker_id, self.model_name, "a fake", self.fingerprint, self.tokenizer.fingerprint, VOCAB,
             MAX_CONTEXT, MAX_NODES, 8, bough_version=__version__, arithmetic=self.arithmetic,
         )  # fmt: skip
         return wire.info_to_wire(info)
@@ -214,6 +214,12 @@ class Fleet:
     async def target(self, name: str, fingerprint: str = "fake", port: int = 0) -> tuple[FakeTarget, Process]:
         worker = FakeTarget(name, self.tokenizer, fingerprint)
         return worker, await self.worker(worker, port)
+
+    async def target_of(self, name: str, model_name: str) -> tuple[FakeTarget, Process]:
+        """One with a model of its own, whose name is also its fingerprint."""
+        worker = FakeTarget(name, self.tokenizer, model_name)
+        worker.model_name = model_name
+        return worker, await self.worker(worker)
 
     async def orchestrator(self, *flags: str, num_targets: int = 1) -> tuple[Requests, Process]:
         """One that knows its targets."""

@@ -306,6 +306,7 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
         (TextPrompt("x" * (4 * MAX_CONTEXT + 1)), {}, "text: 400001 characters; .* at most 400000 characters can fit"),
         (ChatPrompt((Message("user", "x" * 400_001),)), {}, r"chat\.messages: 400001 characters"),
         (ChatPrompt((Message("user", ""),) * 100_001), {}, r"chat\.messages: 100001 messages"),
+        (ChatPrompt((Message("user", "x"), Message("r" * 257, ""))), {}, r"chat\.messages\[1\]\.role: value had 257"),
         (TokenPrompt((1,) * MAX_CONTEXT), {}, "prompt: 100000 tokens; .* at most 99999 tokens can fit"),
         (TextPrompt("x" * MAX_CONTEXT), {}, "prompt: 100000 tokens; the context holds 100000"),
         (PROMPT, {"stop": ("x",) * 65}, "stop: 65 entries; at most 64 would do"),

@@ -232,7 +232,10 @@ def test_descriptions_survive_the_wire() -> None:
     server = g.ServerInfo((g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True, "http://a:2/metrics")
     assert wg.server_info_from_wire(wg.server_info_to_wire(server)) == server
     model = g.ModelInfo("n", "d", "f", "t", 9, 8, (1, 2))
-    assert wg.model_info_from_wire(wg.model_info_to_wire(model)) == model
+    models = (model, replace(model, model_name="o", max_context=7))
+    message = wg.models_to_wire(models)
+    assert wg.models_from_wire(message) == models
+    assert (message.model_name, message.max_context) == ("n", 8), "a client that knows one model reads the first"
     loads = g.Loads(1, 2, 3, 4)
     assert wg.loads_from_wire(wg.loads_to_wire(loads)) == loads
 

@@ -42,8 +42,8 @@ async def chat(arguments: argparse.Namespace) -> int:
     options = replace(options_from(arguments), session_id=arguments.session or uuid.uuid4().hex)
     history = list(_system(arguments))
     async with Client(*arguments.address.split(",")) as client:
-        info = await client.model_info()
-        print(f"{info.model_name}; end with Ctrl-D", file=sys.stderr)
+        name = options.model or (await client.model_info()).model_name
+        print(f"{name}; end with Ctrl-D", file=sys.stderr)
         while line := await _read_line():
             if not line.strip():
                 continue
