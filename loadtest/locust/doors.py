@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import grpc
 import requests
@@ -90,7 +90,7 @@ class GrpcDoor:
                 elif isinstance(event, Finished):
                     sample = replace(sample, num_prompt_tokens=event.usage.prompt_tokens)
         except grpc.RpcError as exc:
-            error = to_error(exc, self._address)
+            error = to_error(cast(grpc.Call, exc), self._address)  # what a sync stub raises is its call
             if isinstance(error, Exhausted):
                 sample = replace(sample, is_refused=True, retry_seconds=error.retry_seconds or 0.0)
             sample = replace(sample, error=str(error))
