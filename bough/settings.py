@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, NoReturn, TypeVar
 
@@ -37,17 +37,24 @@ def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping
     if missing:
         name, other = missing[0].name, missing[0].metadata["instead"]
         beside = f", or {_flag(other)} does without it" if other else ""
-        raise ConfigError(f"{_flag(name)}: missing; the flag or {_variable(service, name)} sets it{beside}")
+        raise ConfigError(f"{_flag(name)}: missing; the flag or {variable(service, name)} sets it{beside}")
     return cls(**values)
 
 
-def to_flags(config: object) -> list[str]:
-    """Flags from which `parse` makes an equal value, whatever the environment says."""
+def to_flags(config: object, besides: Collection[str] = ()) -> list[str]:
+    """Flags from which `parse` makes an equal value, whatever the environment says, but for the fields `besides`."""
     flags = []
     for f in _fields(type(config)):
+        if f.name in besides:
+            continue
         value = getattr(config, f.name)
         flags += [_flag(f.name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return flags
+
+
+def variable(service: str, name: str) -> str:
+    """The environment variable that sets a field of a service's settings."""
+    return f"{ENV_PREFIX}_{service.removesuffix('_worker')}_{name}".upper()
 
 
 def at_most(config: object, name: str, limit: int) -> int:
@@ -72,8 +79,8 @@ def _choose_one(name: str, other: str, named: dict[str, Any], flagged: dict[str,
 
 
 def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    known = {_variable(service, f.name): f for f in _fields(cls)}
-    prefix = _variable(service, "")
+    known = {variable(service, f.name): f for f in _fields(cls)}
+    prefix = variable(service, "")
     for name in environ:
         if name.startswith(prefix) and name not in known:
             raise ConfigError(f"{name}: no such setting; {', '.join(sorted(known))} are known")
@@ -107,7 +114,3 @@ def _fields(cls: type) -> tuple[Field[Any], ...]:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _variable(service: str, name: str) -> str:
-    return f"{ENV_PREFIX}_{service.removesuffix('_worker')}_{name}".upper()

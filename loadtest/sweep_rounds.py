@@ -34,7 +34,7 @@ async def link_busy(num_nodes: int) -> dict[str, Any]:
     """The pipeline as `bough demo` starts it, but for its memory."""
     os.environ.update(MEMORY)
     rounds: list[Tokens] = []
-    async with launched(settings_from(UP_DEFAULTS), _quiet) as cluster, Client(cluster.address) as client:
+    async with launched(settings_from(UP_DEFAULTS), lambda _: None) as cluster, Client(cluster.address) as client:
         speculation = Speculation(budget=num_nodes)
         options = GenerateOptions(temperature=0.0, max_tokens=128, ignore_eos=True, speculation=speculation)
         async for event in client.generate(TextPrompt("The history of the lighthouse begins with"), options):
@@ -66,10 +66,6 @@ def link_busy_at(speeds: Sequence[int], model: Path, memory: int) -> dict[str, A
         "link_busy_unlimited": busy[0],
         "rounds": {f"{speed / 1e9} GB/s" if speed else "unlimited": some for speed, some in results.items()},
     }
-
-
-def _quiet(_: str) -> None:
-    """Instead of what the pipeline waits for."""
 
 
 if __name__ == "__main__":

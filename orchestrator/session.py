@@ -22,6 +22,9 @@ from bough.tree import Tree
 from orchestrator.patience import Patience
 from orchestrator.text import TextStream
 
+MAX_WARNINGS = 16
+MAX_WARNING_LENGTH = 500  # characters
+
 
 @dataclass(slots=True)
 class Session:
@@ -57,7 +60,8 @@ class Session:
     num_degraded_rounds: int = 0
     num_lookup_tokens: int = 0
     accepted_counts: Counter[int] = field(default_factory=Counter)  # accepted tokens of a round -> rounds
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # the first few
+    num_more_warnings: int = 0
 
     @property
     def num_generated(self) -> int:
@@ -78,9 +82,19 @@ class Session:
         return self.finish_reason != ""
 
     def warn(self, text: str) -> None:
-        """Notes something that changed the speed and not the output; once each."""
-        if text not in self.warnings:
+        """Notes something that changed the speed and not the output; once each.
+
+        The last event carries the warnings, and must stay small enough to be sent: what comes after the first few is
+        counted, and what is long is cut off.
+        """
+        if len(text) > MAX_WARNING_LENGTH:
+            text = f"{text[:MAX_WARNING_LENGTH]}... ({len(text)} characters)"
+        if text in self.warnings:
+            return
+        if len(self.warnings) < MAX_WARNINGS:
             self.warnings.append(text)
+        else:
+            self.num_more_warnings += 1
 
     def seat_draft(self, draft_id: str) -> None:
         """A draft worker is asked; what another one holds is of no use to it."""
@@ -154,6 +168,11 @@ class Session:
             self.finish_reason = "length"
         return piece.text
 
+    def _all_warnings(self) -> list[str]:
+        if not self.num_more_warnings:
+            return self.warnings
+        return [*self.warnings, f"{self.num_more_warnings} more warnings came after these {len(self.warnings)}"]
+
     def finished(self) -> Finished:
         """The last event."""
         num_rounds = sum(self.accepted_counts.values())
@@ -174,7 +193,7 @@ class Session:
                 self.num_lookup_tokens,
             ),
             self.timings,
-            tuple(self.warnings),
+            tuple(self._all_warnings()),
             self.num_failovers,
         )
 

@@ -15,12 +15,13 @@ from streams import OPTIONS, expected, read
 from bough import wire
 from bough.client import Client
 from bough.draft_probs import MOST_ENTRIES, DraftProbs
-from bough.errors import BoughError
+from bough.errors import BoughError, InvalidRequest
 from bough.generation import Speculation
 from bough.growth import Chains, Scheme
 from bough.messages import GrowResult, Timings
 from bough.rpc import ERROR_KEY, HASH_KEY, LENGTH_KEY
 from bough.tree import Tree
+from orchestrator.session import MAX_WARNING_LENGTH, MAX_WARNINGS
 from orchestrator.workers import DraftClient
 
 
@@ -126,3 +127,26 @@ async def test_no_tree_is_asked_for_that_reaches_beyond_the_output(fakes: Fleet)
         options = replace(OPTIONS, max_tokens=6, speculation=Speculation(growth=Chains(2, 4)))
         await read(client, options)
     assert [growth.depth for growth in draft.growths] == [4, 4, 3, 2, 1]
+
+
+async def test_a_draft_with_something_new_to_say_in_each_round_does_not_fill_the_last_event(fakes: Fleet) -> None:
+    """The last event once grew past what a message may have, and the end of the answer was lost."""
+    await fakes.target("t1")
+    draft = FakeDraft("d1", fakes.tokenizer)
+
+    async def grow(request: Any, context: Any) -> Any:
+        draft.rounds.append(request.round)
+        raise InvalidRequest(f"round {request.round}: {'x' * 4000}")
+
+    draft.Grow = grow  # type: ignore[method-assign]
+    await fakes.worker(draft)
+    _, server = await fakes.orchestrator("--draft", "workers", "--lookup", "0")
+    async with Client(server.address) as client:
+        seen = await read(client)
+    assert len(draft.rounds) > MAX_WARNINGS + 3
+    *first, last = seen.end.warnings
+    assert [warning[:40] for warning in first] == [
+        f"a draft worker failed (round {number}: {'x' * 40}"[:40] for number in draft.rounds[:MAX_WARNINGS]
+    ]
+    assert all(len(warning) < MAX_WARNING_LENGTH + 40 for warning in first)
+    assert last == f"{len(draft.rounds) - MAX_WARNINGS} more warnings came after these {MAX_WARNINGS}"

@@ -9,11 +9,13 @@ import sys
 from bough.cli import argument_parser
 from bough.client import Client
 from bough.commands.demo_runs import Contest, Run, Side
-from bough.commands.up import clear_report, ensure_demonstration, report, settings_from, tell_of_first_start
+from bough.commands.progress import Progress, tell
+from bough.commands.up import ensure_demonstration, settings_from, tell_of_first_start
 from bough.errors import ConfigError
 from bough.generation import ChatPrompt, GenerateOptions, Message, Speculation, Tokens
 from bough.launch import launched
 from bough.messages import WorkerInfo
+from bough.supervision import supervised
 
 MIN_TOKENS = 16
 GRID_TOKENS = 24  # of each of the runs by which sizes are compared
@@ -33,8 +35,9 @@ async def demo(arguments: argparse.Namespace) -> int:
     if not arguments.simulate:
         ensure_demonstration()
         tell_of_first_start()
-    async with launched(settings, report) as cluster, Client(cluster.address) as client:
-        clear_report()
+    progress = Progress()
+    async with launched(settings, progress) as cluster, supervised(cluster, tell), Client(cluster.address) as client:
+        progress.clear()
         workers = {worker.info.kind: worker.info for worker in (await client.server_info()).workers}
         contest = await _run_all(client, arguments, workers["target"].max_nodes)
     print("\n" + "\n".join(contest.table()) + "\n")

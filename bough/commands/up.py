@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from bough.commands.progress import Progress, tell
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import (
     DEMONSTRATION_COPIES,
@@ -18,14 +19,15 @@ from bough.demonstration import (
     is_written,
 )
 from bough.errors import ConfigError
-from bough.launch import Child, Cluster, Settings, launched
+from bough.index_url import without_passwords
+from bough.launch import Settings, launched
 from bough.model import compiled_folder
 from bough.model.hub import fetch
 from bough.simulation.profile import load_profile, shipped_profiles
+from bough.supervision import supervised
 from bough.tether import MODULE, run
 
-WATCH_SECONDS = 0.5
-RESTART_SECONDS = 1.0
+INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
 NO_DRAFT = "none"
 MODEL_FLAGS = (
     "target", "drop_layers", "draft_adapter", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
@@ -41,11 +43,13 @@ async def up(arguments: argparse.Namespace) -> int:
             ensure_demonstration()
         fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
         tell_of_first_start()
-    async with launched(settings, report) as cluster:
-        clear_report()
-        print(f"ready: {cluster.address} (index {cluster.index_url}; logs in {cluster.folder})")
+    progress = Progress()
+    async with launched(settings, progress) as cluster, supervised(cluster, tell):
+        progress.clear()
+        index = without_passwords(cluster.index_url)
+        print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
         print(f'try: bough generate --address {cluster.address} "Why is the sky blue?"', flush=True)
-        await _watch(cluster)
+        await asyncio.Event().wait()
     return 0
 
 
@@ -77,7 +81,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
         target=target_config,
         draft=_draft_config(arguments, target_config, draft, drops, adapter),
         orchestrator=_orchestrator_config(arguments, has_draft=draft != NO_DRAFT),
-        index_url=arguments.index_url,
+        index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
     )
 
 
@@ -104,7 +108,7 @@ def simulated_settings(arguments: argparse.Namespace) -> Settings:
         target=parse(TargetConfig, "target_worker", flags, os.environ),
         draft=parse(DraftConfig, "draft_worker", draft_flags, os.environ) if has_draft else None,
         orchestrator=_orchestrator_config(arguments, has_draft),
-        index_url=arguments.index_url,
+        index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
     )
 
 
@@ -186,33 +190,3 @@ def tell_of_first_start() -> None:
     """Why nothing seems to happen for a while."""
     if not next(compiled_folder().rglob("*.nbc"), None):
         print("the first start compiles kernels for this processor, which takes a minute or two", file=sys.stderr)
-
-
-def report(text: str) -> None:
-    """Progress on standard error: one line that changes on a terminal, a line now and then elsewhere."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-    elif text.endswith("(0 s)"):
-        print(text, file=sys.stderr, flush=True)
-
-
-def clear_report() -> None:
-    """Removes the line of `report`."""
-    report("")
-
-
-async def _watch(cluster: Cluster) -> None:
-    while True:
-        await asyncio.sleep(WATCH_SECONDS)
-        for child in list(cluster.children.values()):
-            if child.has_ended():
-                await _restart(cluster, child)
-
-
-async def _restart(cluster: Cluster, child: Child) -> None:
-    print(
-        f"{child.name} ended with status {child.process.returncode}; its last lines:\n{child.tail()}", file=sys.stderr
-    )
-    await asyncio.sleep(RESTART_SECONDS)
-    print(f"starting {child.name} again", file=sys.stderr, flush=True)
-    cluster.start(child.name, child.command)

@@ -1,0 +1,69 @@
+"""A process that was started on this machine: how it is, how it ended, and what it said last."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bough.records import WorkerRecord
+
+TAIL_LINES = 12  # of a log, when its process ends too early
+TAIL_BYTES = 8192  # of a log, in which they are looked for
+KINDS = {"target_worker": "target", "draft_worker": "draft", "orchestrator": "orchestrator"}  # in the index, by name
+LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.process.configure_logging`
+
+
+def named(name: str) -> str:
+    """A process's name as people read it."""
+    return name.replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process that was started here, and where it logs to."""
+
+    name: str
+    command: tuple[str, ...]
+    variables: Mapping[str, str]  # of its environment, beside ours
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def title(self) -> str:
+        """Its name as people read it."""
+        return named(self.name)
+
+    def has_ended(self) -> bool:
+        """Whether it is over, whatever the reason."""
+        return self.process.poll() is not None
+
+    def how_it_ended(self) -> str:
+        """Its exit status or the signal that killed it, in words."""
+        status = self.process.returncode
+        if status is not None and status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"ended with status {status}"
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        return "\n".join(self._lines()[-TAIL_LINES:])
+
+    def last_line(self) -> str:
+        """What it logged last, without the time; empty where it logged nothing."""
+        lines = [line for line in self._lines() if line.strip()]
+        return LOG_PREFIX.sub("", lines[-1], count=1).strip() if lines else ""
+
+    def is_of(self, record: WorkerRecord) -> bool:
+        """Whether a record in the index is this process's own, and not that of one before it or beside it."""
+        kind = KINDS.get(self.name)
+        return record.kind == kind and record.worker_id.startswith(f"{kind}-{self.process.pid}-")
+
+    def _lines(self) -> list[str]:
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return log.read().decode(errors="replace").splitlines()
