@@ -77,7 +77,7 @@ class SessionRecord:
     epoch: int
     target_length: int  # tokens that the target is believed to hold
     draft_length: int
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     born_us: int = 0  # microseconds on the clock of epochs: when its first request began
     model_name: str = ""  # as users know it
     model_identity: str = ""  # of the targets at which the session may go on
@@ -118,7 +118,7 @@ class RequestRecord:
     session_id: str
     epoch: int
     prompt_length: int
-    tokens: tuple[int, ...]  # prompt and output
+    tokens: Sequence[int]  # prompt and output
     sampling: SamplingParams
     stops: StopConditions
     finish_reason: str = ""  # empty while it runs

@@ -14,7 +14,7 @@ from bough.config import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.generation import GenerateOptions, Prompt, Tokens
 from bough.growth import Scheme
-from bough.prefix import block_hashes
+from bough.prefix import TokenHistory, block_hashes, common_length
 from bough.records import RequestRecord, SessionRecord
 from bough.sampling import SamplingParams, StopConditions
 from orchestrator.claims import Claims
@@ -156,7 +156,7 @@ class Opening:
         session.epoch = session.born_us = claim.epoch
         if record is not None:
             session.epoch, session.born_us = max(claim.epoch, record.epoch + 1), record.born_us
-            common = _common_length(record.tokens, session.tokens)
+            common = common_length(record.tokens, session.tokens)
             is_same = record.target_id == target.record.worker_id
             session.target_held = min(record.target_length, common) if is_same else 0
             session.draft_id, session.draft_held = record.draft_id, min(record.draft_length, common)
@@ -197,7 +197,7 @@ def _session(
         request_id=options.request_id,
         session_id=_session_id(options, request) or uuid.uuid4().hex,
         keep=bool(options.session_id),
-        tokens=tokens,
+        tokens=TokenHistory(tokens),
         prompt_length=len(tokens),
         sampling=sampling,
         stops=stops,
@@ -233,11 +233,3 @@ def _sampling(options: GenerateOptions, target: Known[TargetClient], request: Re
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:
         raise InvalidRequest("seed: missing; a request is resumed with the seed that `started` gave")
     return sampling
-
-
-def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    for index, (mine, theirs) in enumerate(zip(left, right, strict=False)):
-        if mine != theirs:
-            return index
-    return min(len(left), len(right))

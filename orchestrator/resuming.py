@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bough.errors import InvalidRequest
 from bough.generation import GenerateOptions, Resume, Tokens
 from bough.records import RequestRecord
@@ -50,7 +52,7 @@ def require_resume(wanted: Resume, vocab_size: int) -> None:
         )
 
 
-def _seen(wanted: Resume, recorded: tuple[int, ...], request_id: str) -> tuple[int, ...]:
+def _seen(wanted: Resume, recorded: Sequence[int], request_id: str) -> tuple[int, ...]:
     if wanted.token_ids:
         return wanted.token_ids
     if wanted.num_tokens > len(recorded):
@@ -58,4 +60,4 @@ def _seen(wanted: Resume, recorded: tuple[int, ...], request_id: str) -> tuple[i
             f"resume.num_tokens: {wanted.num_tokens}, but {len(recorded)} tokens of request_id {request_id!r} are "
             "known; the tokens themselves in resume.token_ids would do"
         )
-    return recorded[: wanted.num_tokens]
+    return tuple(recorded[: wanted.num_tokens])

@@ -17,6 +17,7 @@ from bough.generation import (
     Usage,
 )
 from bough.messages import RoundTimings, VerifyResult
+from bough.prefix import TokenHistory
 from bough.sampling import SamplingParams, StopConditions
 from bough.tree import Tree
 from orchestrator.patience import Patience
@@ -33,7 +34,7 @@ class Session:
     request_id: str
     session_id: str
     keep: bool  # KV and index entry outlive the request
-    tokens: list[int]  # prompt and output; the last one is the next root
+    tokens: TokenHistory  # prompt and output; the last one is the next root
     prompt_length: int
     sampling: SamplingParams
     stops: StopConditions

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from bough.errors import CheckpointError, StreamError
-from bough.model.checkpoint import MAX_HEADER_BYTES
+from bough.model.checkpoint import MAX_HEADER_BYTES, TensorPlace
+from bough.model.contents import samples_digest
 from target_worker.weights import ALIGNMENT, Extent, LayerWeights
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,14 @@ class _File(NamedTuple):
 class Disk:
     """The files of a checkpoint, open."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    def __init__(self, files: Iterable[Path], unchecked: Iterable[TensorPlace] = ()) -> None:
+        """`unchecked` are tensors without checksums: a file that takes another's place must have the same in them."""
         self._files = {file: _open(file) for file in set(files)}
+        self._unchecked: dict[Path, list[TensorPlace]] = {}
+        for place in unchecked:
+            self._unchecked.setdefault(place.file, []).append(place)
         self._layouts = {file: _layout_of(file) for file in self._files}
+        self._contents = {file: self._contents_of(file) for file in self._files}
 
     @property
     def is_direct(self) -> bool:
@@ -71,7 +77,7 @@ class Disk:
         """Goes over to files that have taken the place of those that are open, under the same descriptors; which.
 
         Raises:
-            StreamError: what stands there now is laid out otherwise.
+            StreamError: what stands there now is laid out otherwise, or has other weights.
         """
         renewed = set()
         for path, file in self._files.items():
@@ -81,6 +87,11 @@ class Disk:
                 raise StreamError(
                     f"{path}: another file stands here than when the model was opened, with other tensors or places; "
                     "the one that was there, or starting again, would do"
+                )
+            if self._contents_of(path) != self._contents[path]:
+                raise StreamError(
+                    f"{path}: another file stands here than when the model was opened, with other weights; sessions "
+                    "have begun with those that were there: put these back, or start again"
                 )
             new = _open(path)
             os.dup2(new.descriptor, file.descriptor)  # whoever reads knows the number
@@ -112,6 +123,13 @@ class Disk:
             if count == 0:
                 raise ReadError(offset + done, "the file ends here")
             done += count
+
+    def _contents_of(self, file: Path) -> str:
+        """Samples of the tensors of a file that have no checksums, one of each."""
+        try:
+            return samples_digest(self._unchecked.get(file, ()), num_samples=1)
+        except CheckpointError as exc:
+            raise StreamError(str(exc)) from exc
 
     def load(self, layers: Sequence[LayerWeights], slabs: Sequence[Slab], num_threads: int) -> None:
         """Reads whole layers, several reads at a time.

@@ -45,8 +45,11 @@ class ExpertReads:
         self.wait_ns = 0
 
     def __enter__(self) -> ExpertReads:
-        files = (extent.file for layer in self._layers.values() for expert in layer.each for extent in expert.extents)
-        self._disk = Disk(files)
+        each = [expert for layer in self._layers.values() for expert in layer.each]
+        self._disk = Disk(
+            (extent.file for expert in each for extent in expert.extents),
+            (place for expert in each for place in expert.begins if place.name not in self._checksums),
+        )
         self._threads, self._guessing = (
             ThreadPoolExecutor(self._num_threads, thread_name_prefix=name) for name in ("experts", "experts-ahead")
         )
@@ -70,7 +73,7 @@ class ExpertReads:
         return len(self._slabs)
 
     def renew(self) -> None:
-        """Goes over to files that have taken the place of others. Raises StreamError: they are laid out otherwise."""
+        """As `Tiers.renew`. Raises StreamError."""
         renewed = self._disk.renew()
         for index, layer in self._layers.items() if self._checksums else ():
             of_renewed = (n for n, each in enumerate(layer.each) if any(e.file in renewed for e in each.extents))

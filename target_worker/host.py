@@ -43,7 +43,10 @@ class HostLayers:
         self._allocate = allocate
         self._traffic = traffic or Traffic.none_yet()
         self._resources = ExitStack()
-        self._disk = Disk(extent.file for layer in layers for extent in layer.extents)
+        self._disk = Disk(
+            (extent.file for layer in layers for extent in layer.extents),
+            (place for layer in layers for place in layer.begins if place.name not in checksums),
+        )
         self._slabs: dict[int, Slab] = {}
         self._ring: Ring | None = None
 
@@ -125,7 +128,7 @@ class HostLayers:
         Call `restart` then: what has come ahead is of the others.
 
         Raises:
-            StreamError: what stands there now is laid out otherwise.
+            StreamError: what stands there now is laid out otherwise, or has other weights.
         """
         renewed = self._disk.renew()
         if self._checksums:

@@ -151,7 +151,7 @@ class Tiers:
         """After a sweep that failed: goes over to files that have taken the place of those that are open.
 
         Raises:
-            StreamError: what stands there now is laid out otherwise.
+            StreamError: what stands there now is laid out otherwise, or has other weights.
         """
         is_renewed = self._host.renew()
         if self.experts is not None:

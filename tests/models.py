@@ -13,7 +13,7 @@ from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
 from bough.model.loading import build_skeleton
-from bough.model.pack_folder import read_checksums
+from bough.model.pack_manifest import read_checksums
 from bough.placement import Budgets, Fixed, place
 from bough.tree import Tree
 from target_worker.kv_stage import KVStage

@@ -24,7 +24,7 @@ from bough.model.kv import KVSlot
 from bough.model.layers import working_layers
 from bough.model.loading import build_skeleton, read_place
 from bough.model.pack_draft import pack_draft
-from bough.model.pack_folder import MANIFEST_NAME
+from bough.model.pack_manifest import MANIFEST_NAME
 from bough.model.runner import ResidentModel
 from bough.model.shapes import find_config, model_shapes
 from bough.model.source import FreshMemory
@@ -148,12 +148,12 @@ def test_it_goes_on_where_it_was_interrupted(
 def test_a_target_that_has_changed_is_refused_with_both_fingerprints(target: Path, tmp_path: Path) -> None:
     changing = shutil.copytree(target, tmp_path / "target")
     pack_draft(str(changing), (), 6.0, tmp_path / "draft")
-    before = Checkpoint.open(changing).content_fingerprint()
+    before = Checkpoint.open(changing).fingerprint()
     place = Checkpoint.open(changing).tensors["model.embed_tokens.weight"]
     with place.file.open("r+b") as file:
         file.seek(place.offset + 5)
         file.write(b"\x7f")
-    after = Checkpoint.open(changing).content_fingerprint()
+    after = Checkpoint.open(changing).fingerprint()
     with pytest.raises(CheckpointError, match=rf"its fingerprint was {before}; it is {after}; .*pack --draft"):
         Checkpoint.open(tmp_path / "draft")
     shutil.rmtree(changing)
@@ -165,7 +165,7 @@ def test_a_target_that_has_changed_is_refused_with_both_fingerprints(target: Pat
     ("change", "message"),
     [
         (lambda _: "{", "is damaged"),
-        (lambda content: json.dumps({**content, "format": 9}), "has format 9; 1 can be read"),
+        (lambda content: json.dumps({**content, "format": 9}), "has format 9; 2 can be read"),
         (lambda content: json.dumps({**content, "colour": "blue"}), "is damaged: .*colour"),
         (lambda content: json.dumps({k: v for k, v in content.items() if k != "borrowed"}), "is damaged: .*borrowed"),
     ],

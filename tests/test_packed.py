@@ -25,7 +25,7 @@ from bough.model.loading import bind_all, build_skeleton, read_place
 from bough.model.naming import Quantization, logical_sources
 from bough.model.numbers import from_half
 from bough.model.pack import pack
-from bough.model.pack_folder import MANIFEST_NAME
+from bough.model.pack_manifest import MANIFEST_NAME
 from bough.model.packed import Packed
 from bough.model.quantize import GROUP_SIZES, quantize
 from bough.model.runner import ResidentModel

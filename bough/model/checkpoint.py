@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint stands: a model folder, its safetensors headers, and nothing read beyond them.
+"""Where each tensor of a checkpoint stands: a model folder and its safetensors headers.
 
 Knows no torch and no model classes. Whether the shapes fit the architecture is checked in `bough.model.loading`.
 """
@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from bough.errors import CheckpointError
+from bough.model.contents import SAMPLE_BYTES, samples_digest
 from bough.model.hub import cached, is_hub_id
 from bough.model.origin import Origin
+from bough.model.pack_manifest import read_checksums
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
 SNAPSHOTS = "snapshots"  # the folder of the Hugging Face cache in which models stand
-SAMPLE_BYTES = 4096  # of each tensor, that fingerprints of contents look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +73,20 @@ class Checkpoint:
         return cls(folder, tensors | _borrowed(folder, origin), origin.kept_layers)
 
     def fingerprint(self) -> str:
-        """Hash over the configuration and the places and shapes of all tensors; no weights are read."""
+        """Hash over the configuration, the places and shapes of all tensors, and what is known of their contents.
+
+        That is the checksum of every tensor where `bough pack` has written them, which are compared with the bytes when
+        these are read, and otherwise samples of every tensor (`bough.model.contents`). The same on every machine.
+
+        Raises:
+            CheckpointError: the samples cannot be read.
+        """
         digest = hashlib.blake2b((self.folder / "config.json").read_bytes(), digest_size=12)
         for name, place in sorted(self.tensors.items()):
             digest.update(f"{name} {place.offset} {place.num_bytes} {place.dtype} {place.shape}\n".encode())
-        return digest.hexdigest()
-
-    def content_fingerprint(self) -> str:
-        """As `fingerprint`, and over the first bytes of every tensor.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
-        digest = hashlib.blake2b(self.fingerprint().encode(), digest_size=12)
-        for place in sorted(self.tensors.values(), key=lambda place: (place.file, place.offset)):
-            digest.update(place.first_bytes())
+        checksums = read_checksums(self.folder)
+        digest.update(json.dumps(checksums, sort_keys=True).encode())
+        digest.update(samples_digest(place for place in self.tensors.values() if place.name not in checksums).encode())
         return digest.hexdigest()
 
 
@@ -153,7 +153,7 @@ def _borrowed(folder: Path, origin: Origin) -> dict[str, TensorPlace]:
         target = Checkpoint.open(origin.model)
     except CheckpointError as exc:
         raise CheckpointError(f"{folder}: shares tensors with {origin.model}, which is gone ({exc}); {remedy}") from exc
-    found = target.content_fingerprint()
+    found = target.fingerprint()
     if found != origin.fingerprint or any(name not in target.tensors for name in origin.borrowed):
         raise CheckpointError(
             f"{folder}: made from {origin.model} when its fingerprint was {origin.fingerprint}; it is {found}; {remedy}"

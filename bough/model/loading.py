@@ -19,7 +19,7 @@ from bough.model.checkpoint import Checkpoint, TensorPlace
 from bough.model.experts import Experts
 from bough.model.kv import KVShape
 from bough.model.naming import AnySource, Naming, Quantization, logical_sources
-from bough.model.pack_folder import read_checksums
+from bough.model.pack_manifest import read_checksums
 from bough.model.source import (
     STORED_DTYPES,
     VALUE_DTYPES,

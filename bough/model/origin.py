@@ -14,7 +14,7 @@ from bough.errors import CheckpointError
 from bough.model.files import replace
 
 NAME = "bough_draft.json"
-FORMAT = 1
+FORMAT = 2  # the fingerprint looks into every part of a tensor
 
 
 @dataclass(frozen=True, slots=True)

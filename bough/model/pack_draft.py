@@ -75,7 +75,7 @@ def pack_draft(
     tensors = LayerTensors.of(slots, min(layout.group_size for layout in LAYOUTS))
     tensors.require_worth(model)
     matrices = {place.name: place for place in tensors.packed}
-    fingerprint = checkpoint.content_fingerprint()
+    fingerprint = checkpoint.fingerprint()
     origin = {"draft": True, "bits": bits, "kept_layers": list(kept), "source": fingerprint, "whole": is_whole}
     origin["corrections"] = healed.fingerprint if healed else None
     read = _reader(skeleton, healed)

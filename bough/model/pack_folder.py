@@ -23,27 +23,12 @@ from tqdm import tqdm
 from bough.errors import CheckpointError, ConfigError
 from bough.model.checkpoint import INDEX_NAME, Checkpoint, TensorPlace, read_header
 from bough.model.files import is_taken, make_folder, replace
+from bough.model.pack_manifest import MANIFEST_NAME, read_manifest
 from bough.model.source import STORED_DTYPES, crc32
 
-MANIFEST_NAME = "bough_pack.json"
 FORMAT = 2  # 4 bits with offsets
 SHARD_BYTES = 1_000_000_000
 BLOCK_BYTES = 1 << 24  # of a shard, that are compared at once
-
-
-def read_checksums(folder: Path) -> dict[str, int]:
-    """crc32 by tensor name, where `bough pack` wrote the checkpoint; nothing for any other."""
-    manifest = folder / MANIFEST_NAME
-    return dict(_read(manifest)["checksums"]) if manifest.is_file() else {}
-
-
-def _read(manifest: Path) -> dict[str, Any]:
-    """Raises CheckpointError where it is damaged."""
-    try:
-        content = dict(json.loads(manifest.read_text()))
-        return {**content, **{name: dict(content[name]) for name in ("shards", "checksums", "weight_map")}}
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise CheckpointError(f"{manifest}: is damaged: {exc!r}; `bough pack` into another folder would do") from exc
 
 
 @dataclass(slots=True)
@@ -65,7 +50,7 @@ class PackFolder:
         file = path / MANIFEST_NAME
         origin = {"format": FORMAT, **origin}
         if file.is_file():
-            manifest = _read(file)
+            manifest = read_manifest(file)
             if {name: manifest.get(name) for name in origin} != origin:
                 raise ConfigError(f"--out: {path} holds another packed model; another folder would do")
             return cls(path, manifest)

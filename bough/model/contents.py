@@ -1,0 +1,107 @@
+"""Samples of the bytes of a checkpoint's tensors: two checkpoints of one training run have the same headers.
+
+Training changes nearly every number of a tensor, so a few samples tell two checkpoints apart. They are bounded in
+number, so that a start stays fast, and stand where the tensor's name puts them: the same places on every machine.
+Knows no torch and no checkpoint folders: a tensor is a name and a range of bytes of a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from bough.errors import CheckpointError
+
+SAMPLE_BYTES = 4096
+NUM_SAMPLES = 2048  # of a checkpoint; where it has more tensors than that, one of each
+NUM_THREADS = 8  # a sample is a random access, and disks serve several at once
+
+
+class Stored(Protocol):
+    """A tensor's bytes: `num_bytes` at `offset` of `file`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def file(self) -> Path: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class Sample(NamedTuple):
+    """Some bytes of a tensor."""
+
+    name: str  # of the tensor
+    file: Path
+    offset: int  # in the file
+    num_bytes: int
+
+
+def samples_digest(tensors: Iterable[Stored], num_samples: int = NUM_SAMPLES) -> str:
+    """Hash over `num_samples` samples, or one of every tensor; the order in which tensors are given does not matter.
+
+    Raises:
+        CheckpointError: a file cannot be read, or ends before a tensor does.
+    """
+    ordered = sorted(tensors, key=lambda tensor: (tensor.name, str(tensor.file)))
+    num_each = max(1, num_samples // max(1, len(ordered)))
+    samples = [sample for tensor in ordered for sample in samples_of(tensor, num_each)]
+    digest = hashlib.blake2b(digest_size=16)
+    for data in _read_all(samples):
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def samples_of(tensor: Stored, num: int) -> list[Sample]:
+    """One sample in each of `num` equal stretches of a tensor, or all of a tensor that is no longer than these."""
+    if tensor.num_bytes <= num * SAMPLE_BYTES:
+        return [Sample(tensor.name, tensor.file, tensor.offset, tensor.num_bytes)]
+    stretch, samples = tensor.num_bytes // num, []
+    for index in range(num):
+        chosen = hashlib.blake2b(f"{tensor.name} {index}".encode(), digest_size=8).digest()
+        begin = index * stretch + int.from_bytes(chosen, "little") % (stretch - SAMPLE_BYTES + 1)
+        samples.append(Sample(tensor.name, tensor.file, tensor.offset + begin, SAMPLE_BYTES))
+    return samples
+
+
+def _read_all(samples: Sequence[Sample]) -> Iterable[bytes]:
+    """The bytes of all samples, in their order. A thread reads its samples by their places in the files."""
+    size = max(1, -(-len(samples) // NUM_THREADS))
+    parts = [samples[begin : begin + size] for begin in range(0, len(samples), size)]
+    with ExitStack() as stack, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="samples") as threads:
+        descriptors: dict[Path, int] = {}
+        for sample in samples:
+            if sample.file not in descriptors:
+                descriptors[sample.file] = _open(sample, stack)
+        for part in threads.map(lambda part: _read(part, descriptors), parts):
+            yield from part
+
+
+def _open(sample: Sample, stack: ExitStack) -> int:
+    """A descriptor that does not read ahead, closed with the stack."""
+    try:
+        descriptor = os.open(sample.file, os.O_RDONLY)
+    except OSError as exc:
+        raise CheckpointError(f"{sample.file}: tensor {sample.name} cannot be read: {exc}") from exc
+    stack.callback(os.close, descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    return descriptor
+
+
+def _read(samples: Sequence[Sample], descriptors: Mapping[Path, int]) -> list[bytes]:
+    found: dict[Sample, bytes] = {}
+    for sample in sorted(samples, key=lambda sample: (str(sample.file), sample.offset)):
+        try:
+            found[sample] = os.pread(descriptors[sample.file], sample.num_bytes, sample.offset)
+        except OSError as exc:
+            raise CheckpointError(f"{sample.file}: tensor {sample.name} cannot be read: {exc}") from exc
+        if len(found[sample]) < sample.num_bytes:
+            raise CheckpointError(f"{sample.file}: ends within tensor {sample.name}; the file is truncated")
+    return [found[sample] for sample in samples]
