@@ -28,6 +28,7 @@ from bough.values import (
 )
 
 DEFAULT_PORT = 7411
+ADVERTISE_AUTO = "auto"
 PLANNERS = ("self", "fixed")
 
 
@@ -37,12 +38,23 @@ class ServiceConfig:
 
     host: str = setting("127.0.0.1", str, "address to listen on")
     port: int = setting(0, parse_port, "port to listen on; 0 takes a free one")
-    advertise: str = setting("", str, "host that others reach this process by, where it is not --host")
+    advertise: str = setting(
+        ADVERTISE_AUTO,
+        str,
+        "host that others reach this process by; auto is --host, or where that is 0.0.0.0 or :: the address on the way "
+        "to the index",
+    )
     advertise_port: int = setting(0, parse_port, "port that others reach this process by, where it is not --port")
     index_url: str = setting("redis://127.0.0.1:6379", str, "Redis or Valkey server that is the index")
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
     drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")
+    max_connection_age: float = setting(
+        0.0,
+        number(float, 0),
+        "seconds after which a gRPC client is told to connect anew, so that a balancer may send it elsewhere; calls "
+        "that run go on where they are, however long; 0 is never",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +191,9 @@ class OrchestratorConfig(ServiceConfig):
     )
     session_max_seconds: float = setting(7 * 24 * 3600.0, parse_seconds, "after its first request it ends, used or not")
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
+    http_port: int = setting(
+        0, number(int, -1, 65535), "port that OpenAI's clients speak HTTP to; 0 takes a free one, -1 serves none"
+    )
     max_running: int = setting(64, parse_count, "requests that are generated at once; others wait for a place")
     max_waiting: int = setting(
         256, number(int, 0), "requests that may wait for a place; one more is RESOURCE_EXHAUSTED, with a retry delay"

@@ -10,6 +10,7 @@
     ├── Exhausted            no room now; the same call may succeed later, and it may say when
     ├── DeadlineExceeded     the caller's time is up, or it has stopped reading what it asked for
     ├── Unavailable          a worker or the index does not answer
+    │   ├── NoAnswer         a call has ended without one: the connection is lost, or the time is up
     │   └── StreamError      weights could not be read
     ├── ConfigError          a setting, found at start
     │   └── CheckpointError  a model folder, found at start
@@ -68,6 +69,10 @@ class DeadlineExceeded(BoughError):
 
 class Unavailable(BoughError):
     """A process that is needed does not answer."""
+
+
+class NoAnswer(Unavailable):
+    """A call has ended without an answer of its peer's own, which may have gone because of it."""
 
 
 class StreamError(Unavailable):

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from bough.errors import Unavailable
@@ -41,6 +41,10 @@ class Gate:
     def goes_on(self, request: Any) -> bool:
         """Whether a call belongs to work that is inside already: that is let in to the end."""
         return False
+
+    def entering(self, method: str, num_bytes: int) -> AbstractContextManager[None]:
+        """Around one call from before its message of so many bytes is decoded; may raise what refuses it."""
+        return nullcontext()
 
     @contextmanager
     def passing(self, method: str, request: Any) -> Iterator[None]:

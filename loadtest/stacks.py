@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from bough.client import Client
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
 from bough.launch import Settings
@@ -27,3 +28,9 @@ def stack_settings(profile: str = "", orchestrator_flags: Sequence[str] = ()) ->
         parse(DraftConfig, "draft_worker", draft, os.environ),
         parse(OrchestratorConfig, "orchestrator", orchestrator, os.environ),
     )
+
+
+async def http_url_of(address: str) -> str:
+    """The HTTP door of the orchestrator whose gRPC door is at this address, without /v1; empty for none."""
+    async with Client(address) as client:
+        return (await client.server_info()).http_url

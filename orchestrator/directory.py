@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import grpc
@@ -25,6 +25,7 @@ from bough.registry import LEASE_SECONDS, Registry
 from bough.rpc import open_channel
 from bough.tasks import end
 from bough.tokenizer import Tokenizer, TokenizerFiles, first_difference
+from orchestrator.health import Health
 from orchestrator.tokenizing import Tokenizing
 from orchestrator.workers import DraftClient, TargetClient
 
@@ -34,8 +35,6 @@ POLL_SECONDS = 0.5
 MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # looks in a row without a worker before it is forgotten
 SWEEP_SECONDS = 5.0  # between two tidyings of the index
 FIRST_LOOK_SECONDS = 3.0  # that a start waits for the workers already there to say what they are
-FIRST_PAUSE_SECONDS = 1.0  # after a fault a worker is left alone for so long,
-LONGEST_PAUSE_SECONDS = 30.0  # then twice as long each time
 
 AnyClient = TypeVar("AnyClient", DraftClient, TargetClient)
 
@@ -51,8 +50,7 @@ class Known(Generic[AnyClient]):
     problem: str = ""  # why it is not used, as long as it is there
     num_running: int = 0
     num_missing: int = 0  # looks in a row at which the index did not name it
-    num_faults: int = 0  # in a row
-    paused_until: float = 0.0
+    health: Health = field(default_factory=Health)
 
     @property
     def tokenizer(self) -> TokenizerFiles:
@@ -60,23 +58,13 @@ class Known(Generic[AnyClient]):
 
     @property
     def is_usable(self) -> bool:
-        return not self.problem and time.monotonic() >= self.paused_until
+        return not self.problem and self.health.is_good
 
     @property
     def busyness(self) -> tuple[int, float]:
         """To choose the least of: what this orchestrator runs there, then what all do, as the worker last said."""
         load = self.record.load
         return self.num_running, load.kv_used_bytes / max(1, load.kv_bytes)
-
-    def report(self, is_fault: bool) -> None:
-        """A call went wrong, or went well. One that goes wrong while it is left alone had begun before: all the calls
-        that a worker's end has cut off are one fault, not many in a row."""
-        if is_fault and time.monotonic() < self.paused_until:
-            return
-        self.num_faults = self.num_faults + 1 if is_fault else 0
-        if is_fault:
-            pause = min(FIRST_PAUSE_SECONDS * 2 ** (self.num_faults - 1), LONGEST_PAUSE_SECONDS)
-            self.paused_until = time.monotonic() + pause
 
 
 class Directory:
@@ -117,27 +105,23 @@ class Directory:
         """All but those of which something is wrong; one that is left alone for a while is among them."""
         return tuple(known for known in self._targets.values() if not known.problem)
 
-    def successor(self, lost: Known[TargetClient], max_context: int, max_nodes: int) -> Known[TargetClient] | None:
-        """A target that gives the same tokens as one that has failed, or that one itself if it is usable again.
-
-        It takes sessions and trees of these sizes.
-        """
-        usable = [
+    def alike(self, identity: str, max_context: int, max_nodes: int) -> tuple[Known[TargetClient], ...]:
+        """The targets that give the same tokens, and take sessions and trees of these sizes."""
+        return tuple(
             known
-            for known in self._targets.values()
-            if known.is_usable
-            and known.info.identity == lost.info.identity
+            for known in self.targets
+            if known.info.identity == identity
             and known.info.max_context >= max_context
             and known.info.max_nodes >= max_nodes
-        ]
-        return min(usable, key=lambda known: (known is lost, known.busyness), default=None)
+        )
 
-    def draft(self, target: Known[TargetClient], preferred_id: str = "") -> Known[DraftClient] | None:
+    def draft(self, target: Known[TargetClient], session_id: str, preferred_id: str) -> Known[DraftClient] | None:
         """A draft worker that speaks of the target's tokens, or None: then there are no trees.
 
         The preferred one, which has the session's KV, if it is there, otherwise the least busy.
         """
-        usable = [known for known in self._drafts.values() if known.is_usable and _fit(known, target)]
+        fitting = [known for known in self._drafts.values() if not known.problem and _fit(known, target)]
+        usable = [known for known in fitting if known.health.is_good_for(session_id)]
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness), default=None)
 
     def find(self, worker_id: str) -> Known[TargetClient] | Known[DraftClient] | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, Exhausted, Unavailable
+from bough.errors import BoughError, Exhausted, NoAnswer, Unavailable
 from bough.growth import Scheme
 from bough.messages import VerifyResult
 from orchestrator.claims import Claims
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 SLOT_RETRY_SECONDS = 0.25
 RETRY_SECONDS = 1.0  # after a first fault the same target is asked again for so long, then others too
+MOST_TARGETS = 3  # that one call may fail at, or bring down, before it is the call's own fault
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5  # between two attempts
 
 
@@ -31,6 +32,8 @@ class _Trouble:
 
     began: float  # seconds on the monotonic clock
     pause_seconds: float = FIRST_PAUSE_SECONDS
+    failed_at: set[str] = field(default_factory=set)  # targets that answered it with an error and are there
+    num_targets: int = 0  # that it failed at, or that were lost over it
 
     @property
     def lasted_seconds(self) -> float:
@@ -62,6 +65,7 @@ class Failover:
             Unavailable: no target could be used for as long as the configuration allows.
             Exhausted: no KV slot became free in time.
             StaleEpoch: another orchestrator has taken the session.
+            BoughError: the call fails wherever it is made.
         """
         trouble: _Trouble | None = None
         while True:
@@ -74,7 +78,7 @@ class Failover:
                 trouble = trouble or _Trouble(time.monotonic())
                 await self._recover(session, seat, proposal.tree.num_places, trouble, exc)
             else:
-                seat.target.report(is_fault=False)
+                seat.target.health.succeeded(session.session_id)
                 return answer
 
     async def _verify_once_there_is_room(
@@ -101,8 +105,8 @@ class Failover:
             await trouble.pause()
             if await _still_answers(seat.target):
                 return  # the same epoch and round: what it has verified already it answers again
-        seat.target.report(is_fault=True)
-        while (target := self.directory.successor(seat.target, session.max_length, num_nodes)) is None:
+        self._blame(session, seat.target, trouble, exc)
+        while (target := await self._successor(session, seat.target, num_nodes, trouble, exc)) is None:
             if trouble.lasted_seconds > self.config.failover_timeout:
                 raise Unavailable(
                     f"{exc}; no target with this model could be used for {self.config.failover_timeout:g} s after that"
@@ -110,6 +114,47 @@ class Failover:
             await trouble.pause()
         if target is not seat.target:
             await self._move(session, seat, target, exc)
+
+    def _blame(self, session: Session, target: Known[TargetClient], trouble: _Trouble, exc: BoughError) -> None:
+        """Whose fault it is: the target's where it does not answer or refuses, else perhaps this call's.
+
+        Raises:
+            BoughError: it is this call's. Other targets are spared it, and whoever made it should not make it again.
+        """
+        if isinstance(exc, Unavailable):
+            target.health.lost()
+            trouble.num_targets += isinstance(exc, NoAnswer)
+        else:
+            target.health.failed(session.session_id)
+            trouble.failed_at.add(target.record.worker_id)
+            trouble.num_targets += 1
+        if trouble.num_targets >= MOST_TARGETS:
+            raise BoughError(
+                f"this request has failed at {MOST_TARGETS} targets in a row, at the last one so: {exc}"
+            ) from exc
+
+    async def _successor(
+        self, session: Session, lost: Known[TargetClient], num_nodes: int, trouble: _Trouble, exc: BoughError
+    ) -> Known[TargetClient] | None:
+        """A target that gives the same tokens as one that has failed, perhaps that one come back; None for now.
+
+        It has just answered: the call that a target answers no more after that may well be why.
+
+        Raises:
+            BoughError: the call has failed at every target that there is.
+        """
+        alike = self.directory.alike(session.target_identity, session.max_length, num_nodes)
+        untried = [target for target in alike if target.record.worker_id not in trouble.failed_at]
+        if trouble.failed_at and not untried:
+            raise BoughError(f"this request fails at every target with its model, at the last one so: {exc}") from exc
+        usable = [target for target in untried if target.is_usable]
+        if not usable:
+            return None
+        target = min(usable, key=lambda known: (known is lost, known.busyness))
+        if await _still_answers(target):
+            return target
+        target.health.lost()
+        return None
 
     async def _move(self, session: Session, seat: Seat, target: Known[TargetClient], exc: BoughError) -> None:
         """The session's tokens are all that the other target needs; it computes them again as context."""
@@ -123,13 +168,10 @@ class Failover:
 
 
 def _is_fault(exc: BoughError) -> bool:
-    """Whether it is the worker that is at fault, and not the request: no answer, or an error that has no name."""
+    """Whether the call may succeed elsewhere or later: it had no answer, or one with an error that has no name."""
     return isinstance(exc, Unavailable) or type(exc) is BoughError
 
 
 async def _still_answers(target: Known[TargetClient]) -> bool:
     """Whether it is there, and is not another process at the same address."""
-    try:
-        return (await target.client.info()).worker_id == target.record.worker_id
-    except BoughError:
-        return False
+    return await target.client.answers_as(target.record.worker_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from bough import wire_numbers
 from bough.errors import InvalidRequest
 from bough.generation import ChatPrompt, GenerateOptions, Prompt, Speculation, TextPrompt, TokenPrompt
@@ -40,6 +42,12 @@ def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None
                     )
         case TokenPrompt(token_ids):
             _require_fit("prompt", len(token_ids), "tokens", max_context - 1, max_context)
+
+
+def require_size_for_any(prompt: Prompt, tokenizers: Collection[Tokenizer], max_context: int) -> None:
+    """The same for a prompt of which it is not known yet who will read it, before it waits for its turn."""
+    if tokenizers:
+        require_size(prompt, max(tokenizers, key=lambda tokenizer: tokenizer.longest_token), max_context)
 
 
 def _require_fit(field: str, size: int, unit: str, most: int, max_context: int) -> None:

@@ -25,6 +25,11 @@ def served_models(directory: Directory) -> tuple[ModelInfo, ...]:
     return tuple(_model_info(by_model[key]) for key in sorted(by_model))
 
 
+def largest_context(directory: Directory) -> int:
+    """Tokens of the longest session that any target takes; 0 where no target is known."""
+    return max((target.info.max_context for target in directory.targets), default=0)
+
+
 def targets_for(
     directory: Directory, options: GenerateOptions, request: RequestRecord | None, session: SessionRecord | None
 ) -> Targets:

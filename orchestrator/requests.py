@@ -22,10 +22,11 @@ from orchestrator.claims import Claims
 from orchestrator.directory import Directory
 from orchestrator.endings import Endings
 from orchestrator.failover import Failover
-from orchestrator.limits import require_texts
+from orchestrator.limits import require_size_for_any, require_texts
 from orchestrator.loop_lag import LoopLag
 from orchestrator.metrics import Figures
-from orchestrator.models import served_models
+from orchestrator.model_texts import ModelTexts
+from orchestrator.models import largest_context, served_models
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
 from orchestrator.recorder import Recorder
@@ -58,7 +59,9 @@ class Requests:
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
+        self.texts = ModelTexts(directory)
         self.metrics_url = ""  # where its figures are served
+        self.http_url = ""  # where OpenAI's clients are served
         self._model_name = ""  # of the target that was used last
         self._num_total = 0
         self._num_tokens = 0
@@ -77,6 +80,8 @@ class Requests:
             DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
                 the configuration allows. What the request held is free by then.
         """
+        tokenizers = {target.tokens for target in self.directory.targets}
+        require_size_for_any(prompt, tokenizers, largest_context(self.directory))
         require_texts(prompt, options)
         options = replace(options, request_id=options.request_id or uuid.uuid4().hex)
         stream = Stream(options.request_id, options.session_id)
@@ -197,6 +202,11 @@ class Requests:
             await self._endings.release(session_id, claim.epoch, self.directory.find(worker_id))
         await self._recorder.settled(session_id)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that came now could be served."""
+        return self.directory.has_target and not self.admission.is_closed
+
     def models(self) -> tuple[ModelInfo, ...]:
         """The models that are served, by name; at least one. Raises Unavailable."""
         return served_models(self.directory)
@@ -211,6 +221,7 @@ class Requests:
             __version__,
             is_draftless=self._rounds.config.draft == "none",
             metrics_url=self.metrics_url,
+            http_url=self.http_url,
         )
 
     def loads(self) -> Loads:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, InvalidRequest, InvalidTree
+from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
 from bough.generation import Tokens
 from bough.growth import Scheme, TreePlan
 from bough.messages import GrowResult, RoundTimings, VerifyResult
@@ -88,7 +88,7 @@ class Rounds:
         """A draft worker to ask, if a tree is wanted and one can be had."""
         if self.config.draft == "none" or session.speculation.disabled or session.num_left <= 1:
             return None
-        draft = self.directory.draft(target, session.draft_id)
+        draft = self.directory.draft(target, session.session_id, session.draft_id)
         if draft is None:
             session.num_degraded_rounds += 1
             session.warn("no draft worker could be used: some rounds went without")
@@ -134,15 +134,18 @@ class Rounds:
             _require_fit(result.tree, session.tokens[-1], vocab_size, plan.tree)
         except BoughError as exc:
             logger.warning("%s: %s", draft.record.worker_id, exc)
-            # What it refuses of this request (say, a longer context than it has) is no reason to spare it others.
-            draft.report(is_fault=isinstance(exc, InvalidTree) or not isinstance(exc, InvalidRequest))
+            if isinstance(exc, Unavailable):
+                draft.health.lost()
+            # What it refuses of this request, say a longer context than it has, is no fault.
+            elif isinstance(exc, InvalidTree) or not isinstance(exc, InvalidRequest):
+                draft.health.failed(session.session_id)
             session.draft_held = 0
             session.num_degraded_rounds += 1
             session.warn(f"a draft worker failed ({exc}): some rounds went without")
             return root, None, NOTHING
         finally:
             draft.num_running -= 1
-        draft.report(is_fault=False)
+        draft.health.succeeded(session.session_id)
         session.draft_held = result.held_length
         return result.tree, result, timed
 

@@ -10,11 +10,17 @@ import grpc
 
 from bough import wire_generation as wire
 from bough.config import OrchestratorConfig
+from bough.errors import InvalidRequest, Unavailable
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.rpc import Served, service_name, serving
+from bough.sampling import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.wire_costs import decisions_to_wire
+from orchestrator.entrance import Entrance
+from orchestrator.models import largest_context
 from orchestrator.requests import Requests
+
+MANY_ENTRIES = 4096  # of all lists of a request: more are read beside the event loop
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -27,7 +33,14 @@ class GenerationService:
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         """Streams the events of one request."""
-        prompt, options = wire.request_from_wire(request)
+        directory = self._requests.directory
+        if not directory.targets:
+            raise Unavailable(directory.why_no_target())
+        num_entries = _require_counts(request, largest_context(directory))
+        if num_entries > MANY_ENTRIES:
+            prompt, options = await directory.tokenizing.run(lambda: wire.request_from_wire(request))
+        else:
+            prompt, options = wire.request_from_wire(request)
         async with aclosing(self._requests.generate(prompt, options, context.time_remaining())) as events:
             async for event in events:
                 yield wire.event_to_wire(event)
@@ -63,6 +76,28 @@ class GenerationService:
         return decisions_to_wire(self._requests.decisions(request.session_id))
 
 
+def _require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
+    """How many entries a request's lists have in all.
+
+    Raises:
+        InvalidRequest: a list is longer than any target takes it. Its entries, which are millions in a message of a
+            few megabytes, have not been looked at.
+    """
+    counts = (
+        ("token_ids", len(request.token_ids.ids), largest_context),
+        ("chat.messages", len(request.chat.messages), largest_context),
+        ("resume.token_ids", len(request.resume.token_ids), largest_context),
+        ("speculation.growth.shape.parents", len(request.speculation.growth.shape.parents), largest_context),
+        ("stop", len(request.stop), MAX_STOPS),
+        ("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKENS),
+        ("logit_bias", len(request.logit_bias), MAX_BIASES),
+    )
+    for name, number, most in counts:
+        if number > most:
+            raise InvalidRequest(f"{name}: value had {number} entries; must have at most {most}")
+    return sum(number for _, number, _ in counts)
+
+
 def serving_generation(config: OrchestratorConfig, requests: Requests) -> AbstractAsyncContextManager[Served]:
     """A gRPC server with this service, inside the block. Raises ConfigError where its port is in use."""
     service = GenerationService(requests)
@@ -71,5 +106,7 @@ def serving_generation(config: OrchestratorConfig, requests: Requests) -> Abstra
         config.port,
         service_name(pb.DESCRIPTOR, "Generation"),
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
-        stalled_seconds=config.stalled_timeout,
+        Entrance(requests.admission, lambda: largest_context(requests.directory)),
+        config.stalled_timeout,
+        max_connection_age=config.max_connection_age,
     )

@@ -1,10 +1,8 @@
-"""Which workers are known, from the first moment on, and how long one is left alone after faults."""
+"""Which workers are known, from the first moment on."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
@@ -12,12 +10,9 @@ from fake_fleet import FakeTarget, Fleet
 
 from bough.errors import Unavailable
 from bough.generation import GenerateOptions
-from bough.messages import WorkerInfo
-from bough.model.tokenizer_files import load_tokenizer_files
 from bough.records import WorkerLoad, WorkerRecord
-from bough.tokenizer import Tokenizer
 from orchestrator import directory as module
-from orchestrator.directory import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_MISSING, Directory, Known
+from orchestrator.directory import MOST_MISSING, Directory, Known
 from orchestrator.models import targets_for
 from orchestrator.workers import TargetClient
 
@@ -26,42 +21,6 @@ def least_busy(directory: Directory) -> Known[TargetClient]:
     """Of those that would serve a request without a past."""
     targets = targets_for(directory, GenerateOptions(), None, None)
     return min(targets, key=lambda target: target.busyness)
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that a test turns."""
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    return clock
-
-
-@pytest.fixture
-def known(tiny: Path, now: list[float]) -> Known[None]:  # type: ignore[type-var]  # no call is made
-    record = WorkerRecord("target", "t", "127.0.0.1:1")
-    info = WorkerInfo("target", "t", "m", "d", "f", "t", 262, 64, 8, 1)
-    return Known(record, None, info, Tokenizer(load_tokenizer_files(tiny)))  # type: ignore[arg-type,type-var]
-
-
-def test_calls_that_one_incident_cuts_off_are_one_fault(known: Known[None], now: list[float]) -> None:  # type: ignore[type-var]
-    """Six sessions on a target whose connection was reset once kept it out of use for half a minute."""
-    for _ in range(6):
-        known.report(is_fault=True)
-    assert not known.is_usable
-    now[0] += FIRST_PAUSE_SECONDS
-    assert known.is_usable
-
-
-def test_each_fault_after_a_pause_doubles_the_next(known: Known[None], now: list[float]) -> None:  # type: ignore[type-var]
-    pauses = []
-    for _ in range(7):
-        known.report(is_fault=True)
-        pauses.append(known.paused_until - now[0])
-        now[0] = known.paused_until
-    assert pauses == [1, 2, 4, 8, 16, LONGEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS]
-    known.report(is_fault=False)
-    known.report(is_fault=True)
-    assert known.paused_until == now[0] + FIRST_PAUSE_SECONDS
 
 
 async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fleet) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
-from fake_fleet import Fleet
+from fake_fleet import Fleet, Process
 from streams import OPTIONS, expected, failing, kill_the_one_that_gets, once, read, until
 
 from bough.client import Client
-from bough.errors import StaleEpoch, Unavailable
+from bough.errors import BoughError, StaleEpoch, Unavailable
+from bough.generation import TextPrompt
 from bough.messages import VerifyCall
 from bough.records import WorkerRecord
 from orchestrator.directory import POLL_SECONDS
+from orchestrator.failover import MOST_TARGETS
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -155,3 +158,98 @@ async def test_a_target_hears_how_many_sessions_run_there(fakes: Fleet) -> None:
     assert caller
     assert max(call.num_running for call in target.calls[:num_before]) == 2
     assert {call.num_running for call in target.calls[num_before:]} == {1}, "the others have ended"
+
+
+BAD = TextPrompt("bad")
+BAD_OPTIONS = replace(OPTIONS, request_id="bad", session_id="bad")
+
+
+async def fail_the_bad(call: VerifyCall) -> None:
+    """What a bug does to one request."""
+    if call.context.session_id == "bad":
+        raise ValueError("a bug")
+
+
+async def test_a_request_that_always_fails_takes_no_target_from_others(fakes: Fleet) -> None:
+    """183 of 193 others were refused, for a target that had nothing wrong."""
+    target, _ = await fakes.target("t1")
+    requests, process = await fakes.orchestrator()
+    target.before = fail_the_bad
+    async with Client(process.address, patience_seconds=0.0) as client:
+        bad = asyncio.create_task(read(client, BAD_OPTIONS, BAD))
+        while not bad.done():
+            assert (await read(client, replace(OPTIONS, request_id=""))).token_ids == expected(fakes)
+        with pytest.raises(BoughError, match="this request fails at every target with its model") as failure:
+            await bad
+        assert type(failure.value) is BoughError
+        assert (await read(client)).token_ids == expected(fakes)
+    assert requests.directory.has_target
+
+
+async def test_a_request_that_always_fails_is_not_led_through_the_whole_cluster(fakes: Fleet) -> None:
+    targets = [(await fakes.target(f"t{index}"))[0] for index in range(MOST_TARGETS + 2)]
+    requests, process = await fakes.orchestrator(num_targets=len(targets))
+    tried = set()
+
+    def hook_of(name: str) -> Callable[[VerifyCall], Awaitable[None]]:
+        async def hook(call: VerifyCall) -> None:
+            tried.add(name)
+            await fail_the_bad(call)
+
+        return hook
+
+    for target in targets:
+        target.before = hook_of(target.worker_id)
+    async with Client(process.address) as client:
+        with pytest.raises(BoughError, match=f"this request has failed at {MOST_TARGETS} targets in a row"):
+            await asyncio.wait_for(read(client, BAD_OPTIONS, BAD), 30)
+    assert len(tried) == MOST_TARGETS
+    assert requests.directory.num_targets == len(targets)
+
+
+async def test_a_request_that_brings_targets_down_does_not_bring_all_down(fakes: Fleet) -> None:
+    targets = [await fakes.target(f"t{index}") for index in range(MOST_TARGETS + 1)]
+    _, process = await fakes.orchestrator(num_targets=len(targets))
+    killed = []
+
+    def hook_of(server: Process) -> Callable[[VerifyCall], Awaitable[None]]:
+        async def hook(call: VerifyCall) -> None:
+            if call.context.session_id == "bad":
+                killed.append(server)
+                asyncio.get_running_loop().create_task(server.kill())
+                await asyncio.sleep(60)
+
+        return hook
+
+    for target, server in targets:
+        target.before = hook_of(server)
+    async with Client(process.address) as client:
+        with pytest.raises(BoughError, match=f"this request has failed at {MOST_TARGETS} targets in a row") as failure:
+            await asyncio.wait_for(read(client, BAD_OPTIONS, BAD), 60)
+        assert type(failure.value) is BoughError, "a client does not ask again"
+        assert len(killed) == MOST_TARGETS
+        assert (await read(client, replace(OPTIONS, request_id=""))).token_ids == expected(fakes)
+
+
+async def test_targets_that_were_dead_before_are_not_counted(fakes: Fleet) -> None:
+    """A rack that loses its power is no request's fault."""
+    targets = [await fakes.target(f"t{index}") for index in range(MOST_TARGETS + 2)]
+    requests, process = await fakes.orchestrator(num_targets=len(targets))
+    last = requests.directory.find(targets[-1][0].worker_id)
+    assert last is not None
+    last.num_running = 1  # so that the others come first
+    num_calls = 0
+
+    async def hook(call: VerifyCall) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            for _, server in targets[:-1]:
+                asyncio.get_running_loop().create_task(server.kill())
+            await asyncio.sleep(60)
+
+    for target, _ in targets[:-1]:
+        target.before = hook
+    async with Client(process.address) as client:
+        seen = await asyncio.wait_for(read(client), 60)
+    assert seen.token_ids == expected(fakes)

@@ -12,7 +12,16 @@ ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
 PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
 PURE |= {"records", "placement", "planning", "work", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
-PURE |= {"row_counts", "chat_template", "calibration", "values", "settings", "index_url", "index_answers"}
+PURE |= {
+    "row_counts",
+    "chat_template",
+    "calibration",
+    "values",
+    "settings",
+    "service_links",
+    "index_url",
+    "index_answers",
+}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
 PURE_MAY_IMPORT |= {
     "bough.placement",
@@ -23,7 +32,7 @@ PURE_MAY_IMPORT |= {
     "bough.acceptance",
     "bough.chat_template",
 }
-PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings", "bough.sizing.cost_curve"}
+PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings", "bough.service_links", "bough.sizing.cost_curve"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 

@@ -40,7 +40,7 @@ from bough.launch import launched
 from loadtest.locust.mix import parse_kinds
 from loadtest.locust.plan import Plan
 from loadtest.locust.samples import Objective, Sample, percentile, read_samples, summarise
-from loadtest.stacks import stack_settings
+from loadtest.stacks import http_url_of, stack_settings
 
 STOP_SECONDS = 30.0  # that locust waits for answers under way at its end
 KILL_SECONDS = 60.0  # after which a locust that does not end is killed
@@ -61,7 +61,7 @@ async def system(arguments: argparse.Namespace) -> AsyncIterator[Doors]:
         yield Doors(arguments.address, arguments.http)
         return
     async with launched(stack_settings(arguments.simulate), lambda text: print(text, file=sys.stderr)) as cluster:
-        yield Doors(cluster.address, cluster.http_url)
+        yield Doors(cluster.address, await http_url_of(cluster.address))
 
 
 def plan_from(arguments: argparse.Namespace, doors: Doors, samples: Path) -> Plan:

@@ -31,7 +31,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bough.client import Client
 from bough.launch import launched
 from loadtest.prompts import load_prompts
 from loadtest.served.carrying import carry
@@ -42,16 +41,10 @@ from loadtest.served.restarts import restarts
 from loadtest.served.soak import soak
 from loadtest.served.stack import stack
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor
-from loadtest.stacks import stack_settings
+from loadtest.stacks import http_url_of, stack_settings
 
 PARTS = ("doors", "demonstration", "carrying", "overload", "restarts", "soak")
 SWEEP_SECONDS = 0.05  # of `doors`
-
-
-async def http_url_of(address: str) -> str:
-    """The HTTP door of the orchestrator whose gRPC door is at this address."""
-    async with Client(address) as client:
-        return (await client.server_info()).http_url
 
 
 async def between_doors(address: str, arguments: argparse.Namespace, asks: Sequence[Ask]) -> dict[str, Any]:
@@ -95,9 +88,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "doors": lambda: doors(arguments),
         "demonstration": lambda: demonstration(arguments),
         "carrying": lambda: carrying(arguments),
-        "overload": lambda: overload(arguments.overload_seconds, arguments.seed, http_url_of),
+        "overload": lambda: overload(arguments.overload_seconds, arguments.seed),
         "restarts": lambda: restarts(arguments.clients, num_prompts=16),
-        "soak": lambda: soak(arguments.soak_seconds, arguments.clients, http_url_of),
+        "soak": lambda: soak(arguments.soak_seconds, arguments.clients),
     }
     figures: dict[str, Any] = {}
     for name in arguments.parts:

@@ -13,6 +13,7 @@ from loadtest.locust.samples import Objective, Sample, percentile, summarise
 from loadtest.served.profiles import write_profile
 from loadtest.served.stack import stack
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
+from loadtest.stacks import http_url_of
 
 RUNNING, WAITING = 16, 16
 SWEEP_SECONDS = 0.2
@@ -32,7 +33,7 @@ async def open_loop(doors: list[Door], rate: float, seconds: float, seed: int) -
     return [(await task).sample for task in tasks]
 
 
-async def overload(seconds: float, seed: int, http_url_of: Any) -> dict[str, Any]:
+async def overload(seconds: float, seed: int) -> dict[str, Any]:
     """Capacity by users who wait, then `FACTOR` times as many requests as that, over both doors."""
     with TemporaryDirectory() as folder:
         profile = write_profile(Path(folder), SWEEP_SECONDS, knee_rows=512)

@@ -15,6 +15,7 @@ from loadtest.locust.samples import Sample, percentile
 from loadtest.served.profiles import write_profile
 from loadtest.served.stack import Stack, stack
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
+from loadtest.stacks import http_url_of
 
 SWEEP_SECONDS = 0.02
 ANSWER_TOKENS = 16
@@ -39,7 +40,7 @@ async def snapshot(running: Stack) -> dict[str, dict[str, int]]:
     return figures
 
 
-async def soak(seconds: float, users: int, http_url_of: Any) -> dict[str, Any]:
+async def soak(seconds: float, users: int) -> dict[str, Any]:
     """Users who ask again and again, over both doors, for so long."""
     with TemporaryDirectory() as folder:
         async with stack(write_profile(Path(folder), SWEEP_SECONDS), ["--max-running", str(users)]) as running:
