@@ -60,7 +60,7 @@ async def system(arguments: argparse.Namespace) -> AsyncIterator[Doors]:
     if arguments.address or arguments.http:
         yield Doors(arguments.address, arguments.http)
         return
-    async with launched(stack_settings(arguments.simulate), lambda text: print(text, file=sys.stderr)) as cluster:
+    async with launched(stack_settings(arguments.simulate), lambda _: None) as cluster:
         yield Doors(cluster.address, await http_url_of(cluster.address))
 
 

@@ -69,7 +69,7 @@ async def doors(arguments: argparse.Namespace) -> dict[str, Any]:
 async def demonstration(arguments: argparse.Namespace) -> dict[str, Any]:
     """On the demonstration models."""
     asks = [Ask(text, 24) for text in load_prompts()[: arguments.prompts]]
-    async with launched(stack_settings(), _report) as cluster:
+    async with launched(stack_settings(), lambda _: None) as cluster:
         return await between_doors(cluster.address, arguments, asks)
 
 

@@ -21,7 +21,8 @@ async def compare_doors(doors: Mapping[str, Door], asks: Sequence[Ask], seed: in
     Raises:
         RuntimeError: a request failed, or a door gave another text than the others.
     """
-    rng, answers = random.Random(seed), {name: [] for name in doors}  # type: dict[str, list[Answered]]
+    rng = random.Random(seed)
+    answers: dict[str, list[Answered]] = {name: [] for name in doors}
     for ask in asks:
         await doors[DIRECT](ask)
         for name in rng.sample([*doors], len(doors)):

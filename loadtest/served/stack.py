@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bough.child import Child
 from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, parse, to_flags
-from bough.launch import Child, Cluster, Settings
+from bough.launch import Cluster, Settings
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.tether import MODULE
