@@ -28,7 +28,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -39,7 +38,7 @@ from typing import Any, NamedTuple
 from bough.launch import launched
 from loadtest.locust.mix import parse_kinds
 from loadtest.locust.plan import Plan
-from loadtest.locust.samples import Objective, Sample, percentile, read_samples, summarise
+from loadtest.locust.samples import Objective, Sample, percentile, read_samples, span_seconds, summarise
 from loadtest.stacks import http_url_of, stack_settings
 
 STOP_SECONDS = 30.0  # that locust waits for answers under way at its end
@@ -85,8 +84,8 @@ def plan_from(arguments: argparse.Namespace, doors: Doors, samples: Path) -> Pla
     )
 
 
-async def run_locust(plan: Plan, arguments: argparse.Namespace) -> float:
-    """Runs locust to its end; seconds that it took. Raises SystemExit where locust itself fails."""
+async def run_locust(plan: Plan, arguments: argparse.Namespace) -> None:
+    """Runs locust to its end. Raises SystemExit where locust itself fails."""
     users = 1 if plan.rate else arguments.users
     command = [
         *(sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py")), "--headless"),
@@ -95,7 +94,6 @@ async def run_locust(plan: Plan, arguments: argparse.Namespace) -> float:
     ]
     if not plan.step_users:
         command += ["--users", str(users), "--spawn-rate", str(users), "--run-time", f"{math.ceil(arguments.seconds)}s"]
-    began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         *command, env={**os.environ, **plan.to_environment()}, stdout=subprocess.DEVNULL
     )
@@ -109,7 +107,6 @@ async def run_locust(plan: Plan, arguments: argparse.Namespace) -> float:
             await process.wait()
     if status != 0:
         raise SystemExit(f"locust ended with status {status}")
-    return time.monotonic() - began
 
 
 def steps(samples: Sequence[Sample]) -> list[dict[str, float]]:
@@ -134,9 +131,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         samples_path = Path(folder) / "samples.jsonl"
         async with system(arguments) as doors:
-            plan = plan_from(arguments, doors, samples_path)
-            seconds = await run_locust(plan, arguments)
+            await run_locust(plan_from(arguments, doors, samples_path), arguments)
         samples = read_samples(samples_path)
+    seconds = span_seconds(samples)
     by_door = {door: [sample for sample in samples if sample.door == door] for door in arguments.doors}
     return {
         **summarise(samples, seconds, objective),

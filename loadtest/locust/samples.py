@@ -84,6 +84,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share / 100 * len(ordered)) - 1)] if ordered else 0.0
 
 
+def span_seconds(samples: Sequence[Sample]) -> float:
+    """From the first request's beginning to the last one's end: what the test itself takes to start does not count."""
+    ends = (sample.began + sample.seconds for sample in samples)
+    return max(ends, default=1.0) - min((sample.began for sample in samples), default=0.0)
+
+
 def summarise(samples: Sequence[Sample], seconds: float, objective: Objective) -> dict[str, Any]:
     """Figures for a JSON line, over requests that ran within `seconds` of wall-clock time.
 

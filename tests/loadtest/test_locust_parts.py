@@ -19,6 +19,7 @@ from loadtest.locust.samples import (
     Sample,
     percentile,
     read_samples,
+    span_seconds,
     summarise,
     write_sample,
 )
@@ -64,6 +65,12 @@ def test_goodput_counts_what_finished_in_time_only() -> None:
     assert figures["goodput_tokens_per_second"] == 1.0
     assert figures["errors"] == ["broken"]
     json.dumps(figures)
+
+
+def test_a_rate_is_over_the_time_in_which_requests_ran() -> None:
+    """Locust takes seconds to start and to end; tokens per second over those too would be too few."""
+    assert span_seconds([Sample("grpc", 5.0, 2.0), Sample("grpc", 6.0, 4.0)]) == 5.0
+    assert span_seconds([]) == 1.0
 
 
 def test_samples_survive_their_file_but_for_a_line_that_was_cut(tmp_path: Path) -> None:
