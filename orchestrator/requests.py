@@ -15,14 +15,13 @@ from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavai
 from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
 from bough.messages import PROTOCOL_VERSION
 from bough.sizing.decision import Decision, DraftCalibration
-from bough.wire_numbers import require_text
 from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.admission import Admission
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory
 from orchestrator.endings import Endings
 from orchestrator.failover import Failover
-from orchestrator.limits import require_size_for_any, require_texts
+from orchestrator.limits import require_name, require_size_for_any, require_texts
 from orchestrator.metrics import Figures
 from orchestrator.model_texts import ModelTexts
 from orchestrator.models import largest_context, served_models
@@ -184,7 +183,7 @@ class Requests:
         """
         if not session_id:
             raise InvalidRequest("session_id: empty; the session to close would do")
-        require_text("session_id", session_id)
+        require_name("session_id", session_id)
         stream = self._running.in_session(session_id)
         if stream is not None:
             stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
