@@ -29,6 +29,7 @@ from bough.pb import common_pb2
 from bough.records import WorkerLoad, WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, serving
+from bough.runtime.allocator import give_back_now, give_memory_back
 from bough.tasks import end
 from bough.tokenizer import TokenizerFiles
 
@@ -43,6 +44,7 @@ EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     """Runs a process to its end. An error that the user can mend is one line on standard error and exit status 2."""
+    give_memory_back()
     try:
         asyncio.run(main())
     except BoughError as exc:
@@ -181,6 +183,7 @@ async def serve_worker(
         served = await stack.enter_async_context(serves)
         worker = await unless_stopped(stop, asyncio.to_thread(load))
         stack.callback(worker.close)
+        give_back_now()
         await refuse_misfits(registry, kind, worker.tokenizer)
         servicer.loaded = worker
         record = WorkerRecord(kind, worker_id, advertised(config, served.port))

@@ -137,7 +137,9 @@ class Requests:
                 if self.directory.index_problem:
                     session.warn(f"{self.directory.index_problem}; the session is not recorded")
                 elif session.keep:  # the next turn may be asked of another orchestrator
-                    await self._recorder.settled(session.session_id)
+                    if not await self._recorder.settled(session.session_id):
+                        session.warn("the index did not take the session in time; it is not recorded yet")
+                    self._rounds.require_held(session)
                 yield session.finished()
             except StaleEpoch as exc:
                 stream.end(exc)
@@ -188,14 +190,12 @@ class Requests:
         if stream is not None:
             stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
         await self._recorder.settled(session_id)
-        record = await self.directory.registry.load_session(session_id)
-        if record is None and stream is None:
+        closed = await self.directory.registry.close_session(session_id)
+        if closed is None and stream is None:
             raise NotFound(f"session_id: {session_id!r} is not known")
-        claim = await self._claims.begin(session_id)
-        self._recorder.drop(session_id, claim.epoch)
-        for worker_id in (record.target_id, record.draft_id) if record is not None else ():
-            await self._endings.release(session_id, claim.epoch, self.directory.find(worker_id))
-        await self._recorder.settled(session_id)
+        if closed is not None and closed.record is not None:
+            for worker_id in (closed.record.target_id, closed.record.draft_id):
+                await self._endings.release(session_id, closed.epoch, self.directory.find(worker_id))
 
     @property
     def is_ready(self) -> bool:

@@ -86,9 +86,15 @@ class Rounds:
         return tokens
 
     def record(self, session: Session, target: Known[TargetClient]) -> None:
-        """The index hears of it, in time."""
+        """The index hears of it, in time. Raises StaleEpoch as `require_held` does."""
         known = (session_record(session, target.record.worker_id), request_record(session))
         self.recorder.record(*known, target.info.model_fingerprint)
+        self.require_held(session)
+
+    def require_held(self, session: Session) -> None:
+        """Raises StaleEpoch where the index has told that the session is another's by now, or closed."""
+        if session.has_claim:
+            self.recorder.require_held(session.session_id)
 
     def _draft(self, session: Session, target: Known[TargetClient]) -> Known[DraftClient] | None:
         """A draft worker to ask, if a tree is wanted and one can be had."""
