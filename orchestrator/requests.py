@@ -15,14 +15,13 @@ from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavai
 from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
 from bough.messages import PROTOCOL_VERSION
 from bough.sizing.decision import Decision, DraftCalibration
-from bough.wire_numbers import require_text
 from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.admission import Admission
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory
 from orchestrator.endings import Endings
 from orchestrator.failover import Failover
-from orchestrator.limits import require_size_for_any, require_texts
+from orchestrator.limits import require_name, require_size_for_any, require_texts
 from orchestrator.loop_lag import LoopLag
 from orchestrator.metrics import Figures
 from orchestrator.model_texts import ModelTexts
@@ -140,7 +139,9 @@ class Requests:
                 if self.directory.index_problem:
                     session.warn(f"{self.directory.index_problem}; the session is not recorded")
                 elif session.keep:  # the next turn may be asked of another orchestrator
-                    await self._recorder.settled(session.session_id)
+                    if not await self._recorder.settled(session.session_id):
+                        session.warn("the index did not take the session in time; it is not recorded yet")
+                    self._rounds.require_held(session)
                 yield session.finished()
             except StaleEpoch as exc:
                 stream.end(exc)
@@ -188,19 +189,17 @@ class Requests:
         """
         if not session_id:
             raise InvalidRequest("session_id: empty; the session to close would do")
-        require_text("session_id", session_id)
+        require_name("session_id", session_id)
         stream = self._running.in_session(session_id)
         if stream is not None:
             stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
         await self._recorder.settled(session_id)
-        record = await self.directory.registry.load_session(session_id)
-        if record is None and stream is None:
+        closed = await self.directory.registry.close_session(session_id)
+        if closed is None and stream is None:
             raise NotFound(f"session_id: {session_id!r} is not known")
-        claim = await self._claims.begin(session_id)
-        self._recorder.drop(session_id, claim.epoch)
-        for worker_id in (record.target_id, record.draft_id) if record is not None else ():
-            await self._endings.release(session_id, claim.epoch, self.directory.find(worker_id))
-        await self._recorder.settled(session_id)
+        if closed is not None and closed.record is not None:
+            for worker_id in (closed.record.target_id, closed.record.draft_id):
+                await self._endings.release(session_id, closed.epoch, self.directory.find(worker_id))
 
     @property
     def is_ready(self) -> bool:
