@@ -74,7 +74,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
-def to_error(exc: grpc.aio.AioRpcError, address: str) -> BoughError:
+def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
     """The error that a peer reported, or what its silence means."""
     metadata = dict(tuple(exc.trailing_metadata() or ()))  # pairs: it iterates over them, unlike a mapping
     details = exc.details() or exc.code().name
