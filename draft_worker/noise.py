@@ -1,7 +1,7 @@
 """The target's noise for single tokens: the random numbers of `bough.model.draw.gumbel_noise` without all others.
 
-Philox counts: number n of a position is a function of the key and n alone, so nothing need be kept. A row of noise for a
-vocabulary would be half a megabyte, and as many would be wanted as all sessions' trees have levels.
+Philox counts: number n of a position is a function of the key and n alone, so nothing need be kept. A row of noise for
+a vocabulary would be half a megabyte, and as many would be wanted as all sessions' trees have levels.
 """
 
 from __future__ import annotations
