@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
+from bough.addresses import advertised_host, bare, joined
 from bough.config import OrchestratorConfig
 from orchestrator.requests import Requests
 
@@ -29,7 +30,7 @@ async def http_door(config: OrchestratorConfig, requests: Requests, figures: Col
     from orchestrator.http_api.server import http_serving
 
     app = http_app(requests, figures, config.stalled_timeout)
-    async with http_serving(config.host, config.http_port, app) as port:
-        requests.http_url = f"http://{config.host}:{port}"
+    async with http_serving(bare(config.host), config.http_port, app) as port:
+        requests.http_url = f"http://{joined(advertised_host(config), port)}"
         logger.info("OpenAI's clients are served at %s/v1", requests.http_url)
         yield

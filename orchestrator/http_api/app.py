@@ -6,9 +6,9 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
+from orchestrator.entrance import Entrance
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
@@ -38,27 +39,30 @@ from orchestrator.http_api.fields import (
 )
 from orchestrator.http_api.options import Wanted, choices
 from orchestrator.http_api.spelling import Spell
+from orchestrator.models import largest_context
 from orchestrator.requests import Requests
 
 SESSION_HEADERS = ("x-session-id", "x-correlation-id")  # the second is what AIPerf sends
 REQUEST_ID = b"x-request-id"
 _NAME = re.compile(rb"[\x21-\x7e]{1,128}")
-Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+GENERATE, TOKENIZE = "Generate", "Tokenize"  # as an Entrance counts them
+Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
 
 def http_app(requests: Requests, figures: CollectorRegistry, stalled_seconds: float) -> Starlette:
     """The ASGI application in front of these requests; `figures` are served at /metrics."""
-    door = _Door(requests, figures, stalled_seconds)
+    entrance = Entrance(requests.admission, lambda: largest_context(requests.directory))
+    door = _Door(requests, figures, stalled_seconds, BodyReader(entrance))
     routes = [
-        Route("/v1/chat/completions", _answered(door.chat, chat.FIELD_NAMES), methods=["POST"]),
-        Route("/v1/completions", _answered(door.completions, completions.FIELD_NAMES), methods=["POST"]),
-        Route("/v1/models", _answered(door.models)),
-        Route("/v1/models/{model:path}", _answered(door.model)),
-        Route("/tokenize", _answered(door.tokenize, completions.FIELD_NAMES), methods=["POST"]),
-        Route("/detokenize", _answered(door.detokenize), methods=["POST"]),
-        Route("/health", _answered(door.health)),
-        Route("/metrics", _answered(door.metrics)),
-        Route("/version", _answered(door.version)),
+        Route("/v1/chat/completions", _Answered(door.chat, chat.FIELD_NAMES), methods=["POST"]),
+        Route("/v1/completions", _Answered(door.completions, completions.FIELD_NAMES), methods=["POST"]),
+        Route("/v1/models", _Answered(door.models), methods=["GET"]),
+        Route("/v1/models/{model:path}", _Answered(door.model), methods=["GET"]),
+        Route("/tokenize", _Answered(door.tokenize, completions.FIELD_NAMES), methods=["POST"]),
+        Route("/detokenize", _Answered(door.detokenize), methods=["POST"]),
+        Route("/health", _Answered(door.health), methods=["GET"]),
+        Route("/metrics", _Answered(door.metrics), methods=["GET"]),
+        Route("/version", _Answered(door.version), methods=["GET"]),
     ]
     handlers = {HTTPException: _refused}
     return Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(_RequestIds)])
@@ -71,21 +75,21 @@ class _Door:
     requests: Requests
     figures: CollectorRegistry
     stalled_seconds: float
-    bodies: BodyReader = field(default_factory=BodyReader)
+    bodies: BodyReader
     born: int = field(default_factory=lambda: int(time.time()))
 
-    async def chat(self, request: Request) -> ASGIApp:
+    async def chat(self, request: Request, entered: ExitStack) -> ASGIApp:
         """The assistant's next message."""
-        fields = await self.bodies.read(request, ChatFields)
+        fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
         prompts = (chat.chat_prompt(fields.messages),)
         head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()))
         wanted = choices(fields, prompts, chat.chat_limits(fields), head.answer_id, _session_id(request, fields))
         answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted))
         return self._exchange(wanted, answer, fields, chat.FIELD_NAMES)
 
-    async def completions(self, request: Request) -> ASGIApp:
+    async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
         """What follows some texts."""
-        fields = await self.bodies.read(request, CompletionFields)
+        fields = await self.bodies.read(request, CompletionFields, entered, GENERATE)
         prompts = tuple(map(completions.text_prompt, fields.prompt))
         head = Head(f"cmpl-{uuid.uuid4().hex}", int(time.time()))
         limits = completions.completion_limits(fields)
@@ -96,12 +100,12 @@ class _Door:
         )
         return self._exchange(wanted, answer, fields, completions.FIELD_NAMES)
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, request: Request, entered: ExitStack) -> Response:
         """All that are served."""
         cards = [self._card(model) for model in self.requests.models()]
         return JSONResponse({"object": "list", "data": cards})
 
-    async def model(self, request: Request) -> Response:
+    async def model(self, request: Request, entered: ExitStack) -> Response:
         """One of them."""
         name = request.path_params["model"]
         for model in self.requests.models():
@@ -109,9 +113,9 @@ class _Door:
                 return JSONResponse(self._card(model))
         raise NotFound(f"model: {name!r} is not served here")
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, request: Request, entered: ExitStack) -> Response:
         """The tokens of a text or a conversation, as a prompt of such a kind would be read."""
-        fields = await self.bodies.read(request, TokenizeFields)
+        fields = await self.bodies.read(request, TokenizeFields, entered, TOKENIZE)
         if (fields.prompt is None) == (fields.messages is None):
             raise invalid("prompt", fields.prompt, "be given, or messages, and not both")
         is_chat = fields.messages is not None
@@ -126,22 +130,22 @@ class _Door:
             answer["token_strs"] = [token_bytes(token).decode(errors="replace") for token in read.token_ids]
         return JSONResponse(answer)
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, request: Request, entered: ExitStack) -> Response:
         """The text of some tokens."""
-        fields = await self.bodies.read(request, DetokenizeFields)
+        fields = await self.bodies.read(request, DetokenizeFields, entered, TOKENIZE)
         return JSONResponse({"prompt": self.requests.texts.text(tuple(fields.tokens), fields.model or "")})
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: Request, entered: ExitStack) -> Response:
         """Whether a request that came now could be served."""
         if self.requests.is_ready:
             return JSONResponse({"status": "ok"})
         raise Unavailable("no request can be served now: this orchestrator has no target worker, or is draining")
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: Request, entered: ExitStack) -> Response:
         """What Prometheus reads."""
         return Response(await run_in_threadpool(generate_latest, self.figures), media_type=CONTENT_TYPE_LATEST)
 
-    async def version(self, request: Request) -> Response:
+    async def version(self, request: Request, entered: ExitStack) -> Response:
         """Release of bough."""
         return JSONResponse({"version": __version__})
 
@@ -184,16 +188,21 @@ def _session_id(request: Request, fields: GenerationFields) -> str:
     return next((request.headers[name] for name in SESSION_HEADERS if request.headers.get(name)), "")
 
 
-def _answered(endpoint: Endpoint, field_names: Mapping[str, str] | None = None) -> Callable[[Request], Any]:
-    """An endpoint whose errors are answers."""
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """An endpoint as an ASGI application: its errors are answers, and what it has entered is left at the end."""
 
-    async def answer(request: Request) -> ASGIApp:
-        try:
-            return await endpoint(request)
-        except Exception as exc:  # every error becomes a status here
-            return api_error(exc, field_names or {}).response()
+    endpoint: Endpoint
+    field_names: Mapping[str, str] = field(default_factory=dict)  # of errors
 
-    return answer
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        with ExitStack() as entered:
+            try:
+                answer = await self.endpoint(Request(scope, receive), entered)
+            except Exception as exc:  # every error becomes a status here
+                answer = api_error(exc, self.field_names).response()
+            await answer(scope, receive, send)
 
 
 async def _refused(request: Request, exc: Exception) -> Response:

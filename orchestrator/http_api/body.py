@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from bough.errors import InvalidRequest
 from bough.rpc import MAX_MESSAGE_BYTES
+from orchestrator.entrance import Entrance
 from orchestrator.http_api.errors import ApiError, shortened
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # as much as over gRPC
-MAX_ALL_BYTES = 16 * MAX_BODY_BYTES  # of bodies that are being read or parsed, together
+MAX_ALL_BYTES = 16 * MAX_BODY_BYTES  # of bodies that are still arriving, or being parsed, together
 LARGE_BYTES = 32 * 1024  # a body of more is parsed beside the event loop, which the streams of others run on
 READ_SECONDS = 60.0  # that a body may take to arrive
 RETRY_SECONDS = 1.0
@@ -24,16 +27,18 @@ Fields = TypeVar("Fields", bound=BaseModel)
 class BodyReader:
     """Reads bodies; holds no more bytes of them at once than it may."""
 
-    def __init__(self) -> None:
+    def __init__(self, entrance: Entrance) -> None:
+        self._entrance = entrance
         self._num_bytes = 0
         self._parsing = asyncio.Lock()  # one large body at a time: parsing takes the processor from everybody
 
-    async def read(self, request: Request, kind: type[Fields]) -> Fields:
-        """The fields of a request.
+    async def read(self, request: Request, kind: type[Fields], entered: ExitStack, method: str) -> Fields:
+        """The fields of a request, which counts as one of this method until `entered` is closed.
 
         Raises:
             ApiError: the body is too large, no JSON, or has a field that does not fit; or bodies of others are in the
                 way.
+            Exhausted: there are too many requests.
         """
         _require_json(request)
         _require_size(_announced_bytes(request))
@@ -41,12 +46,19 @@ class BodyReader:
         try:
             await self._receive(request, chunks)
             body = b"".join(chunks)
+            self._enter(entered, method, len(body))
             if len(body) <= LARGE_BYTES:
                 return parse(kind, body)
             async with self._parsing:
                 return await asyncio.to_thread(parse, kind, body)
         finally:
             self._num_bytes -= sum(map(len, chunks))
+
+    def _enter(self, entered: ExitStack, method: str, num_bytes: int) -> None:
+        try:
+            entered.enter_context(self._entrance.entering(method, num_bytes))
+        except InvalidRequest as exc:  # no prompt that fits a context is as large
+            raise _too_large(str(exc).replace("message: ", "body: ", 1)) from exc
 
     async def _receive(self, request: Request, chunks: list[bytes]) -> None:
         """Appends the body as it arrives; all that is in `chunks` is counted."""
@@ -87,8 +99,11 @@ def _announced_bytes(request: Request) -> int:
 
 def _require_size(num_bytes: int) -> None:
     if num_bytes > MAX_BODY_BYTES:
-        message = f"body: {num_bytes} bytes or more; must be at most {MAX_BODY_BYTES}"
-        raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+        raise _too_large(f"body: value had {num_bytes} bytes or more; must have at most {MAX_BODY_BYTES}")
+
+
+def _too_large(message: str) -> ApiError:
+    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
 
 
 def parse(kind: type[Fields], body: bytes) -> Fields:

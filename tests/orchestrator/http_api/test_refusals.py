@@ -11,6 +11,7 @@ from http_stack import HttpStack, Json, error_of, http_stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.entrance import SMALL_BYTES
 from orchestrator.http_api.body import MAX_BODY_BYTES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -128,8 +129,10 @@ async def test_a_text_that_is_not_utf_8_is_refused(door: HttpStack) -> None:
     assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
 
 
-async def test_a_body_over_the_limit_is_refused_announced_or_not(door: HttpStack) -> None:
-    body = json.dumps({"messages": [USER | {"content": "x" * MAX_BODY_BYTES}]}).encode()
+@pytest.mark.parametrize("num_bytes", [MAX_BODY_BYTES, SMALL_BYTES])
+async def test_a_body_over_the_limit_is_refused_announced_or_not(door: HttpStack, num_bytes: int) -> None:
+    """Of what may be sent at all, and of what can fit a context."""
+    body = json.dumps({"messages": [USER | {"content": "x" * num_bytes}]}).encode()
 
     async def chunks() -> AsyncIterator[bytes]:
         for begin in range(0, len(body), 2**16):
