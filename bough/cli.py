@@ -161,6 +161,8 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
     parser.add_argument("--planner", choices=PLANNERS, help="who sizes trees (default self; fixed is to compare with)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
+    http = "of the orchestrator, for OpenAI's clients (default 8000, or a free one; -1 is none)"
+    parser.add_argument("--http-port", help=http)
     index = "a running Redis or Valkey; one is started by default. BOUGH_ORCHESTRATOR_INDEX_URL keeps passwords unseen"
     parser.add_argument("--index-url", default="", help=index)
 

@@ -9,6 +9,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from bough.addresses import bare, joined
 from bough.errors import ConfigError
 
 
@@ -33,9 +34,11 @@ class MetricsServer:
         if port < 0:
             return
         try:
-            self._server = start_http_server(port, host, self.registry)
+            self._server = start_http_server(port, bare(host), self.registry)
         except OSError as exc:
-            raise ConfigError(f"--metrics-port: cannot listen on {host}:{port}: {exc}; 0 takes a free one") from exc
+            raise ConfigError(
+                f"--metrics-port: cannot listen on {joined(host, port)}: {exc}; 0 takes a free one"
+            ) from exc
 
     def close(self) -> None:
         """Ends the server."""

@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import grpc
 
 from bough import __version__, wire
+from bough.addresses import advertised_host, joined
 from bough.config import ServiceConfig, WorkerConfig
 from bough.errors import BoughError, ConfigError, Unavailable
 from bough.gate import SessionGate
@@ -28,12 +29,14 @@ from bough.pb import common_pb2
 from bough.records import WorkerLoad, WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, serving
+from bough.runtime.allocator import give_back_now, give_memory_back
 from bough.tasks import end
 from bough.tokenizer import TokenizerFiles
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Config = TypeVar("Config", bound=ServiceConfig)
 
 EXIT_CONFIG = 2
 EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
@@ -41,6 +44,7 @@ EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     """Runs a process to its end. An error that the user can mend is one line on standard error and exit status 2."""
+    give_memory_back()
     try:
         asyncio.run(main())
     except BoughError as exc:
@@ -88,8 +92,13 @@ def new_worker_id(kind: str) -> str:
 
 
 def advertised(config: ServiceConfig, port: int) -> str:
-    """Address at which others reach a process."""
-    return f"{config.advertise or config.host}:{config.advertise_port or port}"
+    """Address at which others reach a process; its host is looked up as in `advertised_host`."""
+    return joined(advertised_host(config), config.advertise_port or port)
+
+
+async def with_advertised_host(config: Config) -> Config:
+    """Settings in which the host that others reach the process by is found, off the event loop. Raises ConfigError."""
+    return replace(config, advertise=await asyncio.to_thread(advertised_host, config))
 
 
 class Worker(Protocol):
@@ -168,10 +177,13 @@ async def serve_worker(
         registry = Registry(config.index_url, config.namespace)
         stack.push_async_callback(registry.close)
         await unless_stopped(stop, registry.wait())
-        serves = serving(config.host, config.port, service, lambda server: add(servicer, server), gate)
+        config = await unless_stopped(stop, with_advertised_host(config))
+        age, add_servicer = config.max_connection_age, lambda server: add(servicer, server)
+        serves = serving(config.host, config.port, service, add_servicer, gate, max_connection_age=age)
         served = await stack.enter_async_context(serves)
         worker = await unless_stopped(stop, asyncio.to_thread(load))
         stack.callback(worker.close)
+        give_back_now()
         await refuse_misfits(registry, kind, worker.tokenizer)
         servicer.loaded = worker
         record = WorkerRecord(kind, worker_id, advertised(config, served.port))

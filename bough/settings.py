@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, field, fields
 from typing import Any, NoReturn, TypeVar
 
 from bough.errors import ConfigError
+from bough.service_links import is_service_link
 
 ENV_PREFIX = "BOUGH"
 
@@ -81,10 +82,11 @@ def _choose_one(name: str, other: str, named: dict[str, Any], flagged: dict[str,
 def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> dict[str, Any]:
     known = {variable(service, f.name): f for f in _fields(cls)}
     prefix = variable(service, "")
-    for name in environ:
-        if name.startswith(prefix) and name not in known:
+    ours = {name: text for name, text in environ.items() if name.startswith(prefix) and not is_service_link(name, text)}
+    for name in ours:
+        if name not in known:
             raise ConfigError(f"{name}: no such setting; {', '.join(sorted(known))} are known")
-    return {f.name: _read(name, f, environ[name]) for name, f in known.items() if name in environ}
+    return {known[name].name: _read(name, known[name], text) for name, text in ours.items()}
 
 
 def _from_flags(cls: type, service: str, argv: Sequence[str]) -> dict[str, Any]:

@@ -12,16 +12,18 @@ from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 
 from bough import __version__
+from bough.addresses import advertised_host, joined
 from bough.config import OrchestratorConfig
 from bough.errors import Unavailable
 from bough.heartbeat import registered
 from bough.metrics import MetricsServer
-from bough.process import advertised, new_worker_id
+from bough.process import advertised, new_worker_id, with_advertised_host
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served
 from bough.tasks import end
 from orchestrator.directory import POLL_SECONDS, Directory
+from orchestrator.http_door import http_door
 from orchestrator.metrics import OrchestratorCollector
 from orchestrator.requests import Requests
 from orchestrator.service import serving_generation
@@ -54,7 +56,7 @@ class Orchestrator:
     @property
     def is_ready(self) -> bool:
         """Whether a request that came now could be served."""
-        return self.directory.has_target and not self.requests.admission.is_closed
+        return self.requests.is_ready
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Announces the orchestrator in the index until `stop` is set, and then drains it.
@@ -81,18 +83,20 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
     Raises:
         Stopped: `stop` was set before the index answered.
         Unavailable: the index does not answer.
-        ConfigError: a port is in use, or the URL of the index cannot be read.
+        ConfigError: a port is in use, the URL of the index cannot be read, or no address is found to advertise.
     """
     registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
     try:
         await _unless_stopped(stop, registry.wait())
+        config = await with_advertised_host(config)
         worker_id, directory = new_worker_id("orchestrator"), Directory(registry)
         requests = Requests(config, directory, worker_id)
-        with closing(serve_metrics(config, requests)):
+        with closing(serve_metrics(config, requests)) as metrics:
             async with (
                 directory.running(),
                 requests.running(),
                 serving_generation(config, requests) as served,
+                http_door(config, requests, metrics.registry),
             ):
                 yield Orchestrator(config, worker_id, registry, directory, requests, served)
     finally:
@@ -105,7 +109,7 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     metrics.registry.register(OrchestratorCollector(requests.figures))
     metrics.serve(config.host, config.metrics_port)
     if metrics.port >= 0:
-        requests.metrics_url = f"http://{config.host}:{metrics.port}/metrics"
+        requests.metrics_url = f"http://{joined(advertised_host(config), metrics.port)}/metrics"
     return metrics
 
 

@@ -24,6 +24,7 @@ from orchestrator.endings import Endings
 from orchestrator.failover import Failover
 from orchestrator.limits import require_size_for_any, require_texts
 from orchestrator.metrics import Figures
+from orchestrator.model_texts import ModelTexts
 from orchestrator.models import largest_context, served_models
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
@@ -57,7 +58,9 @@ class Requests:
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
+        self.texts = ModelTexts(directory)
         self.metrics_url = ""  # where its figures are served
+        self.http_url = ""  # where OpenAI's clients are served
         self._model_name = ""  # of the target that was used last
         self._num_total = 0
         self._num_tokens = 0
@@ -195,6 +198,11 @@ class Requests:
             await self._endings.release(session_id, claim.epoch, self.directory.find(worker_id))
         await self._recorder.settled(session_id)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that came now could be served."""
+        return self.directory.has_target and not self.admission.is_closed
+
     def models(self) -> tuple[ModelInfo, ...]:
         """The models that are served, by name; at least one. Raises Unavailable."""
         return served_models(self.directory)
@@ -209,6 +217,7 @@ class Requests:
             __version__,
             is_draftless=self._rounds.config.draft == "none",
             metrics_url=self.metrics_url,
+            http_url=self.http_url,
         )
 
     def loads(self) -> Loads:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 
+from bough.addresses import advertised_host, joined
 from bough.config import TargetConfig
 from bough.errors import Unavailable
 from bough.messages import VerifyCall, VerifyResult, WorkerInfo
@@ -26,6 +27,7 @@ class ServedTarget(ABC):
 
     def __init__(self, config: TargetConfig, worker_id: str, model_name: str) -> None:
         self._config, self._worker_id, self._name = config, worker_id, model_name
+        self._reached_by = advertised_host(config)
         self._metrics = Metrics(model_name)
         self._resources = ExitStack()
 
@@ -42,6 +44,11 @@ class ServedTarget(ABC):
         self._resources.callback(self._metrics.close)
         self._metrics.serve(self._config.host, self._config.metrics_port)
         self._engine.warm_up().result()
+
+    def _metrics_note(self) -> tuple[str, ...]:
+        """Where metrics are served; nothing where they are not."""
+        port = self._metrics.port
+        return (f"metrics at http://{joined(self._reached_by, port)}/metrics",) if port >= 0 else ()
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queues a call for the next sweep that has room.

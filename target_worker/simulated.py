@@ -143,9 +143,7 @@ class SimulatedTarget(ServedTarget):
         """What it stands for, and that it is simulated."""
         figures, profile = self._engine.pool.figures(), self._pair.profile.target
         kv = f"KV of {profile.kv_tokens} tokens is counted as {ROW_BYTES // 1024} KB each, and not taken"
-        notes = [*self._pair.notes(), kv]
-        if self._metrics.port >= 0:
-            notes.append(f"metrics at http://{self._config.host}:{self._metrics.port}/metrics")
+        notes = [*self._pair.notes(), kv, *self._metrics_note()]
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,

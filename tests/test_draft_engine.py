@@ -131,6 +131,7 @@ def test_without_the_noise_the_draft_guesses_what_is_likely() -> None:
 def test_penalties_and_bias_apply_along_each_path(guess: Guess) -> None:
     """The first guess at every node is what decoding with the draft itself would draw there."""
     from bough.model.draw import adjusted
+    from bough.model.token_counts import TokenCounts
 
     params = SamplingParams(
         0.0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.4, logit_bias={2: 1.5, 0: -2.0}
@@ -138,7 +139,7 @@ def test_penalties_and_bias_apply_along_each_path(guess: Guess) -> None:
     tokens = [3, 1, 4, 1, 2]
     tree = grown_alone(grow_call(tokens, sampling=params, plan=TreePlan(Chains(1, 6), guess=guess))).tree
     for _ in range(6):
-        logits = adjusted(fake_log_probs(tokens).astype(np.float64), params, tokens, prompt_length=3)
+        logits = adjusted(fake_log_probs(tokens).astype(np.float64), params, TokenCounts.of(tokens, 3))
         tokens = [*tokens, int(np.argmax(logits))]
     assert tree.tokens.tolist() == tokens[4:]
 

@@ -12,7 +12,16 @@ ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
 PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
 PURE |= {"records", "placement", "planning", "work", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
-PURE |= {"row_counts", "chat_template", "calibration", "values", "settings", "index_url", "index_answers"}
+PURE |= {
+    "row_counts",
+    "chat_template",
+    "calibration",
+    "values",
+    "settings",
+    "service_links",
+    "index_url",
+    "index_answers",
+}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
 PURE_MAY_IMPORT |= {
     "bough.placement",
@@ -23,7 +32,8 @@ PURE_MAY_IMPORT |= {
     "bough.acceptance",
     "bough.chat_template",
 }
-PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings", "bough.sizing.cost_curve"}
+PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings", "bough.service_links", "bough.sizing.cost_curve"}
+PURE_MAY_IMPORT |= {"bough.runtime.machine"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 
@@ -134,5 +144,15 @@ def test_simulated_workers_need_neither_torch_nor_grpc() -> None:
         assert "simpy" not in tops(path) or path.name.startswith("capacity"), path
     code = "import sys, bough.simulation.law, bough.simulation.profile, bough.simulation.tokenizer; "
     code += "print(sorted({'torch', 'transformers', 'numba', 'grpc', 'redis'} & set(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
+
+
+def test_what_speaks_http_is_in_one_room_and_imported_only_when_its_door_opens() -> None:
+    http = {"starlette", "uvicorn", "pydantic", "pydantic_core", "httpx"}
+    room = ROOT / "orchestrator" / "http_api"
+    for path in python_files("bough", *SERVICES):
+        assert room in path.parents or not tops(path) & http, path
+    code = f"import sys, orchestrator.__main__; print(sorted({http} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"

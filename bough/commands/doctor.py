@@ -24,6 +24,8 @@ async def doctor(arguments: argparse.Namespace) -> int:
             return 1
     print(f"python        {sys.version.split()[0]}, bough {__version__}")
     print(f"orchestrator  {arguments.address}, bough {server.bough_version}; {_describe_loads(loads)}")
+    if server.http_url:
+        print(f"              OpenAI's clients at {server.http_url}/v1")
     if server.metrics_url:
         print(f"              metrics at {server.metrics_url}")
     print(f"index         {server.index_url}")
