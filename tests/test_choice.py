@@ -13,6 +13,7 @@ from bough.client import Client
 from bough.errors import Exhausted
 from bough.generation import GenerateOptions, TextPrompt, TokenPrompt
 from bough.messages import VerifyCall, WorkerInfo
+from bough.prefix import block_hashes
 from bough.records import WorkerLoad
 from bough.sizing.cost_curve import CostCurve
 from orchestrator.pace import Need, Pace, UsualRound, expected_seconds
@@ -58,7 +59,9 @@ def test_where_there_is_no_room_somebody_must_end_first() -> None:
 async def noted(fakes: Fleet, client: Client, targets: list[FakeTarget]) -> FakeTarget:
     """One of the targets holds SYSTEM, and the index knows."""
     await read(client, TURN, TokenPrompt((*SYSTEM, 1)))
-    await asyncio.sleep(0.2)  # prefixes are noted behind the stream's back
+    async with asyncio.timeout(10):  # prefixes are noted behind the stream's back
+        while await fakes.registry.find_prefix("fake", block_hashes(SYSTEM)) is None:
+            await asyncio.sleep(0.02)
     (holder,) = [target for target in targets if target.calls]
     return holder
 
