@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, NoAnswer, Unavailable
+from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
 from bough.growth import Scheme
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
@@ -67,9 +67,15 @@ class Failover:
             BoughError: the call fails wherever it is made.
         """
         trouble: _Trouble | None = None
+        has_overtaken = False
         while True:
             try:
                 answer = await self.slots.verify(session, seat, proposal, scheme)
+            except StaleEpoch as exc:
+                if has_overtaken:
+                    raise
+                await self.claims.overtake(session, exc)
+                has_overtaken = True
             except BoughError as exc:
                 if not is_fault(exc):
                     raise

@@ -144,9 +144,9 @@ class Opening:
             held[home_id] = min(session.target_length, common_length(session.tokens, tokens))
         elif len(targets) > 1 and not self.directory.index_problem and (hashes := block_hashes(tokens)):
             with suppress(Unavailable):
-                fingerprint = targets[0].info.model_fingerprint
-                if (found := await self.directory.registry.find_prefix(fingerprint, hashes)) is not None:
-                    held[found[0]] = found[1] * BLOCK_TOKENS
+                fingerprint, names = targets[0].info.model_fingerprint, [known.record.worker_id for known in targets]
+                blocks = await self.directory.registry.find_prefixes(fingerprint, hashes, names)
+                held = {name: num_blocks * BLOCK_TOKENS for name, num_blocks in blocks.items()}
         return Need(len(tokens), options.max_tokens, held, home_id)
 
     async def _claim(
@@ -155,8 +155,10 @@ class Opening:
         """The session is this orchestrator's; what it holds where is believed until a worker says otherwise."""
         claim = await self.claims.begin(session.session_id)
         session.epoch = session.born_us = claim.epoch
+        session.has_claim = claim.is_granted
         if record is not None:
             session.epoch, session.born_us = max(claim.epoch, record.epoch + 1), record.born_us
+            session.has_claim = claim.is_granted and claim.epoch > record.epoch
             common = common_length(record.tokens, session.tokens)
             is_same = record.target_id == target.record.worker_id
             session.target_held = min(record.target_length, common) if is_same else 0
@@ -205,7 +207,7 @@ def _session(
     return Session(
         request_id=options.request_id,
         session_id=_session_id(options, request) or uuid.uuid4().hex,
-        keep=bool(options.session_id),
+        keep=bool(options.session_id) or (request is not None and request.keeps_session),
         tokens=TokenHistory(tokens),
         prompt_length=len(tokens),
         sampling=sampling,

@@ -59,8 +59,9 @@ def test_where_there_is_no_room_somebody_must_end_first() -> None:
 async def noted(fakes: Fleet, client: Client, targets: list[FakeTarget]) -> FakeTarget:
     """One of the targets holds SYSTEM, and the index knows."""
     await read(client, TURN, TokenPrompt((*SYSTEM, 1)))
+    names = [worker.worker_id for worker in await fakes.registry.workers() if worker.kind == "target"]
     async with asyncio.timeout(10):  # prefixes are noted behind the stream's back
-        while await fakes.registry.find_prefix("fake", block_hashes(SYSTEM)) is None:
+        while not await fakes.registry.find_prefixes("fake", block_hashes(SYSTEM), names):
             await asyncio.sleep(0.02)
     (holder,) = [target for target in targets if target.calls]
     return holder
