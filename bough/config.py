@@ -45,7 +45,11 @@ class ServiceConfig:
         "to the index",
     )
     advertise_port: int = setting(0, parse_port, "port that others reach this process by, where it is not --port")
-    index_url: str = setting("redis://127.0.0.1:6379", str, "Redis or Valkey server that is the index")
+    index_url: str = setting(
+        "redis://127.0.0.1:6379",
+        str,
+        "Redis or Valkey server that is the index; redis+cluster:// for a cluster of them",
+    )
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
     drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")

@@ -62,6 +62,7 @@ class GrowCall:
     round: int  # the root's position: sampled trees of different rounds share no random numbers
     plan: TreePlan
     vocab_size: int = 0  # ids below it can be the target's tokens; 0 for as many as the draft's model has
+    epoch: int = 0  # of the session; 0 does not say
 
 
 @dataclass(frozen=True, slots=True)

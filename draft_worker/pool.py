@@ -68,7 +68,13 @@ class SessionPool:
             else:
                 self._arena.resize(session.slot, wanted)
         self._sessions.move_to_end(session_id)
+        session.epoch = max(session.epoch, call.epoch)
         return session
+
+    def epoch_of(self, session_id: str) -> int:
+        """The newest epoch in which a session has called; 0 for one that is not held."""
+        session = self._sessions.get(session_id)
+        return session.epoch if session is not None else 0
 
     def borrow(self, session: DraftSession) -> None:
         """Copies keys and values that another session has of text, in whole blocks, which this one has yet to run."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, Unavailable
-from bough.model.draw import _gumbel, adjusted, draw, filtered, gumbel_noise, position_logprobs, probabilities
+from bough.model.draw import adjusted, draw, filtered, gumbel, gumbel_noise, position_logprobs, probabilities
 from bough.model.token_counts import TokenCounts
 from bough.sampling import BANNED, SamplingParams, StopConditions
 
@@ -85,7 +85,7 @@ def test_a_draw_from_a_large_vocabulary_sorts_little_and_makes_little_noise(monk
 
         return run
 
-    monkeypatch.setattr("bough.model.draw._gumbel", counted(_gumbel))
+    monkeypatch.setattr("bough.model.draw.gumbel", counted(gumbel))
     monkeypatch.setattr("bough.model.draw.np.argsort", counted(np.argsort))
     logits = np.random.default_rng(0).normal(size=50_000) * 4
     draw(logits, SamplingParams(top_p=0.9), 3)

@@ -12,16 +12,8 @@ ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
 PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
 PURE |= {"records", "placement", "planning", "work", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
-PURE |= {
-    "row_counts",
-    "chat_template",
-    "calibration",
-    "values",
-    "settings",
-    "service_links",
-    "index_url",
-    "index_answers",
-}
+PURE |= {"row_counts", "chat_template", "calibration", "values", "settings", "service_links"}
+PURE |= {"index_url", "index_answers", "index_keys"}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
 PURE_MAY_IMPORT |= {
     "bough.placement",
@@ -91,7 +83,7 @@ def test_torch_only_where_tensors_are() -> None:
 
 def test_redis_in_one_file_and_ray_nowhere_but_in_deploy() -> None:
     for path in python_files("bough", *SERVICES):
-        assert "redis" not in tops(path) or path.name == "registry.py", path
+        assert "redis" not in tops(path) or path.name == "index_connection.py", path
         assert "ray" not in tops(path), path
 
 

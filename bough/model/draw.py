@@ -26,15 +26,15 @@ SLACK = 1e-6  # far more than the rounding of noise
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Row:
     """Noise for the token at an absolute position: Philox (Salmon et al., 2011) keyed by seed, counted by position."""
-    return _gumbel(_raw(seed, position, vocab_size))
+    return gumbel(_raw(seed, position, vocab_size))
 
 
 def _raw(seed: int, position: int, vocab_size: int) -> NDArray[np.uint64]:
     return np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
 
 
-def _gumbel(raw: NDArray[np.uint64]) -> Row:
-    """Grows with the raw numbers."""
+def gumbel(raw: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Noise from random numbers, of any shape; it grows with them."""
     uniform = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1)
     return -np.log(-np.log(uniform))
 
@@ -147,9 +147,9 @@ def _within_mass(logits: Row, top_p: float) -> Row:
 def _noisiest(logits: Row, seed: int, position: int) -> int:
     """Where logits and noise come to most. Noise is made for those alone that could be it: logarithms take long."""
     raw, best = _raw(seed, position, len(logits)), int(logits.argmax())
-    low, high = _gumbel(np.array([raw[best], raw.max()]))
+    low, high = gumbel(np.array([raw[best], raw.max()]))
     near = np.flatnonzero(logits >= logits[best] + low - high - SLACK)
-    return int(near[(logits[near] + _gumbel(raw[near])).argmax()])
+    return int(near[(logits[near] + gumbel(raw[near])).argmax()])
 
 
 def _softmax(logits: Row) -> Row:
