@@ -168,6 +168,8 @@ class WorkerInfo:
     bough_version: str = ""
     arithmetic: str = ""  # of a target: what else its results depend on to the bit
     cost: CostCurve | None = None  # seconds of a sweep, or of a draft step, by its rows
+    num_running: int = 0  # calls that have a part in the sweep that is under way; a draft counts all as waiting
+    num_passes: int = 0  # sweeps or draft steps that have ended since the start
 
     @property
     def model_identity(self) -> str:
