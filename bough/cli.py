@@ -124,7 +124,7 @@ def argument_parser() -> argparse.ArgumentParser:
         commands.add_parser("simulate", help="what many users of many machines would get, and what to buy next")
     )
     _add_explain(commands.add_parser("explain", help="why a session's trees were as large as they were"))
-    _add_address(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
+    _add_doctor(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 
 
@@ -161,6 +161,8 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
     parser.add_argument("--planner", choices=PLANNERS, help="who sizes trees (default self; fixed is to compare with)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
+    http = "of the orchestrator, for OpenAI's clients (default 8000, or a free one; -1 is none)"
+    parser.add_argument("--http-port", help=http)
     index = "a running Redis or Valkey; one is started by default. BOUGH_ORCHESTRATOR_INDEX_URL keeps passwords unseen"
     parser.add_argument("--index-url", default="", help=index)
 
@@ -224,6 +226,14 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
     parser.add_argument("--plot", metavar="FILE", help="also draw the rounds into a PNG file")
+    _add_address(parser)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "dashboard of a Ray cluster, such as http://HEAD:8265: show its nodes and replicas, and ask its orchestrators"
+    )
+    parser.add_argument("--ray", metavar="URL", default="", help=text)
     _add_address(parser)
 
 

@@ -6,9 +6,9 @@ flag wins. What is unknown or cannot be read is refused by its name.
 
 from __future__ import annotations
 
-import os
 from dataclasses import MISSING, dataclass
 
+from bough.runtime.machine import usable_cpus
 from bough.settings import parse as parse  # who reads settings finds both here
 from bough.settings import setting
 from bough.settings import to_flags as to_flags
@@ -45,10 +45,20 @@ class ServiceConfig:
         "to the index",
     )
     advertise_port: int = setting(0, parse_port, "port that others reach this process by, where it is not --port")
-    index_url: str = setting("redis://127.0.0.1:6379", str, "Redis or Valkey server that is the index")
+    index_url: str = setting(
+        "redis://127.0.0.1:6379",
+        str,
+        "Redis or Valkey server that is the index; redis+cluster:// for a cluster of them",
+    )
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
     drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")
+    max_connection_age: float = setting(
+        0.0,
+        number(float, 0),
+        "seconds after which a gRPC client is told to connect anew, so that a balancer may send it elsewhere; calls "
+        "that run go on where they are, however long; 0 is never",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +72,7 @@ class WorkerConfig(ServiceConfig):
     model_name: str = setting("", str, "name that users know the model by; its folder's name by default")
     dtype: str = setting("bfloat16", one_of(*DTYPE_NAMES), "data type to compute in")
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
-    threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads that compute")
+    threads: int = setting(usable_cpus(), parse_count, "CPU threads that compute")
     max_context: int = setting(2048, parse_count, "most tokens of a session, prompt and output")
     max_nodes: int = setting(512, parse_count, "most nodes of a tree")
     kv_memory: int = setting(2 * 1000**3, parse_bytes, "memory for KV slots")
@@ -185,6 +195,9 @@ class OrchestratorConfig(ServiceConfig):
     )
     session_max_seconds: float = setting(7 * 24 * 3600.0, parse_seconds, "after its first request it ends, used or not")
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
+    http_port: int = setting(
+        0, number(int, -1, 65535), "port that OpenAI's clients speak HTTP to; 0 takes a free one, -1 serves none"
+    )
     max_running: int = setting(64, parse_count, "requests that are generated at once; others wait for a place")
     max_waiting: int = setting(
         256, number(int, 0), "requests that may wait for a place; one more is RESOURCE_EXHAUSTED, with a retry delay"
@@ -224,4 +237,4 @@ class DistillConfig:
         "data type to compute in; auto is bfloat16, or on a CPU what it multiplies faster",
     )
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
-    threads: int = setting(os.cpu_count() or 1, parse_count, "CPU threads; one is faster where others compute too")
+    threads: int = setting(usable_cpus(), parse_count, "CPU threads; one is faster where others compute too")

@@ -52,7 +52,11 @@ class PrefixMissing(BoughError):
 
 
 class StaleEpoch(BoughError):
-    """A call from before the session was placed anew."""
+    """A call from before the session was placed anew; carries the epoch that a worker has, where it is a worker's."""
+
+    def __init__(self, message: str, newest: int = 0) -> None:
+        super().__init__(message)
+        self.newest = newest
 
 
 class Exhausted(BoughError):

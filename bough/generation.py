@@ -198,6 +198,7 @@ class ServerInfo:
     bough_version: str
     is_draftless: bool = False  # no draft worker is used, and none is missed
     metrics_url: str = ""  # of the orchestrator's own; empty where it serves none
+    http_url: str = ""  # where OpenAI's clients are served; empty for nowhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ async def _beat(registry: Registry, present: Callable[[], WorkerRecord]) -> None
         try:
             await registry.register(present())
             if is_lost:
-                logger.warning("the index at %s answers again", registry.safe_url)
+                logger.warning("the index at %s takes heartbeats again", registry.safe_url)
             is_lost = False
         except Unavailable as exc:
             if not is_lost:

@@ -62,6 +62,7 @@ class GrowCall:
     round: int  # the root's position: sampled trees of different rounds share no random numbers
     plan: TreePlan
     vocab_size: int = 0  # ids below it can be the target's tokens; 0 for as many as the draft's model has
+    epoch: int = 0  # of the session; 0 does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,8 @@ class WorkerInfo:
     bough_version: str = ""
     arithmetic: str = ""  # of a target: what else its results depend on to the bit
     cost: CostCurve | None = None  # seconds of a sweep, or of a draft step, by its rows
+    num_running: int = 0  # calls that have a part in the sweep that is under way; a draft counts all as waiting
+    num_passes: int = 0  # sweeps or draft steps that have ended since the start
 
     @property
     def model_identity(self) -> str:

@@ -112,7 +112,8 @@ def _packed(tokens: Sequence[int]) -> bytes:
 def block_hashes(tokens: Sequence[int], start: Sequence[int] = ()) -> list[int]:
     """One hash for each whole block of `BLOCK_TOKENS` tokens: of that block and of all before it.
 
-    Two sequences have their first n blocks in common where their n-th hashes are equal. `start` are hashes of leading
+    Where two sequences have their first n blocks in common, their n-th hashes are equal. Hashes of 64 bits without a
+    key can be made to collide: equal hashes only say where to compare the tokens. `start` are hashes of leading
     blocks that are known already; they are not computed again.
     """
     hashes, data = list(start), np.asarray(tokens[len(start) * BLOCK_TOKENS :], dtype="<i4").tobytes()
@@ -122,6 +123,15 @@ def block_hashes(tokens: Sequence[int], start: Sequence[int] = ()) -> list[int]:
         digest = hashlib.blake2b(before + data[begin : begin + size], digest_size=8).digest()
         hashes.append(int.from_bytes(digest, "little"))
     return hashes
+
+
+def whole_blocks(num_tokens: int) -> int:
+    """So many tokens, down to the end of a whole block.
+
+    What one session learns of another's text goes by whole blocks: token by token a stranger could guess its way
+    along somebody's prompt, and see each right guess.
+    """
+    return num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def common_length(left: Tokens, right: Tokens, start: int = 0) -> int:

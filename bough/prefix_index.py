@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from bough.prefix import BLOCK_TOKENS, block_hashes, common_length
+from bough.prefix import BLOCK_TOKENS, block_hashes
 
 Holder = TypeVar("Holder", bound=Hashable)
 
 
 class Match(NamedTuple, Generic[Holder]):
-    """A holder, and how many leading tokens it has in common with what was asked for."""
+    """A holder, and how many leading tokens, in whole blocks, it has in common with what was asked for."""
 
     holder: Holder
     length: int
@@ -21,11 +21,11 @@ class PrefixIndex(Generic[Holder]):
     """Follows the tokens of its holders. A new block costs one hash, a search one look-up per block."""
 
     def __init__(self) -> None:
-        self._tokens: dict[Holder, Sequence[int]] = {}
+        self._tokens: dict[Holder, list[int]] = {}
         self._hashes: dict[Holder, list[int]] = {}
         self._holders: dict[int, dict[Holder, None]] = {}  # by hash of a block and all before it
 
-    def follow(self, holder: Holder, tokens: Sequence[int]) -> None:
+    def follow(self, holder: Holder, tokens: list[int]) -> None:
         """These are a holder's tokens now: those of before, cut or gone on with.
 
         Between a cut and going on from there it must be called too. `tokens` is kept, and not copied.
@@ -48,18 +48,18 @@ class PrefixIndex(Generic[Holder]):
             self._leave(block, holder)
         self._tokens.pop(holder, None)
 
-    def longest(self, tokens: Sequence[int], hashes: Sequence[int]) -> Match[Holder] | None:
-        """The longest prefix of `tokens`, whose block hashes are given, that a holder has; None below one block."""
+    def longest(self, tokens: list[int], hashes: Sequence[int]) -> Match[Holder] | None:
+        """The longest prefix of whole blocks of `tokens` that a holder has; None where it is not even one.
+
+        `hashes` are those of the blocks. They say whom to compare with; a match is what the tokens have in common.
+        """
         num_blocks = next((n for n, block in enumerate(hashes) if block not in self._holders), len(hashes))
-        if not num_blocks:
-            return None
-        start = num_blocks * BLOCK_TOKENS
-        end = start + BLOCK_TOKENS  # whoever had all of this block would have been found for it
-        matches = (
-            Match(holder, common_length(tokens[:end], self._tokens[holder][:end], start))
-            for holder in self._holders[hashes[num_blocks - 1]]
-        )
-        return max(matches, key=lambda match: match.length)
+        for n in range(num_blocks, 0, -1):
+            wanted = tokens[: n * BLOCK_TOKENS]
+            for holder in self._holders[hashes[n - 1]]:
+                if self._tokens[holder][: len(wanted)] == wanted:
+                    return Match(holder, len(wanted))
+        return None
 
     def check_integrity(self, holders: Sequence[Holder]) -> None:
         """Asserts that these and no others are followed, as far as their tokens go."""

@@ -29,6 +29,7 @@ from bough.pb import common_pb2
 from bough.records import WorkerLoad, WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, serving
+from bough.runtime.allocator import give_back_now, give_memory_back
 from bough.startup import ready, stage
 from bough.tasks import end
 from bough.tokenizer import TokenizerFiles
@@ -44,6 +45,7 @@ EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     """Runs a process to its end. An error that the user can mend is one line on standard error and exit status 2."""
+    give_memory_back()
     try:
         asyncio.run(main())
     except BoughError as exc:
@@ -178,11 +180,13 @@ async def serve_worker(
         stage("waiting for the index")
         await unless_stopped(stop, registry.wait())
         config = await unless_stopped(stop, with_advertised_host(config))
-        serves = serving(config.host, config.port, service, lambda server: add(servicer, server), gate)
+        age, add_servicer = config.max_connection_age, lambda server: add(servicer, server)
+        serves = serving(config.host, config.port, service, add_servicer, gate, max_connection_age=age)
         served = await stack.enter_async_context(serves)
         stage("loading the model")
         worker = await unless_stopped(stop, asyncio.to_thread(load))
         stack.callback(worker.close)
+        give_back_now()
         stage("registering")
         await refuse_misfits(registry, kind, worker.tokenizer)
         servicer.loaded = worker

@@ -124,13 +124,15 @@ class RequestRecord:
     finish_reason: str = ""  # empty while it runs
     stop_reason: str = ""
     target_identity: str = ""  # of the targets that give the same tokens; empty where it is not known
+    keeps_session: bool = True  # the client has named the session, which outlives the request
 
     def to_json(self) -> str:
         """All but the name and the tokens, of which there is the length and the hash."""
         fields = {name: getattr(self, name) for name in ("session_id", "epoch", "prompt_length")}
         ends = {name: getattr(self, name) for name in ("finish_reason", "stop_reason", "target_identity")}
         sampling = asdict(self.sampling) | {"stop_token_ids": sorted(self.sampling.stop_token_ids)}
-        return json.dumps(fields | ends | {"sampling": sampling, "stops": asdict(self.stops)} | _seal(self.tokens))
+        rest = {"sampling": sampling, "stops": asdict(self.stops), "keeps_session": self.keeps_session}
+        return json.dumps(fields | ends | rest | _seal(self.tokens))
 
     @classmethod
     def from_json(cls, request_id: str, data: bytes, transcript: bytes) -> RequestRecord | None:
@@ -151,6 +153,7 @@ class RequestRecord:
                 _text(fields["finish_reason"]),
                 _text(fields["stop_reason"]),
                 _text(fields["target_identity"]),
+                _flag(fields.get("keeps_session", True)),
             )
 
         return _read(data, read)
@@ -162,6 +165,7 @@ class Claim:
 
     epoch: int
     record: SessionRecord | None  # what was recorded of it before
+    is_granted: bool = True  # by the index, and not by a clock in its place: it will refuse whoever has it no longer
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -216,6 +220,12 @@ def _text(value: object) -> str:
 def _count(value: object, limit: int = MAX_EPOCH) -> int:
     if type(value) is not int or not 0 <= value < limit:
         raise ValueError(f"{value!r} is no number from 0 to below {limit}")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
     return value
 
 

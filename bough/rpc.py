@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from bough import errors
 from bough.addresses import joined
-from bough.errors import BoughError, ConfigError, DeadlineExceeded, Exhausted, InvalidRequest, PrefixMissing
+from bough.errors import BoughError, ConfigError, DeadlineExceeded, Exhausted, InvalidRequest, PrefixMissing, StaleEpoch
 from bough.gate import Gate
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
 }
 ERROR_NAMES = {kind.__name__: kind for kind in STATUS_OF}
 ERROR_KEY, LENGTH_KEY, HASH_KEY = "bough-error", "bough-held-length", "bough-held-hash"  # trailing metadata
+EPOCH_KEY = "bough-epoch"
 DETAILS_KEY = "grpc-status-details-bin"  # a google.rpc.Status, which any gRPC client can read
 ABORT_SECONDS = 1.0  # that a status is waited with for a peer which does not read
 
@@ -73,13 +74,15 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
-def to_error(exc: grpc.aio.AioRpcError, address: str) -> BoughError:
+def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
     """The error that a peer reported, or what its silence means."""
     metadata = dict(tuple(exc.trailing_metadata() or ()))  # pairs: it iterates over them, unlike a mapping
     details = exc.details() or exc.code().name
     kind = ERROR_NAMES.get(str(metadata.get(ERROR_KEY)))
     if kind is PrefixMissing:
         return PrefixMissing(details, _natural(metadata.get(LENGTH_KEY)), _natural(metadata.get(HASH_KEY)))
+    if kind is StaleEpoch:
+        return StaleEpoch(details, _natural(metadata.get(EPOCH_KEY)))
     if kind is Exhausted:
         return Exhausted(details, _retry_seconds(metadata.get(DETAILS_KEY)))
     if kind is not None:
@@ -126,6 +129,8 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) ->
     metadata: list[tuple[str, str | bytes]] = [(ERROR_KEY, type(exc).__name__)]
     if isinstance(exc, PrefixMissing):
         metadata += [(LENGTH_KEY, str(exc.held_length)), (HASH_KEY, str(exc.held_hash))]
+    if isinstance(exc, StaleEpoch):
+        metadata.append((EPOCH_KEY, str(exc.newest)))
     if isinstance(exc, Exhausted) and exc.retry_seconds is not None:
         metadata.append((DETAILS_KEY, _retry_details(code, text, exc.retry_seconds)))
     with suppress(TimeoutError, grpc.aio.InternalError):  # a peer that does not read, or has gone, is not waited for
@@ -240,16 +245,20 @@ async def serving(
     gate: Gate | None = None,
     stalled_seconds: float | None = None,
     grace_seconds: float = 1.0,
+    max_connection_age: float = 0.0,
 ) -> AsyncIterator[Served]:
     """Runs a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
 
-    A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED.
+    A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection that has lasted
+    `max_connection_age` seconds takes no new calls, and ends once those on it have; 0 lets it last.
 
     Raises:
         ConfigError: the port is in use or the host is not ours.
     """
     gate = gate or Gate()
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(gate, stalled_seconds)], options=_SERVER_OPTIONS)
+    # Without a grace period of its own, an old connection waits for its calls for as long as they take.
+    age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(gate, stalled_seconds)], options=[*_SERVER_OPTIONS, *age])
     add(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,8 @@ import tokenizers
 
 from bough.chat_template import ChatTemplate, Messages
 from bough.errors import InvalidRequest
+
+MAX_ID = 2**32 - 1  # that the library can be asked for
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,16 @@ class TokenizerFiles:
         """Hash over the vocabulary in id order: equal means that a token id means the same to both."""
         data = json.dumps(self.vocabulary, ensure_ascii=True).encode()
         return hashlib.blake2b(data, digest_size=12).hexdigest()
+
+
+def _byte_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for: its own where that can be seen."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
 
 
 def first_difference(draft: Sequence[str], target: Sequence[str]) -> str | None:
@@ -97,6 +110,31 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, special tokens left out; bytes that form no character become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, special tokens spelled out; nothing for an id without a token.
+
+        A token may be a part of a character, which as a text of its own would be U+FFFD.
+        """
+        token = (self._tokenizer.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None) or ""
+        if token in self._added:
+            return token.encode()
+        if self._is_byte_level:
+            return bytes(_BYTES[character] for character in token if character in _BYTES)
+        if (match := re.fullmatch("<0x([0-9A-F]{2})>", token)) is not None:
+            return bytes.fromhex(match[1])
+        return token.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _added(self) -> frozenset[str]:
+        """Tokens that stand beside the model's own, as they are spelled."""
+        return frozenset(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether each character of a token stands for a byte."""
+        decoder = json.loads(self._tokenizer.decoder.__getstate__()) if self._tokenizer.decoder else {}
+        return "ByteLevel" in (decoder.get("type"), *(one.get("type") for one in decoder.get("decoders", ())))
 
     def _plain(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=False)

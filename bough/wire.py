@@ -104,6 +104,7 @@ def grow_call_to_wire(call: m.GrowCall) -> draft_pb2.GrowRequest:
         scheme=SCHEMES[call.plan.scheme],
         guess_distribution=call.plan.guess is Guess.DISTRIBUTION,
         vocab_size=call.vocab_size,
+        epoch=call.epoch,
     )
 
 
@@ -124,6 +125,7 @@ def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nod
         message.round,
         TreePlan(growth, scheme_from_wire("scheme", message.scheme), guess_from_wire(message.guess_distribution)),
         message.vocab_size,
+        message.epoch,
     )
 
 

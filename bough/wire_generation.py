@@ -233,6 +233,7 @@ def server_info_to_wire(info: g.ServerInfo) -> pb.ServerInfo:
         index_url=info.index_url,
         is_draftless=info.is_draftless,
         metrics_url=info.metrics_url,
+        http_url=info.http_url,
     )
 
 
@@ -247,6 +248,7 @@ def server_info_from_wire(message: pb.ServerInfo) -> g.ServerInfo:
         message.bough_version,
         message.is_draftless,
         message.metrics_url,
+        message.http_url,
     )
 
 

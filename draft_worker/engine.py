@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
 
-from bough.errors import InvalidRequest, NotFound, Unavailable
+from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.futures import settle
 from bough.growth import MAX_EXPANSIONS, BestFirst
 from bough.messages import GrowCall, GrowResult, Timings
@@ -83,6 +83,7 @@ class Engine:
         self._times = StepTimes(MAX_STEP_ROWS)
         self.cost: CostCurve | None = None  # seconds of a draft step by its rows; any thread may read this
         self.num_trees = 0
+        self.num_passes = 0  # draft steps that have ended, well or not, those ahead included
         self.num_warm_trees = 0  # for which something had been found out ahead
 
     @property
@@ -121,13 +122,27 @@ class Engine:
         self._running[session_id] = running
         self._go_on(running)
 
-    def release(self, session_id: str) -> None:
-        """Forgets a session, and a tree that is growing in it. Raises NotFound."""
+    def release(self, session_id: str, epoch: int = 0) -> None:
+        """Forgets a session, and a tree that is growing in it, unless a newer epoch has begun; 0 does not care.
+
+        Raises:
+            NotFound: it is not held, and no call of it waits.
+            StaleEpoch: it has been placed anew since this epoch.
+        """
+        if epoch:
+            self._require_epoch(session_id, epoch)
         is_held = session_id in self.pool
         ended = self._end(session_id, NotFound(f"session_id: {session_id!r} was released while its tree grew"))
         self._ahead.pop(session_id, None)
         if is_held or not ended:
             self.pool.release(session_id)
+
+    def _require_epoch(self, session_id: str, epoch: int) -> None:
+        """Of a session that is held, and of its calls that wait for room."""
+        epochs = [r.call.epoch for r in self._waiting if r.call.context.session_id == session_id]
+        newest = max([self.pool.epoch_of(session_id), *epochs])
+        if epoch < newest:
+            raise StaleEpoch(f"epoch: {epoch} of session {session_id} is over; {newest} has begun")
 
     def close(self) -> None:
         """Ends all calls."""
@@ -147,6 +162,7 @@ class Engine:
             self._run(list(self._running.values()))
         elif self._ahead:
             self._go_ahead()
+        self.num_passes += 1
 
     def _run(self, parts: Sequence[_Running]) -> None:
         """One draft step. Where it fails, each part alone: the error of one must not become that of all."""

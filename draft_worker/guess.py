@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,14 +10,13 @@ from numpy.typing import NDArray
 
 from bough.growth import Guess, Scheme
 from bough.messages import GrowCall
-from bough.model.draw import gumbel_noise
 from bough.model.jit import compiled
 from bough.model.sample import GREEDY_TOKENS, greedy_weights, require_numbers
 from bough.sampling import SamplingParams
 from draft_worker.grow import Candidates
+from draft_worker.noise import noise_at
 
 NUM_CANDIDATES = 64  # tokens kept of those that are considered
-NUM_NOISY_POSITIONS = 256  # positions whose noise is kept, all sessions together
 
 Scores = NDArray[np.float64]  # (num_nodes, num_considered)
 
@@ -45,7 +43,7 @@ class Guessing:
         return self.params.has_penalties or bool(self.params.logit_bias) or 0 < self.vocab_size < vocab_size
 
     def candidates(
-        self, values: NDArray[np.float32], tokens: NDArray[np.int32], positions: NDArray[np.int32], vocab_size: int
+        self, values: NDArray[np.float32], tokens: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> Candidates:
         """From the largest logits of each node, descending, and where they are; `positions` are those of the children.
 
@@ -59,7 +57,7 @@ class Guessing:
             with np.errstate(divide="ignore", invalid="ignore"):  # where a row has no token with a chance
                 scores = _filtered(values.astype(np.float64), self.params)
         if self.is_perturbed:
-            scores = self.params.temperature * (scores + _noise(self.params.seed, positions, tokens, vocab_size))
+            scores = self.params.temperature * (scores + noise_at(self.params.seed, positions, tokens))
             best = np.argsort(-scores, axis=1, kind="stable")
             tokens, scores = np.take_along_axis(tokens, best, 1), np.take_along_axis(scores, best, 1)
         return Candidates(tokens[:, :NUM_CANDIDATES], _log_probs(scores, min(NUM_CANDIDATES, scores.shape[1])))
@@ -123,18 +121,3 @@ def _filtered(values: Scores, params: SamplingParams) -> Scores:
     if params.min_p > 0.0:
         scores[scores < scores[:, :1] + np.log(params.min_p)] = -np.inf
     return scores
-
-
-def _noise(seed: int, positions: NDArray[np.int32], tokens: NDArray[np.int32], vocab_size: int) -> Scores:
-    """The target's noise for tokens (num_nodes, num_considered) at the position of each node's children."""
-    noise = np.empty(tokens.shape)
-    for position in np.unique(positions).tolist():
-        nodes = np.flatnonzero(positions == position)
-        noise[nodes] = _noise_row(seed, position, vocab_size)[tokens[nodes]]
-    return noise
-
-
-@lru_cache(NUM_NOISY_POSITIONS)
-def _noise_row(seed: int, position: int, vocab_size: int) -> NDArray[np.float32]:
-    """(vocab_size,), which a round's steps and the next round's want again."""
-    return gumbel_noise(seed, position, vocab_size).astype(np.float32)

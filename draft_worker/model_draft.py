@@ -36,11 +36,10 @@ class Largest(NamedTuple):
 
     values: NDArray[np.float32]
     tokens: NDArray[np.int32]
-    vocab_size: int
 
     def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
         """By the model's probabilities."""
-        return guessing.candidates(self.values, self.tokens, positions, self.vocab_size)
+        return guessing.candidates(self.values, self.tokens, positions)
 
 
 class ModelDraft:
@@ -60,7 +59,7 @@ class ModelDraft:
         values, tokens = largest(logits, NUM_CONSIDERED)
         ends = np.cumsum(sizes)[:-1]
         rows_of = zip(np.split(values, ends), np.split(tokens, ends), strict=True)
-        return [Largest(*own, self._vocab_size) for own in rows_of]
+        return [Largest(*own) for own in rows_of]
 
     def _readable(self, segment: Segment) -> Segment:
         """With any other token for those that only the target's model has: guesses after them matter little."""

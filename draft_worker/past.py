@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-class Past(NamedTuple):
-    """The tokens before a session's root."""
-
-    tokens: NDArray[np.int64]  # (num_distinct,) ascending
-    counts: NDArray[np.int64]  # (num_distinct,) how often each stands after the prompt
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], prompt_length: int) -> Past:
-        """Of all of them, in the order of the text."""
-        distinct, places = np.unique(np.asarray(tokens, np.int64), return_inverse=True)
-        return cls(distinct, np.bincount(places[prompt_length:], minlength=len(distinct)))
+from bough.model.token_counts import TokenCounts
 
 
 class Seen(NamedTuple):
@@ -32,7 +20,7 @@ class Seen(NamedTuple):
     @classmethod
     def of(
         cls,
-        past: Past,
+        past: TokenCounts,
         paths: NDArray[np.int32],
         positions: NDArray[np.int32],
         prompt_length: int,
@@ -48,6 +36,6 @@ class Seen(NamedTuple):
         is_seen[:, of_past] = True
         is_seen[nodes, of_paths] = True
         counts = np.zeros(is_seen.shape, np.int64)
-        counts[:, of_past] = past.counts[: len(in_past)]
+        counts[:, of_past] = past.num_outputs[: len(in_past)]
         np.add.at(counts, (nodes[is_output], of_paths[is_output]), 1)
         return cls(tokens, is_seen, counts)

@@ -6,14 +6,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bough.model.token_counts import TokenCounts
 from bough.sampling import SamplingParams
 from draft_worker.guess import Guessing
-from draft_worker.past import Past, Seen
+from draft_worker.past import Seen
 
 
 @torch.inference_mode()
 def adjust(
-    logits: torch.Tensor, guessing: Guessing, past: Past, paths: NDArray[np.int32], positions: NDArray[np.int32]
+    logits: torch.Tensor, guessing: Guessing, past: TokenCounts, paths: NDArray[np.int32], positions: NDArray[np.int32]
 ) -> None:
     """Puts penalties and bias upon logits (num_nodes, vocab_size), as decoding would see them at each node.
 

@@ -8,7 +8,7 @@ from collections.abc import Container
 from bough.errors import NotFound
 from bough.messages import GrowCall
 from bough.model.arena import Arena
-from bough.prefix import block_hashes, common_length
+from bough.prefix import block_hashes, common_length, whole_blocks
 from bough.prefix_index import PrefixIndex
 from draft_worker.session import DraftSession, Window
 
@@ -68,10 +68,16 @@ class SessionPool:
             else:
                 self._arena.resize(session.slot, wanted)
         self._sessions.move_to_end(session_id)
+        session.epoch = max(session.epoch, call.epoch)
         return session
 
+    def epoch_of(self, session_id: str) -> int:
+        """The newest epoch in which a session has called; 0 for one that is not held."""
+        session = self._sessions.get(session_id)
+        return session.epoch if session is not None else 0
+
     def borrow(self, session: DraftSession) -> None:
-        """Copies keys and values that another session has of text which this one has yet to run."""
+        """Copies keys and values that another session has of text, in whole blocks, which this one has yet to run."""
         if not session.num_pending:
             return
         text = session.tokens[session.start :]
@@ -79,7 +85,7 @@ class SessionPool:
         if match is None:
             return
         source = match.holder.slot
-        length = common_length(text, source.tokens)  # the source may have gone another way since it was noted
+        length = whole_blocks(common_length(text, source.tokens))  # the source may have gone another way since
         if length > session.slot.length:
             session.slot.fork(source, length)
 

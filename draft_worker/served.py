@@ -56,12 +56,15 @@ class ServedDraft(ABC):
         self._post(request.future, lambda: self._start(request))
         return request.future
 
-    def release(self, session_id: str) -> Future[None]:
-        """Forgets a session; the future raises NotFound."""
+    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
+        """Forgets a session, unless a newer epoch than this one has begun; 0 does not care.
+
+        The future raises NotFound, or StaleEpoch.
+        """
         future: Future[None] = Future()
 
         def release() -> None:
-            self._engine.release(session_id)
+            self._engine.release(session_id, epoch)
             settle(future, None)
 
         self._post(future, release)

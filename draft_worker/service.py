@@ -28,7 +28,7 @@ class DraftService(WorkerService[ServedDraft]):
         self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common_pb2.ReleaseReply:
         """Forgets a session."""
-        await asyncio.wrap_future(self.worker.release(request.session_id))
+        await asyncio.wrap_future(self.worker.release(request.session_id, request.epoch))
         return common_pb2.ReleaseReply()
 
 

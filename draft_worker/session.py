@@ -12,11 +12,11 @@ from bough.growth import MAX_EXPANSIONS
 from bough.messages import Context, GrowCall
 from bough.model.segment import Segment
 from bough.model.slot import Slot
+from bough.model.token_counts import TokenCounts
 from bough.prefix import prefix_hash
 from draft_worker.explored import Explored, Wanted
 from draft_worker.grow import GrowingTree
 from draft_worker.guess import Answer, Guessing
-from draft_worker.past import Past
 from draft_worker.sharpness import Sharpness
 
 CONTEXT_CHUNK = 512  # tokens of a context that one draft step runs at most: others' trees grow in the same step
@@ -56,12 +56,13 @@ class DraftSession:
         self.slot = slot
         self.tokens: list[int] = []  # committed, before the root; those that the slot lacks are still to be run
         self.start = 0
+        self.epoch = 0  # the newest in which it was called
         self.explored = Explored(0)
         self._window = window
         self.grown: GrowingTree | None = None  # the last call's, as it grew
         self.guessing: Guessing | None = None  # what the last call asks for
         self._sharpness = Sharpness(is_learnt=False)
-        self.past = Past.of((), 0)  # of a call with penalties
+        self.past = TokenCounts.of((), 0)  # of a call with penalties
 
     def stand_on(self, call: GrowCall, guessing: Guessing, sharpness: Sharpness) -> None:
         """Takes over the call's context, and what of earlier trees lies on it.
@@ -95,7 +96,7 @@ class DraftSession:
             self.explored = Explored(len(tokens) - self.start)
         self.explored.power, self._sharpness = sharpness.power, sharpness
         self.guessing, self.grown = guessing, None
-        self.past = Past.of(tokens if guessing.params.has_penalties else (), guessing.prompt_length)
+        self.past = TokenCounts.of(tokens if guessing.params.has_penalties else (), guessing.prompt_length)
 
     def has_room(self, depth: int) -> bool:
         """Whether a tree of so many levels can stand on what is committed without a new window."""

@@ -23,8 +23,8 @@ def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
     for num_rows in (2, 1):
         values, tokens = largest(room[:num_rows, :vocab_size], NUM_CONSIDERED)
     for temperature in (0.0, 1.0):
-        guessing = Guessing(SamplingParams(temperature=temperature), 0, is_sample=False, is_perturbed=False)
-        likely = guessing.candidates(values, tokens, np.zeros(1, np.int32), vocab_size)
+        guessing = Guessing(SamplingParams(temperature=temperature), 0, is_sample=False, is_perturbed=temperature > 0)
+        likely = guessing.candidates(values, tokens, np.zeros(1, np.int32))
     explored, closed = Explored(0), np.zeros(0, np.int32)
     walk = Walk(BestFirstGrower(0, BestFirst(budget=2, width=1, depth=1), branch=1, closed=closed), explored)
     walk.advance()

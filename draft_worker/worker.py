@@ -93,6 +93,7 @@ class DraftWorker(ServedDraft):
             kv_bytes=self._engine.pool.num_bytes,
             kv_used_bytes=self._engine.kv_used_bytes,
             num_waiting=len(self._unanswered),
+            num_passes=self._engine.num_passes,
             notes=notes,
             bough_version=__version__,
             cost=self._engine.cost,

@@ -29,9 +29,9 @@ from transformers import LlamaConfig
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
-from bough.model.memory import SHARE, free_host_bytes
 from bough.model.pack import pack
 from bough.placement import Tier
+from bough.runtime.machine import free_memory, most_of
 from bough.tree import Tree
 from bough.values import parse_bytes
 from loadtest import gpu_parts
@@ -206,7 +206,7 @@ def check(device: torch.device, sizes: Sizes, folder: Path, arguments: argparse.
     report["host_to_device_gb_s"] = round(rate / 1e9, 2)
     print(report, flush=True)
     sources = write_big(sizes.target, folder / "target", device)  # before the host's memory is counted: it may be there
-    host = arguments.host_memory or int(free_host_bytes() * SHARE)
+    host = arguments.host_memory or most_of(free_memory())
     machine = replace(machine, host_memory=host, max_resident=sizes.max_resident)
     report |= big_model(sources, machine, sizes, folder / "target", arguments.layers, rate)
     report["ok"] = _holds(report, on_gpu=device.type != "cpu")

@@ -76,6 +76,10 @@ class Calls:
             for i in range(num_workers)
         ]
 
+    @property
+    def worker_ids(self) -> list[str]:
+        return [worker.worker_id for worker in self.workers]
+
     def session(self, number: int, epoch: int) -> SessionRecord:
         """One that has held all but the last tokens."""
         return SessionRecord(f"s{number}", "t0", "d0", epoch, len(self.tokens) - 1, 0, self.tokens)
@@ -94,9 +98,12 @@ class Calls:
             "record_request": lambda _: registry.record_request(request, known),
             "load_session": lambda _: registry.load_session("s0"),
             "note_prefixes": lambda number: registry.note_prefixes("m", self._hashes, f"t{number % len(self.workers)}"),
-            "find_prefix": lambda _: registry.find_prefix("m", self._hashes),
-            "find_prefix_of_nobody": lambda _: registry.find_prefix("other", self._hashes),
-            "drop_session": lambda _: registry.drop_session("s0"),
+            "note_one_more_prefix": lambda number: registry.note_prefixes(
+                "m", self._hashes, f"t{number % len(self.workers)}", len(self._hashes) - 1
+            ),
+            "find_prefixes": lambda _: registry.find_prefixes("m", self._hashes, self.worker_ids),
+            "find_prefixes_of_nobody": lambda _: registry.find_prefixes("other", self._hashes, self.worker_ids),
+            "drop_session": lambda _: registry.drop_session("s0", 2**51),
         }
 
     async def sessions_at_once(self, num_rounds: int) -> float:
@@ -114,7 +121,7 @@ class Calls:
     async def clean(self) -> None:
         """Takes out what was put in, but for what ends by itself."""
         for number in range(NUM_SESSIONS):
-            await self._registry.drop_session(f"s{number}")
+            await self._registry.close_session(f"s{number}")
         for worker in self.workers:
             await self._registry.deregister(worker.worker_id)
 

@@ -23,6 +23,7 @@ from bough.registry import Registry
 from bough.rpc import Served
 from bough.tasks import end
 from orchestrator.directory import POLL_SECONDS, Directory
+from orchestrator.http_door import http_door
 from orchestrator.metrics import OrchestratorCollector
 from orchestrator.requests import Requests
 from orchestrator.service import serving_generation
@@ -55,7 +56,7 @@ class Orchestrator:
     @property
     def is_ready(self) -> bool:
         """Whether a request that came now could be served."""
-        return self.directory.has_target and not self.requests.admission.is_closed
+        return self.requests.is_ready
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Announces the orchestrator in the index until `stop` is set, and then drains it.
@@ -90,11 +91,12 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
         config = await with_advertised_host(config)
         worker_id, directory = new_worker_id("orchestrator"), Directory(registry)
         requests = Requests(config, directory, worker_id)
-        with closing(serve_metrics(config, requests)):
+        with closing(serve_metrics(config, requests)) as metrics:
             async with (
                 directory.running(),
                 requests.running(),
                 serving_generation(config, requests) as served,
+                http_door(config, requests, metrics.registry),
             ):
                 yield Orchestrator(config, worker_id, registry, directory, requests, served)
     finally:

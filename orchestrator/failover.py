@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, Exhausted, NoAnswer, Unavailable
+from bough.errors import BoughError, Exhausted, NoAnswer, StaleEpoch, Unavailable
 from bough.growth import Scheme
 from bough.messages import VerifyResult
 from orchestrator.claims import Claims
@@ -68,9 +68,15 @@ class Failover:
             BoughError: the call fails wherever it is made.
         """
         trouble: _Trouble | None = None
+        has_overtaken = False
         while True:
             try:
                 answer = await self._verify_once_there_is_room(session, seat.target, proposal, scheme)
+            except StaleEpoch as exc:
+                if has_overtaken:
+                    raise
+                await self.claims.overtake(session, exc)
+                has_overtaken = True
             except BoughError as exc:
                 if not _is_fault(exc):
                     raise

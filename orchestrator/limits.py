@@ -13,12 +13,17 @@ from bough.wire import MAX_NAME_LENGTH
 
 
 def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
-    """Raises InvalidRequest for a name that is too long to be a key of the index, or a text that is not UTF-8."""
-    for field in ("request_id", "session_id"):
-        name = getattr(options, field)
-        if len(name) > MAX_NAME_LENGTH:
-            raise InvalidRequest(f"{field}: {len(name)} characters; at most {MAX_NAME_LENGTH} would do")
+    """Raises InvalidRequest for a name that `require_name` refuses, or a text that is not UTF-8."""
+    for field in ("request_id", "session_id", "model"):
+        require_name(field, getattr(options, field))
     wire_numbers.require_texts(prompt, options)
+
+
+def require_name(field: str, name: str) -> None:
+    """Raises InvalidRequest for a name that is too long to be a key of the index, or is not UTF-8."""
+    if len(name) > MAX_NAME_LENGTH:
+        raise InvalidRequest(f"{field}: {len(name)} characters; at most {MAX_NAME_LENGTH} would do")
+    wire_numbers.require_text(field, name)
 
 
 def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 
 from bough.ngram import Draft, Guesses, GuessKind, Limits, SuffixAutomaton, grow_continuations
+from bough.tasks import end
 from bough.tree import Tree
+
+Run = Callable[[Callable[[], None]], Awaitable[None]]
 
 PRIOR_WEIGHT = 8.0  # trials that an estimate's prior counts for
 MEMORY = 500.0  # trials of a kind that are remembered; older ones count for less
-MAX_READ = 8192  # tokens of a prompt read before a round: a long one should not hold up other sessions
+MAX_READ = 1024  # tokens that are read at once: a long prompt should not hold up other sessions
 
 # After `python -m loadtest.lookup` (docs/measurements.md); nearer to the middle where little was seen.
 FIRST_CHOICE = (0.2, 0.55, 0.7, 0.9, 0.95)  # by doubling match length
@@ -67,12 +73,37 @@ class Lookup:
         self._text = SuffixAutomaton()
         self._shared = shared
         self._own = Acceptance(shared.probability)
+        self._is_reading = False  # beside the event loop
+
+    @asynccontextmanager
+    async def reading(self, tokens: Sequence[int], run: Run) -> AsyncIterator[None]:
+        """Inside the block a long beginning of the text is read with `run`, which has work done beside the event loop.
+
+        No round waits for that: until the end of it there are no guesses.
+        """
+        if len(tokens) <= MAX_READ:
+            yield
+            return
+        self._is_reading = True
+        task = asyncio.create_task(self._read(tokens, run))
+        try:
+            yield
+        finally:
+            await end(task)
+
+    async def _read(self, tokens: Sequence[int], run: Run) -> None:
+        for begin in range(0, len(tokens), MAX_READ):
+            part = tokens[begin : begin + MAX_READ]
+            await run(partial(self._text.extend, part))
+        self._is_reading = False
 
     def grow(self, tokens: Sequence[int], drafted: Tree, limits: Limits) -> Guesses:
         """Guesses below the last token, beside what a draft has guessed there.
 
         None while the text is still being read or where nothing has been repeated.
         """
+        if self._is_reading:
+            return Guesses(Tree.root(tokens[-1]), ())
         if limits.max_nodes > 0:
             start = self._text.num_tokens
             self._text.extend(tokens[start : start + MAX_READ])

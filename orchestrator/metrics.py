@@ -22,6 +22,7 @@ class Figures(NamedTuple):
     num_waiting: int  # requests
     num_tokens: int  # generated
     totals: RoundTotals
+    loop_lag: Tally  # seconds, of the event loop
 
 
 class OrchestratorCollector(Collector):
@@ -32,7 +33,7 @@ class OrchestratorCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All of them, as they are now."""
-        name, num_running, num_waiting, num_tokens, totals = self._figures()
+        name, num_running, num_waiting, num_tokens, totals, loop_lag = self._figures()
         model = {"model_name": name}
         yield gauge("vllm:num_requests_running", "Requests being generated", model, num_running)
         yield gauge("vllm:num_requests_waiting", "Requests waiting for a place, or for a KV slot", model, num_waiting)
@@ -43,6 +44,8 @@ class OrchestratorCollector(Collector):
         yield _histogram("bough_sizer_tree_nodes", "Nodes of trees sent, roots included", name, totals.nodes)
         text = "Time in which the sizer decided and learnt, of a round"
         yield _histogram("bough_sizer_plan_seconds", text, name, totals.plan_seconds)
+        text = "How late the orchestrator's event loop came to what was due"
+        yield _histogram("bough_event_loop_lag_seconds", text, name, loop_lag)
 
 
 def _speculation(model: dict[str, str], totals: RoundTotals) -> Iterator[Metric]:

@@ -137,15 +137,17 @@ class Opening:
     ) -> Known[TargetClient]:
         """Of the targets that give this one's tokens the one that holds most of these; where none does, this one."""
         hashes = block_hashes(tokens)
-        if not hashes or len(targets) < 2 or self.directory.index_problem:
+        rivals = {
+            known.record.worker_id: known
+            for known in targets
+            if known.info.identity == target.info.identity and known.info.max_context >= target.info.max_context
+        }
+        if not hashes or len(rivals) < 2 or self.directory.index_problem:
             return target
         with suppress(Unavailable):
-            found = await self.directory.registry.find_prefix(target.info.model_fingerprint, hashes)
-            for holder in targets:
-                has_room = holder.info.max_context >= target.info.max_context
-                is_same = holder.info.identity == target.info.identity
-                if found and holder.record.worker_id == found[0] and has_room and is_same:
-                    return holder
+            registry = self.directory.registry
+            blocks = await registry.find_prefixes(target.info.model_fingerprint, hashes, list(rivals))
+            return min(rivals.values(), key=lambda known: (-blocks.get(known.record.worker_id, 0), known.busyness))
         return target
 
     async def _claim(
@@ -154,8 +156,10 @@ class Opening:
         """The session is this orchestrator's; what it holds where is believed until a worker says otherwise."""
         claim = await self.claims.begin(session.session_id)
         session.epoch = session.born_us = claim.epoch
+        session.has_claim = claim.is_granted
         if record is not None:
             session.epoch, session.born_us = max(claim.epoch, record.epoch + 1), record.born_us
+            session.has_claim = claim.is_granted and claim.epoch > record.epoch
             common = common_length(record.tokens, session.tokens)
             is_same = record.target_id == target.record.worker_id
             session.target_held = min(record.target_length, common) if is_same else 0
@@ -196,7 +200,7 @@ def _session(
     return Session(
         request_id=options.request_id,
         session_id=_session_id(options, request) or uuid.uuid4().hex,
-        keep=bool(options.session_id),
+        keep=bool(options.session_id) or (request is not None and request.keeps_session),
         tokens=TokenHistory(tokens),
         prompt_length=len(tokens),
         sampling=sampling,

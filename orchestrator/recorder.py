@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +18,8 @@ from bough.tasks import end
 
 logger = logging.getLogger(__name__)
 
+SETTLING_SECONDS = 1.0  # most that a request waits until its session is written
+REFRESH_SECONDS = 30.0  # between two times at which all that a target holds counts as used just now
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)  # after failures in a row; then the next record is waited for
 CLOSE_SECONDS = 5.0  # for what is not written yet
 
@@ -38,6 +43,16 @@ class _Drop(NamedTuple):
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What of a session's blocks the index has been told."""
+
+    epoch: int = 0
+    target_id: str = ""
+    num_blocks: int = 0
+    all_at: float = -math.inf  # seconds on the monotonic clock, when all of them were told at once
+
+
 @dataclass(slots=True)
 class _Log:
     """What of one session waits to be written, and what has been."""
@@ -47,15 +62,16 @@ class _Log:
     has_ended: bool = False  # the request has: nothing more will come
     task: asyncio.Task[None] | None = None
     epoch: int = 0  # of what follows
-    is_stale: bool = False  # another has claimed the session since
+    refusal: StaleEpoch | None = None  # another has claimed the session since, or closed it
+    refused_request_id: str = ""  # of this epoch, whose entry is another session's by now
     num_written: int = 0  # tokens that are in the index
     hashes: list[int] = field(default_factory=list)  # of blocks that the target holds
-    noted: tuple[int, str, int] = (0, "", 0)  # epoch, and the target of which so many blocks have been noted
+    noted: _Noted = field(default_factory=lambda: _Noted())
 
     def put(self, waiting: _State | _Drop) -> None:
         """Something newer is to be written."""
         if waiting.epoch != self.epoch:
-            self.epoch, self.is_stale, self.num_written = waiting.epoch, False, 0
+            self.epoch, self.refusal, self.refused_request_id, self.num_written = waiting.epoch, None, "", 0
             self.hashes.clear()
         self.waiting = waiting
         self.is_settled.clear()
@@ -83,16 +99,28 @@ class Recorder:
             log.has_ended = True
             self._forget_if_done(session_id, log)
 
-    async def settled(self, session_id: str) -> None:
-        """Waits until the session's newest state has been written, or could not be."""
+    async def settled(self, session_id: str) -> bool:
+        """Waits until the session's newest state has been written, or could not be, or that takes too long.
+
+        Whether nothing waits to be written any more.
+        """
         log = self._logs.get(session_id)
         if log is not None:
-            await log.is_settled.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SETTLING_SECONDS):
+                    await log.is_settled.wait()
+        return log is None or log.waiting is None
+
+    def require_held(self, session_id: str) -> None:
+        """Raises StaleEpoch where the index has refused what was to be written: somebody else has the session."""
+        log = self._logs.get(session_id)
+        if log is not None and log.refusal is not None:
+            raise StaleEpoch(str(log.refusal))
 
     def unwritten(self, session_id: str) -> SessionRecord | None:
         """A session's newest state where the index lacks it yet."""
         log = self._logs.get(session_id)
-        if log is None or log.is_stale or not isinstance(log.waiting, _State):
+        if log is None or log.refusal is not None or not isinstance(log.waiting, _State):
             return None
         return log.waiting.session
 
@@ -124,7 +152,8 @@ class Recorder:
                     num_failures = 0
                 except StaleEpoch as exc:
                     logger.warning("%s; nothing more of it is recorded here", exc)
-                    log.is_stale = log.epoch == state.epoch
+                    if log.epoch == state.epoch:
+                        log.refusal = exc
                 except Unavailable as exc:
                     logger.debug("session %s is not recorded: %s", session_id, exc)
                     log.is_settled.set()
@@ -140,23 +169,43 @@ class Recorder:
 
     async def _write(self, log: _Log, state: _State | _Drop) -> None:
         """One try. Raises StaleEpoch, Unavailable."""
-        if log.is_stale:
+        if log.refusal is not None:
             return
         if isinstance(state, _Drop):
             await self._registry.drop_session(*state)
             return
         await self._registry.record_session(state.session, log.num_written)
-        await self._registry.record_request(state.request, log.num_written)
+        await self._record_request(log, state)
         if log.epoch == state.epoch:  # or a newer one has begun meanwhile, of which nothing is written
             log.num_written = len(state.session.tokens)
             await self._note_prefixes(log, state)
 
+    async def _record_request(self, log: _Log, state: _State) -> None:
+        """A request whose name a newer one has taken, in whatever session, is not recorded; its session still is."""
+        if log.refused_request_id == state.request.request_id:
+            return
+        try:
+            await self._registry.record_request(state.request, log.num_written)
+        except StaleEpoch as exc:
+            logger.warning("%s: its name is another's, so that it cannot be resumed; the session goes on", exc)
+            if log.epoch == state.epoch:
+                log.refused_request_id = state.request.request_id
+
     async def _note_prefixes(self, log: _Log, state: _State) -> None:
-        """All blocks that the target holds, whenever there is one more: the first must not look older than the last."""
-        held = state.session.tokens[: state.session.target_length]
-        if len(held) // BLOCK_TOKENS != len(log.hashes):
-            log.hashes = block_hashes(held, log.hashes[: len(held) // BLOCK_TOKENS])
-        held_by = (state.epoch, state.session.target_id, len(log.hashes))
-        if log.hashes and log.noted != held_by:
-            await self._registry.note_prefixes(state.model_fingerprint, log.hashes, state.session.target_id)
-            log.noted = held_by
+        """The blocks that the target holds beyond those that were told, and now and then all: they are in use."""
+        num_blocks, noted, now = state.session.target_length // BLOCK_TOKENS, log.noted, time.monotonic()
+        if num_blocks == 0:
+            return
+        first_new = noted.num_blocks
+        if (noted.epoch, noted.target_id) != (state.epoch, state.session.target_id) or num_blocks < first_new:
+            first_new = 0
+        elif num_blocks == first_new:
+            return
+        elif now - noted.all_at > REFRESH_SECONDS:
+            first_new = 0
+        if num_blocks != len(log.hashes):
+            held = state.session.tokens[: num_blocks * BLOCK_TOKENS]
+            log.hashes = block_hashes(held, log.hashes[:num_blocks])
+        target_id = state.session.target_id
+        await self._registry.note_prefixes(state.model_fingerprint, log.hashes, target_id, first_new)
+        log.noted = _Noted(state.epoch, target_id, num_blocks, noted.all_at if first_new else now)

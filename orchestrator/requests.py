@@ -15,15 +15,16 @@ from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavai
 from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
 from bough.messages import PROTOCOL_VERSION
 from bough.sizing.decision import Decision, DraftCalibration
-from bough.wire_numbers import require_text
 from orchestrator.acceptance import AcceptanceCounter
 from orchestrator.admission import Admission
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory
 from orchestrator.endings import Endings
 from orchestrator.failover import Failover
-from orchestrator.limits import require_size_for_any, require_texts
+from orchestrator.limits import require_name, require_size_for_any, require_texts
+from orchestrator.loop_lag import LoopLag
 from orchestrator.metrics import Figures
+from orchestrator.model_texts import ModelTexts
 from orchestrator.models import largest_context, served_models
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
@@ -53,10 +54,13 @@ class Requests:
         self.sizer = MeasuredSizer(configured_sizer(config))
         self._failover = Failover(config, directory, self._claims)
         self._rounds = Rounds(config, directory, self.sizer, self._failover, self._recorder, AcceptanceCounter())
+        self.loop_lag = LoopLag()
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
+        self.texts = ModelTexts(directory)
         self.metrics_url = ""  # where its figures are served
+        self.http_url = ""  # where OpenAI's clients are served
         self._model_name = ""  # of the target that was used last
         self._num_total = 0
         self._num_tokens = 0
@@ -135,7 +139,9 @@ class Requests:
                 if self.directory.index_problem:
                     session.warn(f"{self.directory.index_problem}; the session is not recorded")
                 elif session.keep:  # the next turn may be asked of another orchestrator
-                    await self._recorder.settled(session.session_id)
+                    if not await self._recorder.settled(session.session_id):
+                        session.warn("the index did not take the session in time; it is not recorded yet")
+                    self._rounds.require_held(session)
                 yield session.finished()
             except StaleEpoch as exc:
                 stream.end(exc)
@@ -150,9 +156,11 @@ class Requests:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """After the block, when no stream runs any more, cleans up what they have left, as far as anyone answers."""
+        """Watches the event loop while the block runs; after it, cleans up what streams have left, as far as anyone
+        answers."""
         try:
-            yield
+            async with self.loop_lag.running():
+                yield
         finally:
             await self.drain("this orchestrator has ended; ask another orchestrator", 0.0)
             await self._endings.all_done()
@@ -181,19 +189,22 @@ class Requests:
         """
         if not session_id:
             raise InvalidRequest("session_id: empty; the session to close would do")
-        require_text("session_id", session_id)
+        require_name("session_id", session_id)
         stream = self._running.in_session(session_id)
         if stream is not None:
             stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
         await self._recorder.settled(session_id)
-        record = await self.directory.registry.load_session(session_id)
-        if record is None and stream is None:
+        closed = await self.directory.registry.close_session(session_id)
+        if closed is None and stream is None:
             raise NotFound(f"session_id: {session_id!r} is not known")
-        claim = await self._claims.begin(session_id)
-        self._recorder.drop(session_id, claim.epoch)
-        for worker_id in (record.target_id, record.draft_id) if record is not None else ():
-            await self._endings.release(session_id, claim.epoch, self.directory.find(worker_id))
-        await self._recorder.settled(session_id)
+        if closed is not None and closed.record is not None:
+            for worker_id in (closed.record.target_id, closed.record.draft_id):
+                await self._endings.release(session_id, closed.epoch, self.directory.find(worker_id))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that came now could be served."""
+        return self.directory.has_target and not self.admission.is_closed
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The models that are served, by name; at least one. Raises Unavailable."""
@@ -209,6 +220,7 @@ class Requests:
             __version__,
             is_draftless=self._rounds.config.draft == "none",
             metrics_url=self.metrics_url,
+            http_url=self.http_url,
         )
 
     def loads(self) -> Loads:
@@ -234,7 +246,9 @@ class Requests:
         """What is told to Prometheus; any thread."""
         num_waiting = self._num_waiting
         num_running = len(self._running) - num_waiting
-        return Figures(self._model_name, num_running, num_waiting, self._num_tokens, self.sizer.totals)
+        return Figures(
+            self._model_name, num_running, num_waiting, self._num_tokens, self.sizer.totals, self.loop_lag.tally
+        )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """What verification has come to, by scheme, depth and rank."""

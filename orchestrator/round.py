@@ -57,32 +57,44 @@ class Rounds:
             StaleEpoch: another orchestrator has the session.
         """
         lookup = Lookup(self.lookups)
-        while not session.is_finished:
-            began_ns = time.perf_counter_ns()
-            draft = self._draft(session, seat.target)
-            plan = self.sizer.plan(self._situation(session, seat.target, draft))
-            drafted, grown, drafting = await self._grow(session, seat.target, draft, plan)
-            guesses = lookup.grow(session.tokens, drafted, _lookup_limits(session, seat.target, plan))
-            proposal = self.sizer.propose(session.session_id, drafted, guesses.tree)
-            # Where nothing was drawn, whatever was added is judged by what the target draws.
-            scheme = plan.tree.scheme if len(drafted) > 1 else Scheme.TARGET
-            result, verifying = await self.failover.verify(session, seat, proposal, scheme)
-            timings = _timings(began_ns, drafting, result, verifying)
-            chosen = result.verdict.tokens_of(proposal.tree)
-            lookup.observe(guesses, chosen)
-            self.acceptance.observe(scheme, *_verified(proposal.tree, result))
-            tokens = session.commit(proposal.tree, drafted, result, timings)
-            outcome = RoundOutcome(
-                len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings
-            )
-            self.sizer.observe(session.session_id, outcome)
-            self.record(session, seat.target)
-            yield tokens
+        known = session.tokens[:] if self._num_lookup(session) else ()
+        async with lookup.reading(known, self.directory.tokenizing.run):
+            while not session.is_finished:
+                yield await self._round(session, seat, lookup)
+
+    async def _round(self, session: Session, seat: Seat, lookup: Lookup) -> Tokens:
+        """One round, with whatever can be had of guesses."""
+        began_ns = time.perf_counter_ns()
+        draft = self._draft(session, seat.target)
+        plan = self.sizer.plan(self._situation(session, seat.target, draft))
+        drafted, grown, drafting = await self._grow(session, seat.target, draft, plan)
+        guesses = lookup.grow(session.tokens, drafted, _lookup_limits(session, seat.target, plan))
+        proposal = self.sizer.propose(session.session_id, drafted, guesses.tree)
+        # Where nothing was drawn, whatever was added is judged by what the target draws.
+        scheme = plan.tree.scheme if len(drafted) > 1 else Scheme.TARGET
+        result, verifying = await self.failover.verify(session, seat, proposal, scheme)
+        timings = _timings(began_ns, drafting, result, verifying)
+        chosen = result.verdict.tokens_of(proposal.tree)
+        lookup.observe(guesses, chosen)
+        self.acceptance.observe(scheme, *_verified(proposal.tree, result))
+        tokens = session.commit(proposal.tree, drafted, result, timings)
+        outcome = RoundOutcome(
+            len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings
+        )
+        self.sizer.observe(session.session_id, outcome)
+        self.record(session, seat.target)
+        return tokens
 
     def record(self, session: Session, target: Known[TargetClient]) -> None:
-        """The index hears of it, in time."""
+        """The index hears of it, in time. Raises StaleEpoch as `require_held` does."""
         known = (session_record(session, target.record.worker_id), request_record(session))
         self.recorder.record(*known, target.info.model_fingerprint)
+        self.require_held(session)
+
+    def require_held(self, session: Session) -> None:
+        """Raises StaleEpoch where the index has told that the session is another's by now, or closed."""
+        if session.has_claim:
+            self.recorder.require_held(session.session_id)
 
     def _draft(self, session: Session, target: Known[TargetClient]) -> Known[DraftClient] | None:
         """A draft worker to ask, if a tree is wanted and one can be had."""
@@ -101,9 +113,6 @@ class Rounds:
         alike, and what is looked up depends on what other sessions have taught.
         """
         speculation, info = session.speculation, target.info
-        lookup = speculation.lookup
-        if lookup is None:
-            lookup = 0 if speculation.scheme is not Scheme.TARGET else self.config.lookup
         num_before = len(session.tokens) - 1
         draft_held = session.draft_held if draft and draft.record.worker_id == session.draft_id else 0
         return Situation(
@@ -115,8 +124,14 @@ class Rounds:
             session.num_left,
             num_before - session.target_held,
             num_before - draft_held,
-            lookup,
+            self._num_lookup(session),
         )
+
+    def _num_lookup(self, session: Session) -> int:
+        """Most guesses that may come from the text."""
+        if session.speculation.lookup is not None:
+            return session.speculation.lookup
+        return 0 if session.speculation.scheme is not Scheme.TARGET else self.config.lookup
 
     async def _grow(
         self, session: Session, target: Known[TargetClient], draft: Known[DraftClient] | None, plan: RoundPlan

@@ -108,4 +108,5 @@ def serving_generation(config: OrchestratorConfig, requests: Requests) -> Abstra
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
         Entrance(requests.admission, lambda: largest_context(requests.directory)),
         config.stalled_timeout,
+        max_connection_age=config.max_connection_age,
     )

@@ -45,6 +45,7 @@ class Session:
     model_name: str
     model_identity: str  # of the targets at which its next request may run
     epoch: int = 0
+    has_claim: bool = False  # the index has granted the epoch
     patience: Patience = field(default_factory=Patience)
     round: int = 0
     target_held: int = 0  # tokens that the target is believed to hold

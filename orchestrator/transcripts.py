@@ -35,4 +35,5 @@ def request_record(session: Session) -> RequestRecord:
         session.finish_reason,
         session.stop_reason,
         session.target_identity,
+        session.keep,
     )

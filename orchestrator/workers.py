@@ -92,7 +92,7 @@ class DraftClient(WorkerClient):
         async def call(context: Context) -> GrowResult:
             # Every round stands on another token: no two of a session, nor of its turns, have random numbers in common.
             round_ = context.base_length
-            grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan, vocab_size)
+            grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan, vocab_size, session.epoch)
             request = wire.grow_call_to_wire(grow)
             return wire.grow_result_from_wire(await self._errors(self._stub.Grow(request, timeout=timeout_seconds)))
 

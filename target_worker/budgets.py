@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from bough.config import TargetConfig
-from bough.model.memory import SHARE, budgets, free_device_bytes, host_budget, require_way_through
+from bough.model.memory import budgets, free_device_bytes, host_budget, require_way_through
 from bough.placement import Apart, Fixed, Placement, gigabytes, place, place_apart
+from bough.runtime.machine import most_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +34,14 @@ def choose_places(
         ConfigError: naming the setting that leaves too little room, or that has no meaning on this device.
     """
     free, is_gpu = free_device_bytes(device), device.type != "cpu"
-    device_bytes = config.device_memory or int(free * SHARE)
+    device_bytes = config.device_memory or most_of(free)
     allowed = budgets(config, layer_bytes, device_bytes, host_budget(config, is_gpu))
     if apart is not None and config.experts != "all":
         placement = place_apart(layer_bytes, apart, fixed, allowed, is_gpu, config.experts == "chosen")
     else:
         placement = place(layer_bytes, fixed, allowed)
     require_way_through(placement, is_gpu, allowed.host)
-    said = "as told" if config.device_memory else f"{SHARE:.0%} of the {gigabytes(free)} that are free"
+    said = "as told" if config.device_memory else f"of the {gigabytes(free)} that are free; the rest is left to others"
     beside = f", {gigabytes(allowed.host)} of the host's" if allowed.host else ""
     words = f"memory: {gigabytes(allowed.device)} ({said}){beside}; {placement}; {placement.fixed}"
     logger.info("%s", words)

@@ -107,7 +107,8 @@ class Calls:
         if call.epoch <= running.call.epoch:
             raise StaleEpoch(
                 f"round: {call.round} of epoch {call.epoch}, but round {running.call.round} of epoch "
-                f"{running.call.epoch} of this session is in flight"
+                f"{running.call.epoch} of this session is in flight",
+                running.call.epoch,
             )
         self.drop(call.context.session_id, StaleEpoch(f"epoch: {call.epoch} of this session has begun"))
         return False

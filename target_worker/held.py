@@ -71,7 +71,7 @@ class HeldSession:
     def require_epoch(self, epoch: int) -> None:
         """Raises StaleEpoch where the session has been placed anew since this epoch."""
         if epoch < self.epoch:
-            raise StaleEpoch(f"epoch: {epoch} of session {self.session_id} is over; {self.epoch} has begun")
+            raise StaleEpoch(f"epoch: {epoch} of session {self.session_id} is over; {self.epoch} has begun", self.epoch)
 
     def require_round(self, epoch: int, number: int) -> None:
         """Raises StaleEpoch where the session is further: the call was held up, and would undo what came after it."""

@@ -7,23 +7,28 @@ from collections.abc import Callable, Sequence
 from bough.growth import Scheme
 from bough.messages import Verdict, VerifyCall
 from bough.model.draw import Row, adjusted, draw, draw_by, position_logprobs, probabilities, require_numbers
+from bough.model.token_counts import TokenCounts
+from bough.prefix import Tokens
 from bough.tree import Tree
 from target_worker.traversal import Traversal
 from target_worker.verify import draws_at, law_given, walk
 
 
-def judge(call: VerifyCall, held: Sequence[int], logits_after: Callable[[Sequence[int]], Row]) -> Verdict:
+def judge(call: VerifyCall, held: Tokens, logits_after: Callable[[Sequence[int]], Row]) -> Verdict:
     """The verdict on a tree; `held` are the tokens before the root.
 
     `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes. Few paths are ever asked for, by
     Scheme.TRAVERSAL all that have something below them.
     """
     tree, params, base = call.tree, call.sampling, call.context.base_length
-    children, logprobs = tree.children(), []
+    children, logprobs, prompt_length = tree.children(), [], call.context.prompt_length
+    counts = TokenCounts.of(held if params.has_penalties else (), prompt_length)
 
     def row_after(path: Sequence[int], raw: Row) -> Row:
-        history = [*held, *(int(tree.tokens[node]) for node in path)] if params.has_penalties else ()
-        return adjusted(raw, params, history, call.context.prompt_length)
+        if not params.has_penalties:
+            return adjusted(raw, params, counts)
+        tokens = [int(tree.tokens[node]) for node in path]
+        return adjusted(raw, params, counts.after(tokens, max(0, prompt_length - len(held))))
 
     def target_probs(node: int) -> Row:
         path = tree.path(node)

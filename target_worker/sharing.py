@@ -1,4 +1,4 @@
-"""Contexts that begin alike are computed once: one call computes, the others wait a sweep and copy.
+"""Contexts that begin alike are computed once: one call computes, the others wait a sweep and copy whole blocks.
 
 A call waits only where that costs it nothing: where its answer would not have come out of this sweep anyhow and it will
 have at least what it would have computed itself; or where all such calls together are answered no later, by the time
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from bough.prefix import common_length
+from bough.prefix import common_length, whole_blocks
 from target_worker.batching import Part, Waiting, choose
 from target_worker.held import Text
 
@@ -37,13 +37,13 @@ class _Follower(NamedTuple):
 
     job: Sharing
     leader: Sharing
-    num_common: int  # leading tokens of both
+    num_common: int  # leading tokens of both, in whole blocks
 
     def gain(self, parts: dict[int, Part[AnySharing]]) -> int:
         """Tokens that it can copy after a sweep of these parts."""
         part = parts.get(id(self.leader))
         reached = self.leader.num_held + (part.num_context if part is not None else 0)
-        return max(0, min(self.num_common, reached) - self.job.num_held)
+        return max(0, whole_blocks(min(self.num_common, reached)) - self.job.num_held)
 
 
 def choose_shared(
@@ -75,7 +75,7 @@ def _followers(jobs: Sequence[Sharing], min_tokens: int) -> list[_Follower]:
     followers = []
     for job in sorted((job for job in jobs if job.num_left), key=lambda job: -job.num_held):
         tokens = job.text.array
-        shared = [(common_length(leader.text.array, tokens), leader) for leader in leaders]
+        shared = [(whole_blocks(common_length(leader.text.array, tokens)), leader) for leader in leaders]
         num_common, leader = max(shared, key=lambda pair: pair[0], default=(0, job))
         if num_common - job.num_held >= min_tokens:
             followers.append(_Follower(job, leader, num_common))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bough.errors import Exhausted, NotFound
 from bough.model.arena import Arena
 from bough.model.slot import Slot
-from bough.prefix import BLOCK_TOKENS, common_length
+from bough.prefix import BLOCK_TOKENS, common_length, whole_blocks
 from bough.prefix_index import PrefixIndex
 from target_worker.held import HeldSession, SlotState, Text
 
@@ -91,7 +91,7 @@ class SlotPool:
         return session
 
     def borrow(self, session: HeldSession, text: Text) -> None:
-        """Copies what another slot holds of the text beyond what the session's own does."""
+        """Copies what another slot holds of the text, in whole blocks, beyond what the session's own does."""
         slot = session.slot
         if slot.length == len(text.tokens):
             return
@@ -173,7 +173,7 @@ class SlotPool:
         match = self._index.longest(text.tokens, text.hashes)
         source, length = match if match is not None else (None, 0)
         idle = source if source is not None and source.state is SlotState.IDLE else None
-        is_spare = idle is not None and not idle.session_id and length == idle.slot.length
+        is_spare = idle is not None and not idle.session_id and length == whole_blocks(idle.slot.length)
         if is_spare or not self._make_room(num_rows, keep=source):
             if idle is None or not self._make_room(num_rows - idle.slot.num_rows, keep=idle):
                 raise self._exhausted(num_rows)

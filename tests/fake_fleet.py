@@ -115,7 +115,7 @@ class FakeTarget(FakeWorker):
     def _verify(self, call: VerifyCall) -> VerifyResult:
         name = call.context.session_id
         if call.epoch < self.epochs.get(name, 0):
-            raise StaleEpoch(f"epoch: {call.epoch} is over")
+            raise StaleEpoch(f"epoch: {call.epoch} is over", self.epochs[name])
         self.epochs[name] = call.epoch
         key = (name, call.epoch, call.round)
         if key in self.answers and name in self.held:

@@ -114,8 +114,8 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(folder: Path) -> AsyncIterator[Stage]:
-    """For the time of a test."""
+async def staged(folder: Path, max_connection_age: float = 0.0) -> AsyncIterator[Stage]:
+    """For the time of a test; `max_connection_age` is the target's."""
     nothing = Settings(parse(TargetConfig, "t", ["--model", "x"], {}), None, parse(OrchestratorConfig, "o", [], {}))
     cluster = Cluster(nothing, folder)
     cluster.start_index()
@@ -125,7 +125,8 @@ async def staged(folder: Path) -> AsyncIterator[Stage]:
     try:
         await registry.wait()
         add = target_pb2_grpc.add_TargetServicer_to_server
-        async with serving("127.0.0.1", 0, name, lambda server: add(target, server), grace_seconds=0.0) as served:
+        serves = serving("127.0.0.1", 0, name, lambda server: add(target, server), None, None, 0.0, max_connection_age)
+        async with serves as served:
             record = WorkerRecord("target", "target-fake", f"127.0.0.1:{served.port}")
             async with registered(registry, lambda: record):
                 yield Stage(cluster.index_url, registry, target)

@@ -9,7 +9,7 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.prefix import common_length
+from bough.prefix import common_length, whole_blocks
 from target_worker.batching import Part, choose
 from target_worker.held import Text
 from target_worker.sharing import choose_shared
@@ -55,7 +55,8 @@ def sharing(calls: list[Call]) -> Chooser:
 
     def chooser(waiting: list[Call]) -> list[Part[Call]]:
         for call in waiting:
-            shared = (min(common_length(call.text.tokens, other.text.tokens), other.num_held) for other in calls)
+            common = ((common_length(call.text.tokens, other.text.tokens), other.num_held) for other in calls)
+            shared = (whole_blocks(min(lengths)) for lengths in common)
             call.num_held = max(call.num_held, *shared)
         return choose_shared(waiting, ROOM, inf, ROWS, linear)
 
@@ -163,8 +164,8 @@ def test_prompts_are_finished_one_after_another_rather_than_all_at_the_end() -> 
 
 
 def test_a_beginning_of_many_is_computed_once() -> None:
-    calls = [Call(Text([*range(50), 1000 + n])) for n in range(8)]
-    assert run(calls, sharing(calls)) == 50 + 8 * 2
+    calls = [Call(Text([*range(32), 1000 + n])) for n in range(8)]
+    assert run(calls, sharing(calls)) == 32 + 8 * 2
     assert {call.answered for call in calls[1:]} == {1}
 
 
@@ -175,7 +176,7 @@ def test_two_that_fit_one_sweep_do_not_wait_where_the_link_is_the_limit() -> Non
 
 
 def test_two_that_fit_one_sweep_wait_where_products_are_the_limit() -> None:
-    calls = [Call(Text([*range(20), 1000 + n])) for n in range(2)]
+    calls = [Call(Text([*range(40), 1000 + n])) for n in range(2)]
 
     def slow(waiting: list[Call]) -> list[Part[Call]]:
         return choose_shared(waiting, ROOM, inf, ROWS, lambda num_tokens: num_tokens * 1.0)

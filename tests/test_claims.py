@@ -22,7 +22,7 @@ class FakeDirectory:
     def __post_init__(self) -> None:
         self.registry = self
 
-    async def claim_session(self, session_id: str, holder_id: str, epoch: int | None) -> Claim:
+    async def claim_session(self, session_id: str, holder_id: str, epoch: int | None, past: int) -> Claim:
         return Claim(AHEAD, None)
 
 

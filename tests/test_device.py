@@ -70,7 +70,7 @@ def gpu_settings(*flags: str) -> TargetConfig:
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """140 GB free on the device, 100 GB on the host."""
     monkeypatch.setattr(budgets, "free_device_bytes", lambda _: 140 * GB)
-    monkeypatch.setattr("bough.model.memory.free_host_bytes", lambda: 100 * GB)
+    monkeypatch.setattr("bough.model.memory.free_memory", lambda: 100 * GB)
 
 
 def test_a_gpu_has_three_tiers(free: None) -> None:

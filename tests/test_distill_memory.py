@@ -39,7 +39,7 @@ NUMBERS = r"[\d.]+ [MG]B"
 def have(monkeypatch: pytest.MonkeyPatch, device_bytes: int, host_bytes: int = 10**12) -> None:
     """So much memory is free."""
     monkeypatch.setattr(memory, "free_device_bytes", lambda _: device_bytes)
-    monkeypatch.setattr(memory, "free_host_bytes", lambda: host_bytes)
+    monkeypatch.setattr(memory, "free_memory", lambda: host_bytes)
 
 
 def test_too_little_memory_is_said_before_anything_is_loaded(

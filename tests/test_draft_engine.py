@@ -3,6 +3,8 @@ their minds."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fake_draft import (
@@ -18,7 +20,7 @@ from fake_draft import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.errors import InvalidRequest, NotFound, PrefixMissing, Unavailable
+from bough.errors import InvalidRequest, NotFound, PrefixMissing, StaleEpoch, Unavailable
 from bough.growth import MAX_EXPANSIONS, BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
 from bough.model.batch import Batch
 from bough.model.draw import draw
@@ -131,6 +133,7 @@ def test_without_the_noise_the_draft_guesses_what_is_likely() -> None:
 def test_penalties_and_bias_apply_along_each_path(guess: Guess) -> None:
     """The first guess at every node is what decoding with the draft itself would draw there."""
     from bough.model.draw import adjusted
+    from bough.model.token_counts import TokenCounts
 
     params = SamplingParams(
         0.0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.4, logit_bias={2: 1.5, 0: -2.0}
@@ -138,7 +141,7 @@ def test_penalties_and_bias_apply_along_each_path(guess: Guess) -> None:
     tokens = [3, 1, 4, 1, 2]
     tree = grown_alone(grow_call(tokens, sampling=params, plan=TreePlan(Chains(1, 6), guess=guess))).tree
     for _ in range(6):
-        logits = adjusted(fake_log_probs(tokens).astype(np.float64), params, tokens, prompt_length=3)
+        logits = adjusted(fake_log_probs(tokens).astype(np.float64), params, TokenCounts.of(tokens, 3))
         tokens = [*tokens, int(np.argmax(logits))]
     assert tree.tokens.tolist() == tokens[4:]
 
@@ -271,3 +274,22 @@ def test_a_long_context_is_run_in_parts_and_a_step_at_a_time_for_the_others() ->
     assert short.result(0).tree == grown_alone(grow_call([3, 1, 4])).tree
     assert future.result(0).held_length == len(long) - 1
     assert future.result(0).tree.tokens[1] == np.argmax(fake_log_probs(long))
+
+
+def test_a_release_of_an_older_epoch_comes_too_late() -> None:
+    """The session has gone on at another orchestrator, whose trees would start cold."""
+    engine = new_engine(FakeModel())
+    grow_now(engine, replace(grow_call([1, 2, 3], session_id="s"), epoch=7))
+    with pytest.raises(StaleEpoch, match="epoch: 6 of session s is over; 7 has begun"):
+        engine.release("s", 6)
+    grow_now(engine, replace(grow_call([1, 2, 3], session_id="s"), epoch=5))
+    with pytest.raises(StaleEpoch):
+        engine.release("s", 6)
+    assert "s" in engine.pool
+    engine.release("s", 7)
+    assert "s" not in engine.pool
+    grow_now(engine, replace(grow_call([1, 2, 3], session_id="s"), epoch=7))
+    engine.release("s")
+    assert "s" not in engine.pool, "who says nothing of epochs always releases"
+    with pytest.raises(NotFound):
+        engine.release("s", 1)

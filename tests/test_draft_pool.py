@@ -30,7 +30,7 @@ def test_a_beginning_that_another_session_has_run_is_not_run_again() -> None:
     model.rows_run.clear()
     call = grow_call([*TEXT[:70], 4, 4, 2], session_id="b")
     assert grow_now(engine, call).tree == grown_alone(call).tree
-    assert model.rows_run[0] == 2 + 1 + (TEXT[70] == 4), "what is new, and the root"
+    assert model.rows_run[0] == 72 - 64 + 1, "what is beyond whole blocks, and the root"
 
 
 def test_a_session_that_went_another_way_is_not_taken_for_what_it_was() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, Unavailable
-from bough.model.draw import _gumbel, adjusted, draw, filtered, gumbel_noise, position_logprobs, probabilities
+from bough.model.draw import adjusted, draw, filtered, gumbel, gumbel_noise, position_logprobs, probabilities
+from bough.model.token_counts import TokenCounts
 from bough.sampling import BANNED, SamplingParams, StopConditions
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
@@ -83,7 +85,7 @@ def test_a_draw_from_a_large_vocabulary_sorts_little_and_makes_little_noise(monk
 
         return run
 
-    monkeypatch.setattr("bough.model.draw._gumbel", counted(_gumbel))
+    monkeypatch.setattr("bough.model.draw.gumbel", counted(gumbel))
     monkeypatch.setattr("bough.model.draw.np.argsort", counted(np.argsort))
     logits = np.random.default_rng(0).normal(size=50_000) * 4
     draw(logits, SamplingParams(top_p=0.9), 3)
@@ -105,9 +107,64 @@ def test_the_noise_of_a_position_is_what_it_always_was() -> None:
 
 def test_penalties_and_bias() -> None:
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 4.0})
-    result = adjusted(LOGITS, params, history=[0, 4, 1, 1], prompt_length=2)
+    result = adjusted(LOGITS, params, TokenCounts.of([0, 4, 1, 1], 2))
     assert result.tolist() == [1.0, 0.5 - 0.5 - 0.5, 0.5, 4.0, -2.0, -3.0]
     assert LOGITS[0] == 2.0, "the model's logits are not edited in place"
+
+
+def recounted(logits: np.ndarray, params: SamplingParams, history: list[int], prompt_length: int) -> np.ndarray:
+    """Penalties one token at a time, counted anew."""
+    logits = logits.copy()
+    for token in set(history):
+        value = logits[token]
+        logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+    for token, count in Counter(history[prompt_length:]).items():
+        logits[token] -= params.presence_penalty + count * params.frequency_penalty
+    return logits
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=12),
+    st.lists(st.integers(0, 5), max_size=5),
+    st.integers(0, 17),
+    st.floats(0.1, 3.0),
+    st.floats(-2.0, 2.0),
+    st.floats(-2.0, 2.0),
+)
+def test_counts_that_grow_along_a_path_are_those_counted_anew_to_the_bit(
+    held: list[int], path: list[int], prompt_length: int, repetition: float, presence: float, frequency: float
+) -> None:
+    params = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    counts = TokenCounts.of(held, prompt_length).after(path, max(0, prompt_length - len(held)))
+    if params.has_penalties:
+        expected = recounted(LOGITS, params, [*held, *path], prompt_length)
+        assert adjusted(LOGITS, params, counts).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 40, 100])
+def test_alternatives_are_those_that_sorting_the_vocabulary_gives(num_top: int) -> None:
+    """Of equals the lower token comes first, and what has no chance comes last."""
+    rng = np.random.default_rng(num_top)
+    for _ in range(200):
+        logits = rng.integers(-3, 4, 40).astype(np.float64)
+        logits[rng.random(40) < 0.2] = -np.inf
+        logits[7] = 0.0
+        entry = position_logprobs(logits, 7, num_top)
+        expected = np.argsort(-logits, kind="stable")[:num_top]
+        assert [top.token_id for top in entry.top] == expected.tolist()
+        normaliser = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+        assert [top.logprob for top in entry.top] == (logits[expected] - normaliser).tolist()
+
+
+def test_no_alternatives_need_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the sweep thread that would sort a vocabulary for every token."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("sorted")
+
+    monkeypatch.setattr(np, "argsort", refuse)
+    monkeypatch.setattr(np, "partition", refuse)
+    assert position_logprobs(LOGITS, 2, 0).top == ()
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
@@ -128,7 +185,7 @@ def test_every_draw_is_a_token_that_has_a_chance(
 ) -> None:
     """Whatever tails of no chance at all the logits have, before penalties and after them."""
     params = SamplingParams(temperature=temperature, **changes)
-    row = adjusted(np.array(logits), params, [0, 1, 1], prompt_length=1)
+    row = adjusted(np.array(logits), params, TokenCounts.of([0, 1, 1], 1))
     token = draw(row, params, position)
     assert logits[token] > -np.inf
     probs = probabilities(row, params)
@@ -141,7 +198,7 @@ def test_every_draw_is_a_token_that_has_a_chance(
 
 def test_a_banned_token_is_never_drawn_however_hot_it_gets() -> None:
     params = SamplingParams(temperature=1e4, logit_bias={0: BANNED, 3: BANNED})
-    drawn = {draw(adjusted(LOGITS, params, [], 0), params, position) for position in range(400)}
+    drawn = {draw(adjusted(LOGITS, params, TokenCounts.of([], 0)), params, position) for position in range(400)}
     assert drawn == {1, 2, 4, 5}
 
 

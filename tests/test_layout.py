@@ -12,16 +12,8 @@ ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
 PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
 PURE |= {"records", "placement", "planning", "work", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
-PURE |= {
-    "row_counts",
-    "chat_template",
-    "calibration",
-    "values",
-    "settings",
-    "service_links",
-    "index_url",
-    "index_answers",
-}
+PURE |= {"row_counts", "chat_template", "calibration", "values", "settings", "service_links"}
+PURE |= {"index_url", "index_answers", "index_keys"}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
 PURE_MAY_IMPORT |= {
     "bough.placement",
@@ -33,6 +25,7 @@ PURE_MAY_IMPORT |= {
     "bough.chat_template",
 }
 PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings", "bough.service_links", "bough.sizing.cost_curve"}
+PURE_MAY_IMPORT |= {"bough.runtime.machine"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 
@@ -90,8 +83,17 @@ def test_torch_only_where_tensors_are() -> None:
 
 def test_redis_in_one_file_and_ray_nowhere_but_in_deploy() -> None:
     for path in python_files("bough", *SERVICES):
-        assert "redis" not in tops(path) or path.name == "registry.py", path
+        assert "redis" not in tops(path) or path.name == "index_connection.py", path
+    for path in python_files("bough", *SERVICES, "loadtest"):
         assert "ray" not in tops(path), path
+
+
+def test_deploy_starts_programs_and_imports_none() -> None:
+    for path in python_files("deploy"):
+        assert not tops(path) & (SERVICES | TORCH | {"redis"}), path
+        assert "ray" not in tops(path) or path.name in {"app.py", "check.py", "local.py", "replicas.py"}, path
+    for path in python_files("bough", *SERVICES):
+        assert "deploy" not in tops(path), path
 
 
 def test_messages_of_the_wire_stay_at_the_wire() -> None:
@@ -117,7 +119,7 @@ def test_the_orchestrator_has_no_torch() -> None:
 
 def test_files_and_functions_stay_short() -> None:
     """A file past 300 lines is two files; a function past 60 does two things."""
-    for path in python_files("bough", *SERVICES, "loadtest"):
+    for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
         if path.parent.name == "pb":
             continue
         source = path.read_text()
@@ -143,5 +145,15 @@ def test_simulated_workers_need_neither_torch_nor_grpc() -> None:
         assert "simpy" not in tops(path) or path.name.startswith("capacity"), path
     code = "import sys, bough.simulation.law, bough.simulation.profile, bough.simulation.tokenizer; "
     code += "print(sorted({'torch', 'transformers', 'numba', 'grpc', 'redis'} & set(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
+
+
+def test_what_speaks_http_is_in_one_room_and_imported_only_when_its_door_opens() -> None:
+    http = {"starlette", "uvicorn", "pydantic", "pydantic_core", "httpx"}
+    room = ROOT / "orchestrator" / "http_api"
+    for path in python_files("bough", *SERVICES):
+        assert room in path.parents or not tops(path) & http, path
+    code = f"import sys, orchestrator.__main__; print(sorted({http} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"

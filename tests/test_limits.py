@@ -327,6 +327,7 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
         ),
         (PROMPT, {"logprobs": 65}, "logprobs: 65; 0 to 64 would do"),
         (PROMPT, {"session_id": "s" * 257}, "session_id: 257 characters; at most 256 would do"),
+        (PROMPT, {"model": "m" * 257}, "model: 257 characters; at most 256 would do"),
         (PROMPT, {"request_id": "r" * 257}, "request_id: 257 characters; at most 256 would do"),
     ],
 )

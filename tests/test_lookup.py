@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -90,6 +92,35 @@ def test_a_long_prompt_is_read_over_several_rounds() -> None:
     """It must not hold up the rounds of other sessions."""
     tokens, guessing = [1, 2] * MAX_READ, lookup()
     assert [len(grow(guessing, tokens).tree) for _ in range(2)] == [1, 7]
+
+
+async def test_a_long_prompt_is_read_beside_the_event_loop_and_no_round_waits_for_it() -> None:
+    """Whatever the event loop does meanwhile; then the guesses are what they would have been."""
+    tokens, guessing, at_once = [1, 2, 3] * MAX_READ, lookup(), lookup()
+    works: list[Callable[[], None]] = []
+    may_go_on = asyncio.Semaphore(0)
+
+    async def run(work: Callable[[], None]) -> None:
+        await may_go_on.acquire()
+        works.append(work)
+        work()
+
+    async with guessing.reading(tokens, run):
+        for number in range(3):
+            assert len(grow(guessing, tokens).tree) == 1, "some of the text has not been read"
+            may_go_on.release()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert len(works) == number + 1
+        while guessing._is_reading:
+            await asyncio.sleep(0)
+        for _ in range(3):
+            expected = grow(at_once, tokens).tree
+        assert len(expected) > 1
+        assert grow(guessing, tokens).tree.tokens.tolist() == expected.tokens.tolist()
+        more = [*tokens, 9, 9, 9]
+        assert grow(guessing, more).tree.tokens.tolist() == grow(at_once, more).tree.tokens.tolist()
+    assert len(works) == 3
 
 
 def test_where_no_guesses_are_wanted_nothing_is_read() -> None:

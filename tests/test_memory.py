@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from bough.model.memory import free_host_bytes
 from bough.values import parse_bytes
 
 SPARE_BYTES = 120_000_000  # tokenizer, compiled kernels, stacks of threads: nothing that grows with the model
@@ -77,25 +76,3 @@ def test_the_peak_stays_within_the_budget_and_a_constant(smollm: Path, budget: s
     stays = model_bytes - measured["link_bytes"]
     ahead = 0 if is_whole else 2 * RING_BYTES + WARM_BYTES  # of what streams, at first and after the warm-up
     assert measured["read_at_start"] <= stays + ahead + OTHER_READS, "what streams is not read before it is wanted"
-
-
-def test_the_limit_of_a_control_group_counts(tmp_path: Path) -> None:
-    """Of both versions, the nearest limit wins; a file that says "max" is none."""
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    8000 kB\n")
-    (proc / "self" / "cgroup").write_text("4:memory:/box\n0::/box\n")
-    assert free_host_bytes(proc, cgroup) == 8_192_000
-    old, new = cgroup / "memory" / "box", cgroup / "box"
-    for folder in (old, new):
-        folder.mkdir(parents=True)
-    (new / "memory.max").write_text("max\n")
-    (new / "memory.current").write_text("5\n")
-    (old / "memory.limit_in_bytes").write_text("3000000\n")
-    (old / "memory.usage_in_bytes").write_text("1000000\n")
-    assert free_host_bytes(proc, cgroup) == 2_000_000
-    (new / "memory.max").write_text("1500005\n")
-    assert free_host_bytes(proc, cgroup) == 1_500_000
-    (old / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 600000\ntotal_active_file 100000\n")
-    (new / "memory.max").write_text("max\n")
-    assert free_host_bytes(proc, cgroup) == 2_700_000, "pages of files are given up when memory is wanted"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 import urllib.request
 from collections.abc import Sequence
 
@@ -15,6 +17,7 @@ from bough.messages import RoundTimings, Timings, Verdict, VerifyResult
 from bough.metrics import MetricsServer
 from bough.sizing.decision import Decision, Mode, Parts
 from bough.tree import Tree
+from orchestrator.loop_lag import BOUNDS, LoopLag
 from orchestrator.metrics import Figures, OrchestratorCollector
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, WorkerFacts
 from orchestrator.sizing.totals import MAX_POSITIONS, MeasuredSizer, RoundTotals, Tally
@@ -52,7 +55,10 @@ def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
     totals.add(a_round(Mode.LOOKUP, sent=1, tokens=1, expected=1.0))
     totals.add(a_round(Mode.FIXED, sent=9, tokens=3))  # nothing was expected of it
     totals.plan_seconds.add(0.0003)
-    values = served(Figures("m", 2, 5, 77, totals))
+    (lag := Tally(BOUNDS)).add(0.3)
+    values = served(Figures("m", 2, 5, 77, totals, lag))
+    assert values['bough_event_loop_lag_seconds_bucket{le="0.5",model_name="m"}'] == 1
+    assert values['bough_event_loop_lag_seconds_bucket{le="0.2",model_name="m"}'] == 0
     of_vllm = {name.removeprefix("vllm:"): value for name, value in values.items() if name.startswith("vllm:")}
     assert of_vllm == {
         "num_requests_running": 2,
@@ -79,7 +85,7 @@ def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
 
 
 def test_an_orchestrator_that_has_done_nothing_tells_zeros() -> None:
-    values = served(Figures("m", 0, 0, 0, RoundTotals()))
+    values = served(Figures("m", 0, 0, 0, RoundTotals(), Tally(BOUNDS)))
     assert values["vllm:spec_decode_num_drafts_total"] == 0
     assert set(values.values()) == {0.0}
 
@@ -132,3 +138,14 @@ def test_the_port_is_a_setting() -> None:
     assert parse(OrchestratorConfig, "o", ["--metrics-port", "-1"], {}).metrics_port == -1
     with pytest.raises(ConfigError, match="metrics-port"):
         parse(OrchestratorConfig, "o", ["--metrics-port", "65536"], {})
+
+
+async def test_a_blocked_event_loop_shows_as_lag() -> None:
+    """Whatever blocks the loop holds up every stream: a call that sleeps is seen as lag."""
+    lag = LoopLag()
+    async with lag.running():
+        await asyncio.sleep(0)  # the measuring begins
+        time.sleep(0.3)
+        while not sum(lag.tally.counts):
+            await asyncio.sleep(0.01)
+    assert lag.tally.total > 0.2

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from bough.growth import BestFirst, TreePlan
 from bough.model.draw import adjusted
+from bough.model.token_counts import TokenCounts
 from bough.sampling import BANNED, SamplingParams
 from draft_worker.guess import Guessing
-from draft_worker.past import Past
 from draft_worker.penalties import adjust
 
 NUM_TOKENS = 12
@@ -46,7 +46,7 @@ def upon(logits: np.ndarray, guessing: Guessing, held: list[int], paths: list[li
     tokens = np.array([[*path, *[0] * (width - len(path))] for path in paths], np.int32)
     places = [[*range(len(held), len(held) + len(path)), *[-1] * (width - len(path))] for path in paths]
     rows = torch.from_numpy(logits.copy())
-    adjust(rows, guessing, Past.of(held, guessing.prompt_length), tokens, np.array(places, np.int32))
+    adjust(rows, guessing, TokenCounts.of(held, guessing.prompt_length), tokens, np.array(places, np.int32))
     return rows.numpy()
 
 
@@ -89,7 +89,9 @@ def test_they_are_the_targets_but_for_rounding() -> None:
     held, paths = rng.integers(0, NUM_TOKENS, 9).tolist(), [[4], [4, 4, 1], [4, 7]]
     found = upon(logits, Guessing(params, 5, is_sample=False, is_perturbed=False), held, paths)
     for row, path, own in zip(logits, paths, found, strict=True):
-        assert own == pytest.approx(adjusted(row.astype(np.float64), params, [*held, *path], 5), rel=1e-6)
+        assert own == pytest.approx(
+            adjusted(row.astype(np.float64), params, TokenCounts.of([*held, *path], 5)), rel=1e-6
+        )
 
 
 def test_only_tokens_that_were_seen_are_worked_out() -> None:
@@ -108,16 +110,16 @@ def test_logits_of_inference_are_changed_too() -> None:
     with torch.inference_mode():
         rows = torch.ones(1, NUM_TOKENS)
     guessing = Guessing(replace(PENALTIES, logit_bias={1: 1.0}), 0, is_sample=False, is_perturbed=False, vocab_size=9)
-    adjust(rows, guessing, Past.of([], 0), np.array([[3]], np.int32), np.array([[0]], np.int32))
+    adjust(rows, guessing, TokenCounts.of([], 0), np.array([[3]], np.int32), np.array([[0]], np.int32))
     assert rows[0, [1, 2, 9]].tolist() == [2.0, 1.0, -np.inf]
     assert rows[0, 3] == pytest.approx(1 / 1.7 - 1.0)
 
 
 def test_the_past_is_counted_after_the_prompt() -> None:
-    past = Past.of([5, 2, 5, 5, 9], prompt_length=2)
-    assert (past.tokens.tolist(), past.counts.tolist()) == ([2, 5, 9], [0, 2, 1])
-    assert Past.of([5, 2], prompt_length=7).counts.tolist() == [0, 0]
-    assert len(Past.of((), 0).tokens) == 0
+    past = TokenCounts.of([5, 2, 5, 5, 9], prompt_length=2)
+    assert (past.tokens.tolist(), past.num_outputs.tolist()) == ([2, 5, 9], [0, 2, 1])
+    assert TokenCounts.of([5, 2], prompt_length=7).num_outputs.tolist() == [0, 0]
+    assert len(TokenCounts.of((), 0).tokens) == 0
 
 
 def test_one_sessions_penalties_are_not_anothers() -> None:

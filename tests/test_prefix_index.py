@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.prefix import BLOCK_TOKENS, block_hashes, common_length
+from bough import prefix_index
+from bough.prefix import BLOCK_TOKENS, block_hashes, common_length, whole_blocks
 from bough.prefix_index import PrefixIndex
 
 # Texts of a few long pieces, so that many begin alike and part within blocks.
@@ -30,13 +32,34 @@ def test_the_index_finds_what_comparing_with_everybody_finds(changes: list, want
             tokens.extend(new)
             index.follow(who, tokens)
         index.check_integrity([*held])
-    longest = max((common_length(wanted, tokens) for tokens in held.values()), default=0)
+    longest = max((whole_blocks(common_length(wanted, tokens)) for tokens in held.values()), default=0)
     match = index.longest(wanted, block_hashes(wanted))
     if longest < BLOCK_TOKENS:
         assert match is None
     else:
         assert match is not None
-        assert match.length == longest == common_length(wanted, held[match.holder])
+        assert match.length == longest == whole_blocks(common_length(wanted, held[match.holder]))
+
+
+def test_tokens_are_compared_where_hashes_are_equal() -> None:
+    """Who finds a text with the hashes of another's would begin from the other's keys and values."""
+    index: PrefixIndex[str] = PrefixIndex()
+    index.follow("a", [*range(100)])
+    forged = [*range(BLOCK_TOKENS), *range(1000, 1000 + 2 * BLOCK_TOKENS)]
+    match = index.longest(forged, block_hashes(range(100)))
+    assert match is not None
+    assert (match.holder, match.length) == ("a", BLOCK_TOKENS), "as far as the tokens are really the same"
+    assert index.longest([7] * 96, block_hashes(range(100))) is None
+
+
+def test_of_several_with_equal_hashes_the_one_with_the_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "block_hashes", lambda tokens, _: [*range(len(tokens) // BLOCK_TOKENS)])
+    index: PrefixIndex[str] = PrefixIndex()
+    index.follow("a", [1] * 70)
+    index.follow("b", [2] * 70)
+    assert index.longest([2] * 70, [0, 1]) == ("b", 64)
+    assert index.longest([1] * 64 + [2] * 6, [0, 1]) == ("a", 64)
+    assert index.longest([3] * 70, [0, 1]) is None
 
 
 def test_nothing_is_left_of_those_who_are_gone() -> None:

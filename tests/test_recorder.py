@@ -40,8 +40,10 @@ class FakeRegistry:
     async def record_request(self, record: RequestRecord, first_new: int) -> None:
         await self._call("request", len(record.tokens), first_new)
 
-    async def note_prefixes(self, model_fingerprint: str, hashes: Sequence[int], worker_id: str) -> None:
-        await self._call("prefixes", len(hashes), 0)
+    async def note_prefixes(
+        self, model_fingerprint: str, hashes: Sequence[int], worker_id: str, first_new: int = 0
+    ) -> None:
+        await self._call("prefixes", len(hashes), first_new)
 
     async def drop_session(self, session_id: str, epoch: int | None = None) -> None:
         await self._call("drop", epoch, 0)
@@ -83,12 +85,19 @@ async def test_a_slow_index_holds_up_nothing_and_gets_the_newest(recorder: Recor
     assert fake.calls == [("session", 3, 0), ("request", 3, 0), ("session", 6, 3), ("request", 6, 3)]
 
 
-async def test_prefixes_are_noted_whole_with_every_new_block_and_target(recorder: Recorder, fake: FakeRegistry) -> None:
+async def test_new_blocks_are_noted_and_now_and_then_all(
+    recorder: Recorder, fake: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks with every new one were 4,096 writes for one of a long text."""
     fake.go.set()
-    for num_tokens, target_id in ((32, "t1"), (33, "t1"), (40, "t1"), (97, "t1"), (98, "t2"), (99, "t2")):
+    lengths = [(32, "t1"), (33, "t1"), (40, "t1"), (97, "t1"), (98, "t2"), (99, "t2"), (140, "t2"), (180, "t2")]
+    for num_tokens, target_id in lengths:
+        if num_tokens == 180:
+            monkeypatch.setattr(recorder_module, "REFRESH_SECONDS", -1.0)
         record(recorder, num_tokens, target_id=target_id)
         await recorder.settled("s")
-    assert [call[1] for call in fake.calls if call[0] == "prefixes"] == [1, 3, 3]
+    noted = [call[1:] for call in fake.calls if call[0] == "prefixes"]
+    assert noted == [(1, 0), (3, 1), (3, 0), (4, 3), (5, 0)]
 
 
 async def test_a_new_epoch_is_written_whole(recorder: Recorder, fake: FakeRegistry) -> None:
@@ -187,8 +196,8 @@ async def test_two_orchestrators_and_a_real_index(registry: Registry) -> None:
         assert session is not None
         assert request is not None
         assert session.tokens == request.tokens == tuple(range(len(session.tokens)))
-        found = await registry.find_prefix("m", block_hashes(range(320)))
-        return session.epoch, len(session.tokens), found[1] if found else 0
+        found = await registry.find_prefixes("m", block_hashes(range(320)), ["t1"])
+        return session.epoch, len(session.tokens), found.get("t1", 0)
 
     async def write(recorder: Recorder, num_tokens: int, epoch: int) -> None:
         record(recorder, num_tokens, epoch)
@@ -202,7 +211,7 @@ async def test_two_orchestrators_and_a_real_index(registry: Registry) -> None:
     await write(second, 75, new)
     await write(first, 90, old)
     assert await recorded() == (new, 75, 2)
-    await registry._redis.flushall()
+    await registry._index.redis.flushall()
     await registry.register(WorkerRecord("target", "t1", "h:1"), lease_seconds=60)
     await write(first, 95, old)
     await write(second, 100, new)

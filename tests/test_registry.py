@@ -40,7 +40,7 @@ async def registry(server: Server) -> AsyncIterator[Registry]:
 
 async def flush(registry: Registry) -> None:
     """What an operator, or a restart, may do at any moment."""
-    await registry._redis.flushall()
+    await registry._index.redis.flushall()
 
 
 async def until_there(registry: Registry, *workers: WorkerRecord) -> None:
@@ -104,7 +104,7 @@ async def test_sessions_are_written_piece_by_piece_and_twice_without_harm(regist
     shorter = SessionRecord("s", "t2", "d1", 6, 1, 1, (1, 9))
     await registry.record_session(shorter, 0)
     assert await registry.load_session("s") == shorter
-    await registry.drop_session("s")
+    await registry.drop_session("s", 6)
     assert await registry.load_session("s") is None
 
 
@@ -127,7 +127,7 @@ async def test_a_flushed_or_foreign_transcript_is_sent_whole(registry: Registry)
     other = replace(SESSION, epoch=6, tokens=(7, 8, 9, 10, 11))
     await registry.record_session(other, 3)  # there were three, of another epoch
     assert await registry.load_session("s") == other
-    await registry._redis.delete("bough:session-tokens:s")
+    await registry._index.redis.delete("{bough}:session-tokens:s")
     assert await registry.load_session("s") is None
     await registry.record_session(other, 5)
     assert await registry.load_session("s") == other
@@ -148,7 +148,7 @@ async def test_claims_grow_and_fence(registry: Registry) -> None:
     assert await registry.load_session("s") == mine
     await registry.record_session(replace(mine, epoch=second.epoch + 10), 0)  # by a clock that is ahead of the server's
     assert (await registry.claim_session("s", "c")).epoch > second.epoch + 10
-    await registry.drop_session("s")
+    await registry.close_session("s")
     assert (await registry.claim_session("s", "d")).record is None
 
 
@@ -219,7 +219,7 @@ async def _two_holders(server: Server, steps: list[tuple[str, int, int]]) -> Non
                 granted, held = 0, None
             elif step == "drop" and granted <= epoch:
                 await registry.drop_session("s", epoch)
-                granted, held = 0, None
+                granted, held = epoch + 1 if granted else 0, None  # what was there cannot be written any more
             elif step in ("record", "late"):
                 if step == "record" or not written:
                     length = 1 + sum(record.epoch == epoch for record in written)
@@ -233,7 +233,7 @@ async def _two_holders(server: Server, steps: list[tuple[str, int, int]]) -> Non
                         await writing
                     continue
                 await writing
-                granted = record.epoch
+                granted = max(granted, record.epoch)
                 if held is None or held.epoch != record.epoch or len(held.tokens) <= len(record.tokens):
                     held = record
             assert await registry.load_session("s") == held
@@ -255,34 +255,36 @@ async def test_requests_keep_all_that_is_needed_to_go_on(registry: Registry) -> 
 
 async def test_prefixes_are_those_of_live_workers_with_the_same_model(registry: Registry) -> None:
     hashes = block_hashes(range(32 * 6))
-    for worker_id, num_sessions in (("a", 3), ("b", 1), ("c", 0)):
-        await registry.register(WorkerRecord("target", worker_id, "h:1", WorkerLoad(num_sessions)), lease_seconds=30)
+    for worker_id in ("a", "b", "c"):
+        await registry.register(WorkerRecord("target", worker_id, "h:1"), lease_seconds=30)
     await registry.note_prefixes("m", hashes[:4], "a")
     await registry.note_prefixes("m", hashes[:2], "b")
     await registry.note_prefixes("other", hashes, "c")
     await registry.note_prefixes("m", hashes, "not registered")
-    assert await registry.find_prefix("m", hashes) == ("a", 4)
-    assert await registry.find_prefix("m", hashes[:2]) == ("b", 2), "of two the one with fewer sessions"
-    assert await registry.find_prefix("m", hashes[:1]) == ("b", 1)
-    assert await registry.find_prefix("m", block_hashes(range(1, 33))) is None
-    assert await registry.find_prefix("m", []) is None
+    everyone = ["c", "a", "not registered", "b"]
+    assert await registry.find_prefixes("m", hashes, everyone) == {"a": 4, "b": 2}
+    assert await registry.find_prefixes("m", hashes[:2], everyone) == {"a": 2, "b": 2}
+    assert await registry.find_prefixes("m", hashes[:1], ["b"]) == {"b": 1}
+    assert await registry.find_prefixes("m", block_hashes(range(1, 33)), everyone) == {}
+    assert await registry.find_prefixes("m", [], everyone) == {}
+    assert await registry.find_prefixes("m", hashes, []) == {}
     await registry.deregister("a")
-    assert await registry.find_prefix("m", hashes) == ("b", 2)
+    assert await registry.find_prefixes("m", hashes, everyone) == {"b": 2}
 
 
 async def test_prefixes_end_with_the_lease_and_are_renewed_with_it(registry: Registry) -> None:
     worker, hashes = WorkerRecord("target", "a", "h:1"), block_hashes(range(64))
     await registry.register(worker, lease_seconds=30)
     await registry.note_prefixes("m", hashes, "a")
-    assert 20_000 < await registry._redis.pttl("bough:prefixes:a") <= 30_000
+    assert 20_000 < await registry._index.redis.pttl("{bough}:prefixes:a") <= 30_000
     await registry.register(worker, lease_seconds=60)
-    assert 50_000 < await registry._redis.pttl("bough:prefixes:a") <= 60_000
-    assert await registry.find_prefix("m", hashes) == ("a", 2)
+    assert 50_000 < await registry._index.redis.pttl("{bough}:prefixes:a") <= 60_000
+    assert await registry.find_prefixes("m", hashes, ["a"]) == {"a": 2}
     await registry.register(worker, lease_seconds=0.05)
     await asyncio.sleep(0.2)
-    assert await registry.find_prefix("m", hashes) is None
+    assert await registry.find_prefixes("m", hashes, ["a"]) == {}
     await registry.register(worker, lease_seconds=60)
-    assert await registry.find_prefix("m", hashes) is None, "a worker that comes back may hold nothing"
+    assert await registry.find_prefixes("m", hashes, ["a"]) == {}, "a worker that comes back may hold nothing"
 
 
 async def test_of_too_many_prefixes_the_oldest_go(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,8 +294,9 @@ async def test_of_too_many_prefixes_the_oldest_go(registry: Registry, monkeypatc
     for hashes in (old, new):
         await registry.note_prefixes("m", hashes, "a")
         await asyncio.sleep(0.01)
-    assert await registry._redis.zcard("bough:prefixes:a") == 8
-    assert await registry.find_prefix("m", new) == ("a", 5)
+    assert await registry._index.redis.zcard("{bough}:prefixes:a") == 8
+    assert await registry.find_prefixes("m", new, ["a"]) == {"a": 5}
+    assert await registry.find_prefixes("m", old, ["a"]) == {"a": 3}, "the last blocks of a text go first"
 
 
 @settings(max_examples=40)
@@ -316,19 +319,19 @@ async def _longest_prefix(server: Server, held: list[list[int]], wanted: list[in
             worker_id = f"t{number % 3}"
             await registry.register(WorkerRecord("target", worker_id, "h:1"), lease_seconds=60)
             await registry.note_prefixes("m", hashes(blocks), worker_id)
-        longest = max((common(blocks) for blocks in held), default=0)
-        holders = {f"t{number % 3}" for number, blocks in enumerate(held) if common(blocks) == longest}
-        found = await registry.find_prefix("m", hashes(wanted))
-        assert found == (min(holders), longest) if longest else found is None
+        longest: dict[str, int] = {}
+        for number, blocks in enumerate(held):
+            longest[f"t{number % 3}"] = max(longest.get(f"t{number % 3}", 0), common(blocks))
+        found = await registry.find_prefixes("m", hashes(wanted), ["t0", "t1", "t2"])
+        assert found == {worker_id: number for worker_id, number in longest.items() if number}
 
 
 async def test_a_long_prefix_is_found_wherever_it_ends(registry: Registry) -> None:
-    """Names are asked for some at a time."""
     hashes = block_hashes(range(32 * 1000))
     await registry.register(WorkerRecord("target", "a", "h:1"), lease_seconds=60)
     for length in (1, 255, 256, 257, 744, 745, 1000):
         await registry.note_prefixes("m", hashes[:length], "a")
-        assert await registry.find_prefix("m", hashes) == ("a", length)
+        assert await registry.find_prefixes("m", hashes, ["a"]) == {"a": length}
 
 
 async def test_a_sweep_removes_what_has_run_out_and_nothing_else(registry: Registry) -> None:
@@ -337,14 +340,13 @@ async def test_a_sweep_removes_what_has_run_out_and_nothing_else(registry: Regis
     for worker in (dead, alive):
         await registry.register(worker, lease_seconds=60)
         await registry.note_prefixes("m", hashes, worker.worker_id)
-    await registry._redis.zadd("bough:workers:leases", {"dead": 1})  # it ran out long ago
+    await registry._index.redis.zadd("{bough}:workers:leases", {"dead": 1})  # it ran out long ago
     assert await registry.workers() == [alive]
-    assert await registry.find_prefix("m", hashes) == ("alive", 2), "the dead is less busy, and not there"
+    assert await registry.find_prefixes("m", hashes, ["dead", "alive"]) == {"alive": 2}
     assert await registry.sweep_expired() == 1
     assert await registry.sweep_expired() == 0
-    assert await registry._redis.hkeys("bough:workers:records") == [b"alive"]
-    assert await registry._redis.exists("bough:prefixes:dead", "bough:prefixes:alive") == 1
-    assert await registry.find_prefix("m", hashes) == ("alive", 2)
+    assert await registry._index.redis.hkeys("{bough}:workers:records") == [b"alive"]
+    assert await registry.find_prefixes("m", hashes, ["dead", "alive"]) == {"alive": 2}
 
 
 async def test_every_entry_ends_some_time(registry: Registry) -> None:
@@ -356,10 +358,12 @@ async def test_every_entry_ends_some_time(registry: Registry) -> None:
     await registry.claim_session("claimed again", "a")
     await registry.record_request(REQUEST, 0)
     await registry.record_request(replace(REQUEST, request_id="ended", finish_reason="stop"), 0)
-    keys = await registry._redis.keys("*")
-    assert len(keys) == 3 + 1 + 2 * 2 + 2 * 2
-    for key in keys:
-        assert 0 < await registry._redis.pttl(key) <= 24 * 3600 * 1000, key
+    keys = await registry._index.redis.keys("*")
+    assert len(keys) == 4 + 1 + 2 * 2 + 2 * 2 + 2 * 2  # workers, a claim, sessions, requests, ledgers
+    await registry.drop_session("recorded", SESSION.epoch)
+    await registry.close_session("claimed again")
+    for key in await registry._index.redis.keys("*"):
+        assert 0 < await registry._index.redis.pttl(key) <= 24 * 3600 * 1000, key
 
 
 async def test_namespaces_are_apart(registry: Registry, server: Server) -> None:
@@ -373,7 +377,7 @@ async def test_namespaces_are_apart(registry: Registry, server: Server) -> None:
 
 async def test_a_script_is_sent_again_after_the_server_forgot_it(registry: Registry) -> None:
     await registry.record_session(SESSION, 0)
-    await registry._redis.script_flush()
+    await registry._index.redis.script_flush()
     assert await registry.load_session("s") == SESSION
 
 

@@ -404,12 +404,13 @@ async def test_heartbeats_tell_how_busy_a_worker_is_and_rounds_which_prefixes_it
         while True:
             target = next(record for record in await registry.workers() if record.kind == "target")
             fingerprint = (await client.model_info()).model_fingerprint
-            if (found := await registry.find_prefix(fingerprint, block_hashes(tokens))) and target.load.sweep_seconds:
+            found = await registry.find_prefixes(fingerprint, block_hashes(tokens), [target.worker_id])
+            if found and target.load.sweep_seconds:
                 break
             await asyncio.sleep(0.05)
     await registry.close()
     assert done.usage.prompt_tokens == len(tokens)
-    assert found == (target.worker_id, 3)
+    assert found == {target.worker_id: 3}
     shortest, median, longest = target.load.sweep_seconds
     assert 0 < shortest <= median <= longest
 

@@ -148,8 +148,27 @@ def test_a_session_whose_caller_has_gone_is_idle_at_once(pool: SlotPool) -> None
 def test_a_new_session_begins_from_what_another_holds(pool: SlotPool) -> None:
     use(pool, "a", text(70))
     session = pool.lease("b", 1, 100, Text([*text(50), 999, 998]))
-    assert session.slot.tokens == text(50), "to the token, not to the block"
+    assert session.slot.tokens == text(32), "whole blocks"
     require_spelled(session)
+
+
+def test_nobody_can_feel_their_way_along_anothers_prompt_token_by_token(clock: Clock) -> None:
+    """A guess that is right as far as 33 tokens, or 63, is told no more than one that is right as far as 32."""
+    secret, reached = text(90), []
+    for num_right in range(91):
+        pool = new_pool(clock, 400)
+        use(pool, "victim", secret)
+        if num_right % 2:
+            pool.release("victim")
+        guess = [*secret[:num_right], *text(95 - num_right, 3000)]
+        reached.append(pool.lease("stranger", 1, 120, Text(guess)).slot.length)
+    assert reached == [num_right // 32 * 32 for num_right in range(91)]
+
+
+def test_a_sessions_own_text_is_held_to_the_token(pool: SlotPool) -> None:
+    use(pool, "a", text(70))
+    session = pool.lease("a", 1, 100, Text([*text(50), 999, 998]))
+    assert session.slot.tokens == text(50)
 
 
 def test_a_session_prefers_its_own_where_that_is_longer(clock: Clock) -> None:
@@ -159,9 +178,9 @@ def test_a_session_prefers_its_own_where_that_is_longer(clock: Clock) -> None:
     pool.lease("b", 1, 70, Text([*text(60), 500, 501, 7]))
     assert own.slot.tokens == [*text(60), 500, 501]
     pool.rest(own)
-    use(pool, "c", [*text(40), *text(40, 3000)])
-    pool.lease("b", 1, 90, Text([*text(40), *text(40, 3000), 1]))
-    assert own.slot.tokens == [*text(40), *text(40, 3000)], "and another's where that is"
+    use(pool, "c", [*text(40), *text(60, 3000)])
+    pool.lease("b", 1, 110, Text([*text(40), *text(60, 3000), 1]))
+    assert own.slot.tokens == [*text(40), *text(56, 3000)], "and another's where that is"
     require_spelled(own)
 
 
@@ -178,15 +197,15 @@ def test_what_a_released_session_held_stays_for_those_who_need_less_of_it(pool: 
     use(pool, "a", text(80))
     pool.release("a")
     other = pool.lease("b", 1, 60, Text([*text(40), 999]))
-    assert other.slot.tokens == text(40)
-    assert pool.figures().num_tokens == 120
+    assert other.slot.tokens == text(32)
+    assert pool.figures().num_tokens == 80 + 32
 
 
 def test_the_slot_to_begin_from_is_taken_over_where_there_is_no_room_for_a_copy(pool: SlotPool, clock: Clock) -> None:
     use(pool, "a", text(120))
     clock.now = 11.0
     session = pool.lease("b", 1, 150, Text([*text(100), *text(40, 3000)]))
-    assert session.slot.tokens == text(100)
+    assert session.slot.tokens == text(96)
     assert pool.get("a") is None
     require_spelled(session)
     pool.rest(session)

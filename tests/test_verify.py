@@ -15,6 +15,7 @@ from bough.errors import InvalidTree, Unavailable
 from bough.growth import Scheme
 from bough.messages import Context, Verdict, VerifyCall
 from bough.model.draw import adjusted, probabilities
+from bough.model.token_counts import TokenCounts
 from bough.sampling import SamplingParams
 from bough.tree import Tree
 from target_worker.judge import judge, laws_of
@@ -182,7 +183,7 @@ def test_penalties_bias_and_logprobs_count_along_the_path(scheme: Scheme) -> Non
         if verdict.accepted_nodes:
             counts[verdict.bonus_token] += 1
             num_below += 1
-    expected_probs = probabilities(adjusted(logits[1], params, [0, 1, 2, 3, 0, 2], 5), params)
+    expected_probs = probabilities(adjusted(logits[1], params, TokenCounts.of([0, 1, 2, 3, 0, 2], 5)), params)
     assert counts[4] == 0
     assert num_below > 300
     stat = ((counts[:4] - expected_probs[:4] * num_below) ** 2 / (expected_probs[:4] * num_below)).sum()

@@ -229,7 +229,9 @@ def test_descriptions_survive_the_wire() -> None:
         "draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 40, 30, 2, 4, ("a", "b"), 3, "0.1", "64 rows", COST
     )
     assert wire.info_from_wire(wire.info_to_wire(info)) == info
-    server = g.ServerInfo((g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True, "http://a:2/metrics")
+    server = g.ServerInfo(
+        (g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True, "http://a:2/metrics", "http://a:3"
+    )
     assert wg.server_info_from_wire(wg.server_info_to_wire(server)) == server
     model = g.ModelInfo("n", "d", "f", "t", 9, 8, (1, 2))
     models = (model, replace(model, model_name="o", max_context=7))

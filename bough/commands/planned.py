@@ -8,7 +8,7 @@ from pathlib import Path
 from bough.config import OrchestratorConfig, PlanConfig
 from bough.errors import ConfigError
 from bough.model.loading import DTYPES
-from bough.model.memory import SHARE, budgets, free_device_bytes, host_budget, require_way_through
+from bough.model.memory import budgets, free_device_bytes, host_budget, require_way_through
 from bough.model.probe import (
     disk_speed,
     find_device,
@@ -23,6 +23,7 @@ from bough.model.reproducible import product_of
 from bough.model.shapes import ModelShapes, find_config, model_shapes
 from bough.placement import Budgets, Placement, Tier, place, place_apart
 from bough.planning import Purchase, Rate, Speed, Speeds, SweepModel, purchases, rate, step_seconds, sweep_model
+from bough.runtime.machine import most_of
 
 COMPARED_ROWS = 256  # measured beside the rows of a chunk
 GIGA, TERA = 1e9, 1e12
@@ -108,7 +109,7 @@ def make_plan(settings: PlanConfig) -> Plan:
 def _device_budget(settings: PlanConfig, is_gpu: bool) -> int:
     if is_gpu and not has_gpu() and not settings.device_memory:
         raise ConfigError("--device-memory: missing; there is no gpu here to ask; a size such as 24GB would do")
-    return settings.device_memory or int(free_device_bytes(find_device(is_gpu)) * SHARE)
+    return settings.device_memory or most_of(free_device_bytes(find_device(is_gpu)))
 
 
 def _host_budget(settings: PlanConfig, is_gpu: bool) -> int:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
+import json
 import os
+import socket
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from bough.client import Client
 from bough.commands.progress import Progress, tell
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import (
@@ -27,6 +31,7 @@ from bough.simulation.profile import load_profile, shipped_profiles
 from bough.supervision import supervised
 from bough.tether import MODULE, run
 
+HTTP_PORT = 8000  # where servers of this kind are looked for
 INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
 NO_DRAFT = "none"
 MODEL_FLAGS = (
@@ -48,9 +53,20 @@ async def up(arguments: argparse.Namespace) -> int:
         progress.clear()
         index = without_passwords(cluster.index_url)
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
-        print(f'try: bough generate --address {cluster.address} "Why is the sky blue?"', flush=True)
+        print(f'try: bough generate --address {cluster.address} "Why is the sky blue?"')
+        async with Client(cluster.address) as client:
+            tell_of_http((await client.server_info()).http_url)
         await asyncio.Event().wait()
     return 0
+
+
+def tell_of_http(url: str) -> None:
+    """How OpenAI's clients get in, if they do: a line that works as it is pasted."""
+    if url:
+        question = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
+        print(f"OpenAI's clients: base URL {url}/v1; or try:")
+        print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'")
+    sys.stdout.flush()
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
@@ -119,8 +135,22 @@ def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> Orch
         "--port",
         str(arguments.port),
         *_given("--planner", arguments.planner),
+        *_given("--http-port", arguments.http_port),
     ]
-    return parse(OrchestratorConfig, "orchestrator", flags, os.environ)
+    config = parse(OrchestratorConfig, "orchestrator", flags, os.environ)
+    if config.http_port == 0:  # settled here, so that it stays when the orchestrator is started again
+        return replace(config, http_port=free_port(config.host, HTTP_PORT))
+    return config
+
+
+def free_port(host: str, wanted: int) -> int:
+    """The port that is wanted if it is free, and otherwise one that is."""
+    for port in (wanted, 0):
+        with suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not matter
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    return 0  # whoever listens will say what is wrong with the host
 
 
 def _draft_config(

@@ -21,8 +21,9 @@ from bough.distill.text import NUM_TOP
 from bough.errors import ConfigError
 from bough.model.experts import has_own_products
 from bough.model.loading import Skeleton
-from bough.model.memory import FLOAT32_BYTES, free_device_bytes, free_host_bytes, resident_bytes
+from bough.model.memory import FLOAT32_BYTES, free_device_bytes, resident_bytes
 from bough.placement import gigabytes
+from bough.runtime.machine import free_memory
 
 ROW_BYTES = 4 + 4 + 1 + NUM_TOP * (4 + 2)  # of a place in `bough.distill.rows.Rows`
 TRAINED_COPIES = 5  # float32: value, gradient, AdamW's two moments, and what a step makes of them for a moment
@@ -91,7 +92,7 @@ def require_memory(skeleton: Skeleton, work: Work, device: torch.device, report:
     kept = work.kept or _heaviest(skeleton, work.num_kept)
     phases = (_teacher(skeleton, work), _student(skeleton, work, kept))
     on_host = _host_bytes(skeleton, work, kept)
-    free, free_host = free_device_bytes(device), free_host_bytes()
+    free, free_host = free_device_bytes(device), free_memory()
     is_host = device.type == "cpu"
     beside = f"{gigabytes(on_host)} of the host's for text and checkpoints"
     beside += "" if is_host else f", of which {gigabytes(free_host)} are free"

@@ -1,22 +1,30 @@
 -- Makes a session the claimant's: an epoch that is greater than any before it, by the server's own clock.
--- KEYS[1] hash, KEYS[2] string, as in record.lua
--- ARGV[1] claimant, other for every claim, ARGV[2] milliseconds to keep what has a record, ARGV[3] or what has none
--- ARGV[4] the epoch that the claimant has had so far, if nobody else may have had one since; empty claims it anyway
+-- KEYS[1..4] as in record.lua
+-- ARGV[1] its name in the ledger, ARGV[2] most entries there, ARGV[3] most bytes
+-- ARGV[4] claimant, other for every claim, ARGV[5] milliseconds to keep what has a record, ARGV[6] or what has none
+-- ARGV[7] the epoch that the claimant has had so far, if nobody else may have had one since; empty claims it anyway
+-- ARGV[8] an epoch that it must be past, which somebody granted without this index; 0 for none
 -- returns the epoch in decimal, the record and the tokens; of the last two false where there are none; or -1 where
--- somebody else has had it since
+-- somebody else has had it since; or what must go first, as in prelude.lua
 own(KEYS[1], 'hash')
 own(KEYS[2], 'string')
 local newest = count(KEYS[1], 'epoch')
 local record = redis.call('HGET', KEYS[1], 'record')
-local is_repeated = redis.call('HGET', KEYS[1], 'holder') == ARGV[1] -- the answer to it was lost
-if not is_repeated then
-    if ARGV[4] ~= '' and newest > tonumber(ARGV[4]) then
-        return -1
-    end
-    newest = math.max(newest + 1, now_us())
-    redis.call('HSET', KEYS[1], 'epoch', as_text(newest), 'holder', ARGV[1])
+local is_repeated = redis.call('HGET', KEYS[1], 'holder') == ARGV[4] -- the answer to it was lost
+if not is_repeated and ARGV[7] ~= '' and newest > tonumber(ARGV[7]) then
+    return STALE
 end
-local keep = record and ARGV[2] or ARGV[3]
+local keep = record and ARGV[5] or ARGV[6]
+local bytes = OVERHEAD + redis.call('STRLEN', KEYS[2]) + (record and #record or 0)
+local full = enter(KEYS[3], KEYS[4], ARGV[1], bytes, keep, {tonumber(ARGV[2]), tonumber(ARGV[3])})
+if full then
+    return full
+end
+if not is_repeated then
+    newest = math.max(newest + 1, now_us(), tonumber(ARGV[8]) + 1)
+    redis.call('HDEL', KEYS[1], 'ended')
+    redis.call('HSET', KEYS[1], 'epoch', as_text(newest), 'holder', ARGV[4])
+end
 redis.call('PEXPIRE', KEYS[1], keep)
 redis.call('PEXPIRE', KEYS[2], keep)
 return {as_text(newest), record, redis.call('GET', KEYS[2])}

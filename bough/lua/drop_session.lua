@@ -1,10 +1,15 @@
--- Forgets a session.
--- KEYS[1] hash, KEYS[2] string, as in record.lua
--- ARGV[1] epoch of the caller; empty forgets it whoever has it
+-- Forgets a session whose request has ended, but for its epoch: what was held up on its way does not bring it back.
+-- KEYS[1..4] as in record.lua
+-- ARGV[1] its name in the ledger, ARGV[2] epoch of the caller, ARGV[3] milliseconds to keep that
 -- returns 1, or -1 where the epoch is over
 own(KEYS[1], 'hash')
-if ARGV[1] ~= '' and count(KEYS[1], 'epoch') > tonumber(ARGV[1]) then
-    return -1
+if count(KEYS[1], 'epoch') > tonumber(ARGV[2]) then
+    return STALE
 end
-redis.call('DEL', KEYS[1], KEYS[2])
-return 1
+if redis.call('EXISTS', KEYS[1]) == 0 then
+    redis.call('DEL', KEYS[2])
+    return WRITTEN -- it was never written here
+end
+bury(KEYS[1], KEYS[2], ARGV[2], ARGV[3])
+enter(KEYS[3], KEYS[4], ARGV[1], OVERHEAD, ARGV[3], {math.huge, math.huge})
+return WRITTEN

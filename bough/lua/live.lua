@@ -1,8 +1,11 @@
--- The workers whose lease runs.
+-- The workers whose lease runs. It writes: an index that cannot be written is no index, since its leases run out.
 -- KEYS[1] sorted set of leases, KEYS[2] hash of records, as in register.lua
+-- KEYS[3] string: the millisecond of the last look at them
+-- ARGV[1] milliseconds to keep that
 -- returns their records
 own(KEYS[1], 'zset')
 own(KEYS[2], 'hash')
+redis.call('SET', KEYS[3], as_text(now_ms()), 'PX', ARGV[1])
 local records = {}
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms(), '+inf')) do
     local record = redis.call('HGET', KEYS[2], worker)

@@ -1,6 +1,10 @@
 -- Before every script: the server's clock, and care with what others may have left under our keys.
--- Scripts write after they have asked for the time, so they are replicated by their effects (Redis 5 and later). Some
--- name keys that are not among KEYS: one server or a replicated one will do, Redis Cluster will not.
+-- Scripts write after they have asked for the time, so they are replicated by their effects (Redis 5 and later). They
+-- touch no keys but those in KEYS, all of which have the namespace as their hash tag: a cluster will do.
+
+local STALE, INCOMPLETE, WRITTEN, FULL = -1, 0, 1, -2 -- what scripts that write answer
+local OVERHEAD = 512 -- bytes that an entry takes beside its record and its tokens
+local MOST_VICTIMS = 256 -- entries that are asked to go at once
 
 local function now_us()
     local now = redis.call('TIME')
@@ -28,4 +32,56 @@ end
 
 local function as_text(number)
     return string.format('%.0f', number)
+end
+
+-- Entries are counted in a ledger: a sorted set of their names, scored by the millisecond at which each ends, and a
+-- hash of the bytes that each takes, whose field without a name is their sum.
+
+local function leave(ledger, sizes, name)
+    local sum = count(sizes, '') - count(sizes, name)
+    redis.call('ZREM', ledger, name)
+    redis.call('HDEL', sizes, name)
+    redis.call('HSET', sizes, '', as_text(math.max(sum, 0)))
+end
+
+-- Counts an entry that is about to be written, or to be kept for longer. Where it would be too much it is not counted:
+-- the answer is FULL and those that must go first, which are those that end soonest, with the times at which they end.
+-- `quota`: most entries, and most bytes.
+local function enter(ledger, sizes, name, bytes, keep_ms, quota)
+    own(ledger, 'zset')
+    own(sizes, 'hash')
+    for _, over in ipairs(redis.call('ZRANGEBYSCORE', ledger, '-inf', now_ms(), 'LIMIT', 0, MOST_VICTIMS)) do
+        leave(ledger, sizes, over)
+    end
+    if redis.call('ZCARD', ledger) == 0 then
+        redis.call('DEL', sizes) -- and with it a sum that was nonsense
+    end
+    local num = redis.call('ZCARD', ledger) + (redis.call('ZSCORE', ledger, name) and 0 or 1)
+    local sum = count(sizes, '') - count(sizes, name) + bytes
+    if num > quota[1] or sum > quota[2] then
+        -- A little more than must go goes, or the next entry would have to ask again.
+        local num_over, bytes_over = num - quota[1] + math.floor(quota[1] / 64), sum - quota[2] + math.floor(quota[2] / 64)
+        local answer, first = {FULL}, redis.call('ZRANGE', ledger, 0, MOST_VICTIMS, 'WITHSCORES')
+        for index = 1, #first, 2 do
+            if first[index] ~= name and (num_over > 0 or bytes_over > 0) then
+                answer[#answer + 1], answer[#answer + 2] = first[index], first[index + 1]
+                num_over, bytes_over = num_over - 1, bytes_over - count(sizes, first[index])
+            end
+        end
+        return answer
+    end
+    redis.call('ZADD', ledger, as_text(now_ms() + keep_ms), name)
+    redis.call('HSET', sizes, name, as_text(bytes), '', as_text(math.max(sum, 0)))
+    local last = redis.call('ZRANGE', ledger, -1, -1, 'WITHSCORES')[2]
+    for _, key in ipairs({ledger, sizes}) do
+        redis.call('PEXPIREAT', key, as_text(math.min(tonumber(last), now_ms() + 2 ^ 40)))
+    end
+    return nil
+end
+
+-- What stays of a session that is forgotten: the epoch, so that whoever had it before cannot write it any more.
+local function bury(hash, tokens, epoch, keep_ms)
+    redis.call('DEL', hash, tokens)
+    redis.call('HSET', hash, 'epoch', as_text(epoch), 'ended', '1')
+    redis.call('PEXPIRE', hash, keep_ms)
 end

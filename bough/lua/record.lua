@@ -1,32 +1,42 @@
 -- Writes what is known of a session or a request, and its new tokens. The same twice changes nothing.
 -- KEYS[1] hash: epoch (the newest that was granted), holder (who claimed it), writer (the epoch of the record),
---         progress (of the record, within its epoch), record
+--         progress (of the record, within its epoch), record; or epoch and ended, of a session that is forgotten
 -- KEYS[2] string: the tokens of the record, four bytes each
--- ARGV[1] epoch of the caller, ARGV[2] its progress, ARGV[3] the record
--- ARGV[4] bytes of tokens that should be there already, ARGV[5] those that follow
--- ARGV[6] milliseconds to keep it
--- returns 1, or 0 where the tokens that should be there are not: all are wanted; or -1 where the epoch is over
+-- KEYS[3] and KEYS[4]: ledger of all of its kind, as in prelude.lua
+-- ARGV[1] its name in the ledger, ARGV[2] most entries there, ARGV[3] most bytes
+-- ARGV[4] epoch of the caller, ARGV[5] its progress, ARGV[6] the record
+-- ARGV[7] bytes of tokens that should be there already, ARGV[8] those that follow
+-- ARGV[9] milliseconds to keep it
+-- returns 1, or 0 where the tokens that should be there are not: all are wanted; or -1 where the epoch is over; or what
+-- must go first, as in prelude.lua
 own(KEYS[1], 'hash')
 own(KEYS[2], 'string')
-local epoch, offset = tonumber(ARGV[1]), tonumber(ARGV[4])
-if count(KEYS[1], 'epoch') > epoch then
-    return -1
-end
-if count(KEYS[1], 'epoch') < epoch then
-    redis.call('HDEL', KEYS[1], 'holder') -- an epoch that was granted without this index
+local epoch, offset = tonumber(ARGV[4]), tonumber(ARGV[7])
+local newest = count(KEYS[1], 'epoch')
+if newest > epoch or newest == epoch and redis.call('HEXISTS', KEYS[1], 'ended') == 1 then
+    return STALE
 end
 local is_mine = count(KEYS[1], 'writer') == epoch
-if is_mine and count(KEYS[1], 'progress') > tonumber(ARGV[2]) then
-    return 1 -- a write that was held up somewhere: a newer one has overtaken it
+if is_mine and count(KEYS[1], 'progress') > tonumber(ARGV[5]) then
+    return WRITTEN -- a write that was held up somewhere: a newer one has overtaken it
+end
+if offset > 0 and not (is_mine and redis.call('STRLEN', KEYS[2]) >= offset) then
+    return INCOMPLETE
+end
+local bytes = OVERHEAD + offset + #ARGV[8] + #ARGV[6]
+local full = enter(KEYS[3], KEYS[4], ARGV[1], bytes, ARGV[9], {tonumber(ARGV[2]), tonumber(ARGV[3])})
+if full then
+    return full
 end
 if offset == 0 then
-    redis.call('SET', KEYS[2], ARGV[5])
-elseif is_mine and redis.call('STRLEN', KEYS[2]) >= offset then
-    redis.call('SETRANGE', KEYS[2], ARGV[4], ARGV[5])
+    redis.call('SET', KEYS[2], ARGV[8])
 else
-    return 0
+    redis.call('SETRANGE', KEYS[2], ARGV[7], ARGV[8])
 end
-redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'writer', ARGV[1], 'progress', ARGV[2], 'record', ARGV[3])
-redis.call('PEXPIRE', KEYS[1], ARGV[6])
-redis.call('PEXPIRE', KEYS[2], ARGV[6])
-return 1
+if newest < epoch then
+    redis.call('HDEL', KEYS[1], 'holder', 'ended') -- an epoch that was granted without this index
+end
+redis.call('HSET', KEYS[1], 'epoch', ARGV[4], 'writer', ARGV[4], 'progress', ARGV[5], 'record', ARGV[6])
+redis.call('PEXPIRE', KEYS[1], ARGV[9])
+redis.call('PEXPIRE', KEYS[2], ARGV[9])
+return WRITTEN

@@ -1,6 +1,5 @@
--- Removes the leases that have run out and whatever belonged to them, in one step.
+-- Removes the leases that have run out, in one step. The prefixes of their workers have ended with them.
 -- KEYS[1] sorted set of leases, KEYS[2] hash of records, as in register.lua
--- ARGV[1] what the keys of prefixes begin with; the worker follows
 -- returns how many workers were removed
 own(KEYS[1], 'zset')
 own(KEYS[2], 'hash')
@@ -9,7 +8,6 @@ local num_removed = 0
 for _, worker in ipairs(redis.call('HKEYS', KEYS[2])) do
     if not redis.call('ZSCORE', KEYS[1], worker) then
         redis.call('HDEL', KEYS[2], worker)
-        redis.call('DEL', ARGV[1] .. worker)
         num_removed = num_removed + 1
     end
 end

@@ -9,13 +9,13 @@ are.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import Unavailable
+from bough.model.token_counts import TokenCounts
 from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
 
 Row = NDArray[np.float64]  # (vocab_size,)
@@ -26,32 +26,32 @@ SLACK = 1e-6  # far more than the rounding of noise
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Row:
     """Noise for the token at an absolute position: Philox (Salmon et al., 2011) keyed by seed, counted by position."""
-    return _gumbel(_raw(seed, position, vocab_size))
+    return gumbel(_raw(seed, position, vocab_size))
 
 
 def _raw(seed: int, position: int, vocab_size: int) -> NDArray[np.uint64]:
     return np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
 
 
-def _gumbel(raw: NDArray[np.uint64]) -> Row:
-    """Grows with the raw numbers."""
+def gumbel(raw: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Noise from random numbers, of any shape; it grows with them."""
     uniform = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1)
     return -np.log(-np.log(uniform))
 
 
-def adjusted(logits: Row, params: SamplingParams, history: Sequence[int], prompt_length: int) -> Row:
-    """Logits after penalties and bias, as decoding would see them after `history` (prompt and output so far)."""
+def adjusted(logits: Row, params: SamplingParams, counts: TokenCounts) -> Row:
+    """Logits after penalties and bias, as decoding would see them after the tokens that have been counted."""
     if not params.has_penalties and not params.logit_bias:
         return logits
     logits = logits.copy()
     if params.has_penalties:
-        seen = np.fromiter(set(history), dtype=np.int64)
+        seen, is_output = counts.tokens, counts.num_outputs > 0
         penalised = logits[seen]
         logits[seen] = np.where(
             penalised > 0, penalised / params.repetition_penalty, penalised * params.repetition_penalty
         )
-        for token, count in Counter(history[prompt_length:]).items():
-            logits[token] -= params.presence_penalty + count * params.frequency_penalty
+        num_outputs = counts.num_outputs[is_output]
+        logits[seen[is_output]] -= params.presence_penalty + num_outputs * params.frequency_penalty
     for token, bias in params.logit_bias.items():
         logits[token] += bias
     return logits
@@ -112,9 +112,20 @@ def probabilities(logits: Row, params: SamplingParams) -> Row:
 def position_logprobs(logits: Row, token: int, num_top: int) -> PositionLogprobs:
     """Log-probabilities of the emitted token and the best ones, from the target's raw logits."""
     normaliser = logits.max() + np.log(np.exp(logits - logits.max()).sum())
-    best = np.argsort(-logits, kind="stable")[:num_top]
-    top = tuple(TokenLogprob(int(i), float(logits[i] - normaliser)) for i in best)
+    top = tuple(TokenLogprob(int(i), float(logits[i] - normaliser)) for i in largest(logits, num_top))
     return PositionLogprobs(TokenLogprob(token, float(logits[token] - normaliser)), top)
+
+
+def largest(scores: Row, num: int) -> NDArray[np.intp]:
+    """(at most num,) where the largest scores are, largest first; of equals the lower place first.
+
+    Sorts only those: sorting a whole vocabulary takes longer than all else that is done for a token.
+    """
+    if num == 0:
+        return np.zeros(0, np.intp)
+    num = min(num, len(scores))
+    candidates = np.flatnonzero(scores >= np.partition(scores, -num)[-num])
+    return candidates[np.argsort(-scores[candidates], kind="stable")[:num]]
 
 
 def _within_mass(logits: Row, top_p: float) -> Row:
@@ -136,9 +147,9 @@ def _within_mass(logits: Row, top_p: float) -> Row:
 def _noisiest(logits: Row, seed: int, position: int) -> int:
     """Where logits and noise come to most. Noise is made for those alone that could be it: logarithms take long."""
     raw, best = _raw(seed, position, len(logits)), int(logits.argmax())
-    low, high = _gumbel(np.array([raw[best], raw.max()]))
+    low, high = gumbel(np.array([raw[best], raw.max()]))
     near = np.flatnonzero(logits >= logits[best] + low - high - SLACK)
-    return int(near[(logits[near] + _gumbel(raw[near])).argmax()])
+    return int(near[(logits[near] + gumbel(raw[near])).argmax()])
 
 
 def _softmax(logits: Row) -> Row:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -17,29 +16,17 @@ from bough.model.loading import Skeleton
 from bough.model.packed import BLOCK_BYTES, BLOCK_ELEMENTS
 from bough.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, Placement, Tier, gigabytes
 from bough.row_counts import OWN_MOST
+from bough.runtime.machine import free_memory, most_of
 
-SHARE = 0.8  # of what is free: others live here too
 RING_BYTES = 512 * 1000**2  # or RING_LAYERS, where those are more: what a ring takes unless it is told
 RING_LAYERS = 3  # one that is computed on, one that arrives, one that has; more is better used for layers that stay
 HIDDEN_COPIES = 8  # of a batch's hidden states at once: residuals, norms, queries, attention's result, rotary tables
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 
 
-def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """What this process may still take of the host's memory: of the machine, and of the control group it is in."""
-    available = _meminfo(proc)["MemAvailable"]
-    for limit, usage in _cgroup_files(proc, cgroup):
-        try:
-            used = int(usage.read_text()) - _page_cache_bytes(usage.with_name("memory.stat"))
-            available = min(available, int(limit.read_text()) - used)
-        except (OSError, ValueError):
-            continue  # not there, or "max"
-    return max(available, 0)
-
-
 def free_device_bytes(device: torch.device) -> int:
     """What this process may still take of an accelerator's memory; on the CPU, that is the host's."""
-    return free_host_bytes() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+    return free_memory() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
 
 
 def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
@@ -49,7 +36,7 @@ def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
         ConfigError: told where there is no such memory.
     """
     if is_gpu:
-        return settings.host_memory or int(free_host_bytes() * SHARE)
+        return settings.host_memory or most_of(free_memory())
     if settings.host_memory:
         raise ConfigError(
             f"--host-memory: {gigabytes(settings.host_memory)}; on the CPU host and device have one memory, "
@@ -120,31 +107,3 @@ def resident_bytes(skeleton: Skeleton) -> int:
     """Embeddings, final norm and output head, each tensor once."""
     shapes = {slot.source.places: slot.source.shape for slot in skeleton.resident_slots}
     return sum(torch.Size(shape).numel() for shape in shapes.values()) * skeleton.dtype.itemsize
-
-
-def _meminfo(proc: Path) -> dict[str, int]:
-    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) >= 2}
-
-
-def _page_cache_bytes(stat: Path) -> int:
-    """What a control group holds of files' pages, which it gives up when memory is wanted; 0 where it does not say."""
-    if not stat.is_file():
-        return 0
-    values = dict(line.split() for line in stat.read_text().splitlines())
-    prefix = "total_" if "total_inactive_file" in values else ""  # version 1 counts the groups below apart
-    return sum(int(values.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
-
-
-def _cgroup_files(proc: Path, cgroup: Path) -> list[tuple[Path, Path]]:
-    """Limit and usage of the control groups that this process is in, of both versions."""
-    files = []
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        for folder in (path.lstrip("/"), ""):  # inside a container the own group may be mounted as the root
-            if "memory" in controllers.split(","):
-                base = cgroup / "memory" / folder
-                files.append((base / "memory.limit_in_bytes", base / "memory.usage_in_bytes"))
-            elif not controllers:
-                files.append((cgroup / folder / "memory.max", cgroup / folder / "memory.current"))
-    return files

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import InvalidRequest, Unavailable
-from bough.model.draw import Row, filtered
+from bough.model.draw import Row, filtered, largest
 from bough.sampling import SamplingParams
 
 GREEDY_TOKENS = 32  # at most, at temperature 0
@@ -48,11 +48,11 @@ def draft_weights(
     """
     require_numbers(logits.max())
     if params.is_greedy:
-        best = _best(logits, min(max_tokens, GREEDY_TOKENS))
+        best = largest(logits, min(max_tokens, GREEDY_TOKENS)).astype(np.int32)
         best = best[np.isfinite(logits[best])]
         return best, greedy_weights(len(best))
     kept = filtered(logits, params)
-    best = _best(kept, max_tokens)
+    best = largest(kept, max_tokens).astype(np.int32)
     weights = np.exp(kept[best] - kept.max()).astype(np.float32)
     return best[weights > 0], weights[weights > 0]
 
@@ -107,10 +107,3 @@ def _race(probs: Row, rng: np.random.Generator) -> Row:
     """Exponential arrival times at these rates; infinite where a probability is 0."""
     times: Row = np.full(probs.shape, np.inf)
     return np.divide(rng.standard_exponential(probs.shape), probs, out=times, where=probs > 0)
-
-
-def _best(scores: Row, num: int) -> NDArray[np.int32]:
-    """The `num` best tokens, best first; the lower of equals first."""
-    num = min(num, len(scores))
-    candidates = np.flatnonzero(scores >= np.partition(scores, -num)[-num])
-    return candidates[np.argsort(-scores[candidates], kind="stable")[:num]].astype(np.int32)

@@ -1,0 +1,135 @@
+"""What this process may use of the machine: processors and memory, within the limits of the control groups it is in.
+
+A container sees the whole node in /proc/meminfo and in `os.cpu_count`; what it may take of it stands in its control
+groups (cgroups(7)) of version 1 or 2, in the nearest group or in any above it. Paths are below `root`, so that tests
+can make a machine of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+SHARE = 0.8  # of free memory that a process takes which is not told: others live here too
+RESERVE_BYTES = 300 * 1000**2  # that it leaves in any case: for its own stacks, kernels and buffers, and for others'
+
+
+def usable_cpus(root: Path = ROOT, affinity: int = 0) -> int:
+    """Processors on which this process may run all the time, at least 1.
+
+    That is those of its affinity (`affinity` of them, or as the system says), or fewer where a quota of a control
+    group allows less. A part of a processor does not count: a group that has used its quota up stands still, with all
+    of its threads.
+    """
+    cpus = affinity or _affinity()
+    for folder, is_version_2 in _groups("cpu", root):
+        quota, period = _cpu_quota(folder, is_version_2)
+        if quota > 0 and period > 0:
+            cpus = min(cpus, quota // period)
+    return max(cpus, 1)
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes that this process may still take: of the machine, and of every control group that it is in.
+
+    Files' pages that no process has mapped are given up when memory is wanted, so they count as free.
+    """
+    free = _meminfo(root)["MemAvailable"]
+    for folder, is_version_2 in _groups("memory", root):
+        limit_names = ("memory.max", "memory.high") if is_version_2 else ("memory.limit_in_bytes",)
+        limits = [limit for name in limit_names if (limit := _number(folder / name)) is not None]
+        used = _number(folder / ("memory.current" if is_version_2 else "memory.usage_in_bytes"))
+        if limits and used is not None:
+            free = min(free, min(limits) - max(0, used - _reclaimable(folder / "memory.stat")))
+    return max(free, 0)
+
+
+def most_of(free: int) -> int:
+    """Bytes of free memory that a process may plan with which is not told how many."""
+    return max(0, min(int(free * SHARE), free - RESERVE_BYTES))
+
+
+def _affinity() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_quota(folder: Path, is_version_2: bool) -> tuple[int, int]:
+    """Microseconds of processors' time in a period of so many; 0 or less where there is no limit."""
+    if not is_version_2:
+        return _number(folder / "cpu.cfs_quota_us") or 0, _number(folder / "cpu.cfs_period_us") or 0
+    words = _text(folder / "cpu.max").split()
+    return (int(words[0]), int(words[1])) if len(words) == 2 and words[0].isdecimal() else (0, 0)
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) >= 2}
+
+
+def _reclaimable(stat: Path) -> int:
+    """Bytes of files' pages that a control group holds and nobody has mapped; 0 where it does not say.
+
+    Mapped ones are mostly libraries that run: given up, they would be read from disk again at once.
+    """
+    values = dict(line.split() for line in _text(stat).splitlines() if len(line.split()) == 2)
+    prefix = "total_" if "total_inactive_file" in values else ""  # version 1 counts the groups below apart
+
+    def size(name: str) -> int:
+        return int(values.get(prefix + name, 0))
+
+    mapped = size("file_mapped") or size("mapped_file")
+    return max(0, size("inactive_file") + size("active_file") - mapped) + size("slab_reclaimable")
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders of the control groups that this process is in, from its own upwards, and whether of version 2."""
+    mounts = list(_mounts(root))
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        is_version_2 = controllers == ""
+        if not is_version_2 and controller not in controllers.split(","):
+            continue
+        kind, wanted = ("cgroup2", "") if is_version_2 else ("cgroup", controller)
+        for mount_kind, options, mounted, where in mounts:
+            if mount_kind == kind and (not wanted or wanted in options):
+                yield from ((folder, is_version_2) for folder in _upwards(path, mounted, root / where.lstrip("/")))
+                break
+
+
+def _upwards(path: str, mounted: str, where: Path) -> Iterator[Path]:
+    """A group's folder and all above it, as far as they are mounted; the mount alone where the group is not below it.
+
+    `mounted` is the group that stands at `where`: in a container often its own, though its path is told from the root.
+    """
+    below = path.removeprefix(mounted.rstrip("/"))
+    is_below = path.startswith(mounted) and ".." not in path
+    folder = where / below.strip("/") if is_below and (where / below.strip("/")).is_dir() else where
+    while folder != where:
+        yield folder
+        folder = folder.parent
+    yield where
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
+    """Kind, options, mounted group and place of each mount of control groups (proc_pid_mountinfo(5))."""
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) >= 5 and len(rest) >= 3 and rest[0] in ("cgroup", "cgroup2"):
+            yield rest[0], rest[2].split(","), fields[3], fields[4]
+
+
+def _number(file: Path) -> int | None:
+    """None where the file is not there, or says that there is no limit."""
+    text = _text(file).strip()
+    return int(text) if text.lstrip("-").isdecimal() else None
+
+
+def _text(file: Path) -> str:
+    """Empty where the file is not there: other systems, and controllers that are not switched on."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

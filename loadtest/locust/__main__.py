@@ -1,0 +1,185 @@
+"""End-to-end load by locust: latency percentiles, goodput, and where latency bends.
+
+    python -m loadtest.locust --simulate two-cores-resident --users 8 --seconds 60
+    python -m loadtest.locust --simulate two-cores-resident --rate 5 --seconds 60
+    python -m loadtest.locust --simulate two-cores-resident --step-users 4
+    python -m loadtest.locust --address HOST:7411 --http http://HOST:8000 --users 32 --doors grpc http
+
+Without --address it starts a bough of its own: the demonstration models, or with --simulate workers without weights.
+A closed loop of --users who wait for their answers, or requests at a --rate that do not wait, or users that grow by
+--step-users until the time to the first token is --bend times what it was at first. Some users hold conversations.
+Writes locust's HTML report, and ends with one JSON line, by door and for all together:
+
+first_token_seconds   TTFT: exact percentiles over the requests that finished
+token_seconds         TPOT: (last event - first) / tokens after those of the first event; tokens come in bursts
+longest_gap_seconds   longest time within an answer without a token
+seconds_a_request     from the request to its last token
+goodput_...           of requests within --slo-ttft and --slo-tpot only
+refused, failed       RESOURCE_EXHAUSTED or 429; any other error. `unfinished` were under way at the test's end
+steps                 where users climb: users, requests, TTFT p95, tokens per second
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from bough.launch import launched
+from loadtest.locust.mix import parse_kinds
+from loadtest.locust.plan import Plan
+from loadtest.locust.samples import Objective, Sample, percentile, read_samples, span_seconds, summarise
+from loadtest.stacks import http_url_of, stack_settings
+
+STOP_SECONDS = 30.0  # that locust waits for answers under way at its end
+KILL_SECONDS = 60.0  # after which a locust that does not end is killed
+DEFAULT_MIX = "40:64:3,200:64:2,600:32:1"
+
+
+class Doors(NamedTuple):
+    """Where the system under test answers."""
+
+    address: str  # of gRPC
+    http_url: str  # without /v1; empty for none
+
+
+@asynccontextmanager
+async def system(arguments: argparse.Namespace) -> AsyncIterator[Doors]:
+    """What is given by --address and --http, or a bough of the test's own."""
+    if arguments.address or arguments.http:
+        yield Doors(arguments.address, arguments.http)
+        return
+    async with launched(stack_settings(arguments.simulate), lambda _: None) as cluster:
+        yield Doors(cluster.address, await http_url_of(cluster.address))
+
+
+def plan_from(arguments: argparse.Namespace, doors: Doors, samples: Path) -> Plan:
+    """The plan of locust's process."""
+    return Plan(
+        doors=tuple(arguments.doors),
+        address=doors.address,
+        http_url=doors.http_url,
+        kinds=arguments.mix,
+        conversations=arguments.conversations,
+        turns=arguments.turns,
+        think_seconds=arguments.think,
+        rate=arguments.rate,
+        timeout_seconds=arguments.timeout,
+        samples_path=str(samples),
+        seed=arguments.seed,
+        step_users=arguments.step_users,
+        step_seconds=arguments.step_seconds,
+        max_users=arguments.users if arguments.step_users else 0,
+        bend=arguments.bend,
+    )
+
+
+async def run_locust(plan: Plan, arguments: argparse.Namespace) -> None:
+    """Runs locust to its end. Raises SystemExit where locust itself fails."""
+    users = 1 if plan.rate else arguments.users
+    command = [
+        *(sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py")), "--headless"),
+        *("--only-summary", "--html", arguments.html, "--stop-timeout", f"{STOP_SECONDS:.0f}"),
+        *("--exit-code-on-error", "0", "--loglevel", "WARNING"),
+    ]
+    if not plan.step_users:
+        command += ["--users", str(users), "--spawn-rate", str(users), "--run-time", f"{math.ceil(arguments.seconds)}s"]
+    process = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, **plan.to_environment()}, stdout=subprocess.DEVNULL
+    )
+    limit = arguments.seconds if not plan.step_users else arguments.most_seconds
+    try:
+        async with asyncio.timeout(limit + STOP_SECONDS + KILL_SECONDS):
+            status = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if status != 0:
+        raise SystemExit(f"locust ended with status {status}")
+
+
+def steps(samples: Sequence[Sample]) -> list[dict[str, float]]:
+    """What latency and throughput were at each number of users, where these climbed."""
+    by_users = defaultdict(list)
+    for sample in samples:
+        by_users[sample.users].append(sample)
+    return [
+        {
+            "users": users,
+            "requests": len(each),
+            "first_token_p95": round(percentile([s.first_token_seconds for s in each if not s.error], 95), 4),
+            "refused": sum(s.is_refused for s in each),
+        }
+        for users, each in sorted(by_users.items())
+    ]
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Figures for the JSON line."""
+    objective = Objective(arguments.slo_ttft or math.inf, arguments.slo_tpot or math.inf)
+    with TemporaryDirectory() as folder:
+        samples_path = Path(folder) / "samples.jsonl"
+        async with system(arguments) as doors:
+            await run_locust(plan_from(arguments, doors, samples_path), arguments)
+        samples = read_samples(samples_path)
+    seconds = span_seconds(samples)
+    by_door = {door: [sample for sample in samples if sample.door == door] for door in arguments.doors}
+    return {
+        **summarise(samples, seconds, objective),
+        "doors": {door: summarise(each, seconds, objective) for door, each in by_door.items()},
+        "steps": steps(samples) if arguments.step_users else [],
+        "report": arguments.html,
+        "cores": os.cpu_count(),
+        "settings": {name: value for name, value in vars(arguments).items() if name != "mix"},
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--address", default="", help="HOST:PORT of a running orchestrator's gRPC door")
+    add("--http", default="", help="URL of its HTTP door, without /v1")
+    add("--simulate", default="", metavar="PROFILE", help="start workers without weights")
+    add("--doors", nargs="+", choices=("grpc", "http"), default=["grpc", "http"], help="users take turns among these")
+    add("--users", type=int, default=8, help="who wait for their answers; with --step-users the most")
+    add("--rate", type=float, default=0.0, help="requests a second, whatever becomes of them; 0 is users who wait")
+    add("--step-users", type=int, default=0, help="users that are added in each step, until latency bends")
+    add("--step-seconds", type=float, default=20.0, help="of a step, at least")
+    add("--bend", type=float, default=3.0, help="times the first step's TTFT p95 at which latency has bent")
+    add("--seconds", type=float, default=60.0, help="of the test, without steps")
+    add("--most-seconds", type=float, default=1800.0, help="after which a climb is given up")
+    add("--mix", type=parse_kinds, default=DEFAULT_MIX, help="PROMPT:ANSWER:WEIGHT,...: tokens, and how often")
+    add("--conversations", type=float, default=0.25, help="share of users who hold conversations")
+    add("--turns", type=int, default=3, help="of a conversation")
+    add("--think", type=float, default=1.0, help="mean seconds between an answer and the next question")
+    add("--timeout", type=float, default=300.0, help="seconds after which a request has failed")
+    add("--slo-ttft", type=float, help="seconds to the first token that count as good; any where it is not given")
+    add("--slo-tpot", type=float, help="seconds a token that count as good; any where it is not given")
+    add("--html", default="loadtest-report.html", help="file for locust's report")
+    add("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    if arguments.address and not arguments.http and "http" in arguments.doors:
+        parser.error("--http: missing; must be given beside --address, or --doors must be grpc")
+    if arguments.http and not arguments.address and "grpc" in arguments.doors:
+        parser.error("--address: missing; must be given beside --http, or --doors must be http")
+    return arguments
+
+
+def main() -> None:
+    """Prints progress, and one JSON line."""
+    print(json.dumps(asyncio.run(run(_arguments()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""When a climbing load has bent: the decision apart from locust, so that it can be tested without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from loadtest.locust.samples import Sample, percentile
+
+LEAST_SAMPLES = 3  # finished in a step before it is judged
+
+
+@dataclass(slots=True)
+class Climb:
+    """Raises the number of users step by step until the time to the first token bends, or requests are refused."""
+
+    step_users: int
+    step_seconds: float
+    max_users: int
+    bend: float  # times the first step's p95
+    users: int = 0
+    bent_at: int = 0  # users at which latency bent; 0 if it has not
+    _step_began: float = 0.0
+    _first_p95: float = 0.0
+    _taken: int = 0
+    steps: list[tuple[int, float]] = field(default_factory=list)  # users, p95 of seconds to the first token
+
+    def users_at(self, seconds: float, samples: Sequence[Sample]) -> int | None:
+        """Users wanted at a moment of the run, given all samples so far; None ends the run."""
+        if self.users == 0:
+            self.users, self._step_began = self.step_users, seconds
+            return self.users
+        if seconds - self._step_began < self.step_seconds:
+            return self.users
+        recent = samples[self._taken :]
+        finished = [sample.first_token_seconds for sample in recent if not sample.error]
+        is_refused = any(sample.is_refused for sample in recent)
+        if len(finished) < LEAST_SAMPLES and not is_refused:
+            return self.users  # answers take longer than a step: it goes on
+        p95 = percentile(finished, 95)
+        self.steps.append((self.users, p95))
+        self._first_p95 = self._first_p95 or p95
+        if is_refused or p95 > self.bend * self._first_p95:
+            self.bent_at = self.users
+            return None
+        if self.users + self.step_users > self.max_users:
+            return None
+        self.users, self._step_began, self._taken = self.users + self.step_users, seconds, len(samples)
+        return self.users

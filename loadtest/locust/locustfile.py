@@ -1,0 +1,148 @@
+"""What locust loads: `python -m locust -f loadtest/locust/locustfile.py`, with a plan in the environment.
+
+`python -m loadtest.locust` does that. Rows of locust's own report: "first token", "per token", "longest gap" and "whole
+answer" of each door; its "Aggregated" row mixes them and says nothing. Exact figures come from the samples file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import gevent
+import grpc.experimental.gevent as grpc_gevent
+from gevent.event import Event
+from gevent.pool import Pool
+from locust import LoadTestShape, User, events, task
+from locust.exception import StopUser
+
+from loadtest.locust.climb import Climb
+from loadtest.locust.doors import Conversation, Door, GrpcDoor, HttpDoor
+from loadtest.locust.mix import Mix, Question
+from loadtest.locust.plan import plan_from_environment
+from loadtest.locust.samples import UNFINISHED, Sample, write_sample
+from loadtest.prompts import load_prompts
+
+grpc_gevent.init_gevent()  # before any channel: gRPC waits in C, and would hold up every user
+
+PLAN = plan_from_environment()
+STARTED = time.monotonic()
+SAMPLES: list[Sample] = []
+FILE = Path(PLAN.samples_path).open("w", buffering=1)  # noqa: SIM115 - as long as the process
+numbers = itertools.count()
+is_stopping = Event()  # the time is over: nothing new begins
+
+
+def open_door(number: int) -> Door:
+    """The door of the user with this number, from 0."""
+    if PLAN.doors[number % len(PLAN.doors)] == "grpc":
+        return GrpcDoor(PLAN.address, PLAN.timeout_seconds, STARTED)
+    return HttpDoor(PLAN.http_url, PLAN.timeout_seconds, STARTED)
+
+
+def ask(environment: Any, door: Door, conversation: Conversation, question: Question, users: int) -> Sample:
+    """One request, noted whatever becomes of it; one that the test's end cuts off is noted as such."""
+    began = time.monotonic() - STARTED
+    try:
+        sample = door.ask(conversation, question, users)
+    except gevent.GreenletExit:
+        write_sample(FILE, Sample(door.name, began, time.monotonic() - STARTED - began, users=users, error=UNFINISHED))
+        raise
+    note(environment, sample)
+    return sample
+
+
+def note(environment: Any, sample: Sample) -> None:
+    """Tells locust's statistics and the file of one request."""
+    SAMPLES.append(sample)
+    write_sample(FILE, sample)
+    fire = environment.events.request.fire
+    common = {"request_type": sample.door, "response_length": sample.num_tokens, "context": {}, "response": None}
+    if sample.error:
+        name = "refused" if sample.is_refused else "whole answer"
+        problem = None if sample.is_refused else RuntimeError(sample.error)
+        fire(name=name, response_time=1000 * sample.seconds, exception=problem, **common)
+        return
+    rows = {
+        "first token": sample.first_token_seconds,
+        "per token": sample.token_seconds,
+        "longest gap": sample.longest_gap_seconds,
+        "whole answer": sample.seconds,
+    }
+    for name, seconds in rows.items():
+        fire(name=name, response_time=1000 * seconds, exception=None, **common)
+
+
+class Person(User):
+    """Somebody who asks, reads, thinks, and asks again; or, at an offered rate, the one who sends requests off."""
+
+    def on_start(self) -> None:
+        """Every user has a connection, a door and a sequence of questions of its own."""
+        self.number = next(numbers)
+        self.mix = Mix(PLAN.kinds, load_prompts(), PLAN.seed + self.number)
+        self.door = open_door(self.number)
+        self.holds_conversations = (self.number % 100) < 100 * PLAN.conversations
+
+    def on_stop(self) -> None:
+        """The connection ends with the user."""
+        self.door.close()
+
+    @task
+    def live(self) -> None:
+        """One conversation or one request; with a rate, arrivals that do not wait for answers."""
+        if PLAN.rate:
+            self._offer()
+            raise StopUser
+        conversation = Conversation.begin() if self.holds_conversations else Conversation()
+        for _ in range(PLAN.turns if self.holds_conversations else 1):
+            num_users = self.environment.runner.user_count
+            sample = ask(self.environment, self.door, conversation, self.mix.question(), num_users)
+            gevent.sleep(sample.retry_seconds if sample.is_refused else self.mix.pause(PLAN.think_seconds))
+            if sample.error:
+                return
+
+    def _offer(self) -> None:
+        """Arrivals of a Poisson process; each has a connection of its own and is not waited for."""
+        pool = Pool()
+        try:
+            for number in itertools.count():
+                if is_stopping.wait(self.mix.pause(1 / PLAN.rate)):
+                    break
+                pool.spawn(self._arrive, number, len(pool))
+            pool.join()  # until locust's own patience ends
+        finally:
+            pool.kill()
+
+    def _arrive(self, number: int, num_open: int) -> None:
+        door = open_door(number)
+        try:
+            ask(self.environment, door, Conversation(), self.mix.question(), num_open)
+        finally:
+            door.close()
+
+
+if PLAN.step_users:
+
+    class Steps(LoadTestShape):
+        """Climbs until latency bends; locust finds it by its being here."""
+
+        climb = Climb(PLAN.step_users, PLAN.step_seconds, PLAN.max_users, PLAN.bend)
+
+        def tick(self) -> tuple[int, float] | None:
+            """Users wanted now, and how many may begin in a second."""
+            users = self.climb.users_at(time.monotonic() - STARTED, SAMPLES)
+            return None if users is None else (users, float(PLAN.step_users))
+
+
+@events.test_stopping.add_listener  # type: ignore[untyped-decorator]
+def stop_arrivals(**_: object) -> None:
+    """Requests under way may finish while locust waits for its users."""
+    is_stopping.set()
+
+
+@events.quitting.add_listener  # type: ignore[untyped-decorator]
+def close_file(**_: object) -> None:
+    """All that was written is on disk before the command reads it."""
+    FILE.close()

@@ -1,0 +1,110 @@
+"""A bough of several replicas of each kind, which can be stopped, replaced and added to while it is under load."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bough.child import Child
+from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, parse, to_flags
+from bough.launch import Cluster, Settings
+from bough.records import WorkerRecord
+from bough.registry import Registry
+from bough.tether import MODULE
+
+CONFIGS: dict[str, type[ServiceConfig]] = {
+    "target": TargetConfig,
+    "draft": DraftConfig,
+    "orchestrator": OrchestratorConfig,
+}
+MODULES = {"target": "target_worker", "draft": "draft_worker", "orchestrator": "orchestrator"}
+START_SECONDS = 60.0
+DRAIN_SECONDS = 60.0
+POLL_SECONDS = 0.05
+
+
+class Stack:
+    """Replicas by kind, in the order of their start."""
+
+    def __init__(self, cluster: Cluster, registry: Registry, flags: dict[str, Sequence[str]]) -> None:
+        self.replicas: dict[str, list[tuple[Child, WorkerRecord]]] = {kind: [] for kind in CONFIGS}
+        self._cluster, self._registry, self._flags = cluster, registry, flags
+        self._numbers = itertools.count()
+
+    @property
+    def index_url(self) -> str:
+        """Where the index is."""
+        return self._cluster.index_url
+
+    def addresses(self, kind: str) -> list[str]:
+        """Where the replicas of a kind answer."""
+        return [record.address for _, record in self.replicas[kind]]
+
+    async def add(self, kind: str) -> WorkerRecord:
+        """Starts one more; returns when it has registered. Raises RuntimeError where it does not."""
+        known = {record.worker_id for record in await self._registry.workers()}
+        flags = [*self._flags[kind], "--index-url", self._cluster.index_url]
+        config = parse(CONFIGS[kind], MODULES[kind], flags, os.environ)
+        command = [sys.executable, *MODULE, MODULES[kind], *to_flags(config)]
+        child = self._cluster.start(f"{kind}-{next(self._numbers)}", command)
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and not child.has_ended():
+            for record in await self._registry.workers():
+                if record.kind == kind and record.worker_id not in known:
+                    self.replicas[kind].append((child, record))
+                    return record
+            await asyncio.sleep(POLL_SECONDS)
+        raise RuntimeError(f"{child.name} did not start:\n{child.tail()}")
+
+    async def retire(self, kind: str) -> int:
+        """Ends the oldest by SIGTERM and waits until what runs there has finished; its exit status."""
+        child, _ = self.replicas[kind].pop(0)
+        child.process.terminate()
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while not child.has_ended():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{child.name} did not end within {DRAIN_SECONDS:g} s of SIGTERM:\n{child.tail()}")
+            await asyncio.sleep(POLL_SECONDS)
+        return int(child.process.returncode)
+
+    def process_ids(self) -> dict[str, int]:
+        """Of everything that runs, the index included."""
+        return {child.name: child.process.pid for child in self._cluster.children.values() if not child.has_ended()}
+
+
+@asynccontextmanager
+async def stack(profile: Path | str, orchestrator_flags: Sequence[str] = (), replicas: int = 1) -> AsyncIterator[Stack]:
+    """Simulated workers of a profile with an index of their own: so many replicas of each kind, ready."""
+    flags: dict[str, Sequence[str]] = {
+        "target": ["--simulate", str(profile)],
+        "draft": ["--simulate", str(profile)],
+        "orchestrator": ["--port", "0", "--http-port", "0", *orchestrator_flags],
+    }
+    settings = Settings(
+        parse(TargetConfig, "target_worker", flags["target"], os.environ),
+        parse(DraftConfig, "draft_worker", flags["draft"], os.environ),
+        parse(OrchestratorConfig, "orchestrator", flags["orchestrator"], os.environ),
+    )
+    with TemporaryDirectory(prefix="bough-served-") as folder:
+        cluster = Cluster(settings, Path(folder))
+        try:
+            cluster.start_index()
+            registry = Registry(cluster.index_url)
+            await registry.wait()
+            running = Stack(cluster, registry, flags)
+            for kind in ("target", "draft", "orchestrator"):
+                for _ in range(replicas):
+                    await running.add(kind)
+            try:
+                yield running
+            finally:
+                await registry.close()
+        finally:
+            await asyncio.to_thread(cluster.stop_all)

@@ -1,0 +1,36 @@
+"""Settings of a bough that a benchmark starts for itself: the demonstration models, or workers without weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from bough.client import Client
+from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
+from bough.launch import Settings
+
+
+def stack_settings(profile: str = "", orchestrator_flags: Sequence[str] = ()) -> Settings:
+    """Of one target, one draft and one orchestrator on free ports.
+
+    The demonstration target keeps no layer in memory; its draft is itself without two layers.
+    """
+    if profile:
+        target = draft = ["--simulate", profile]
+    else:
+        model = str(demonstration_folder())
+        target = ["--model", model, "--resident-layers", "0"]
+        draft = ["--model", model, "--drop-layers", SUBSTITUTE_DROPS]
+    orchestrator = ["--port", "0", "--http-port", "0", *orchestrator_flags]
+    return Settings(
+        parse(TargetConfig, "target_worker", target, os.environ),
+        parse(DraftConfig, "draft_worker", draft, os.environ),
+        parse(OrchestratorConfig, "orchestrator", orchestrator, os.environ),
+    )
+
+
+async def http_url_of(address: str) -> str:
+    """The HTTP door of the orchestrator whose gRPC door is at this address, without /v1; empty for none."""
+    async with Client(address) as client:
+        return (await client.server_info()).http_url

@@ -1,0 +1,166 @@
+"""What both kinds of answers have in common: their head, their usage, how speculation went."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from bough.generation import Event, Finished, SpeculationMetrics, Started, Tokens
+from orchestrator.http_api.errors import Json
+from orchestrator.http_api.spelling import Spell, TokenBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands in every chunk of an answer."""
+
+    answer_id: str
+    created: int  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTelling:
+    """What a stream tells beside its text."""
+
+    usage: bool = False  # in a chunk at the end
+    continuous_usage: bool = False  # in every chunk
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one choice of an answer has come to."""
+
+    prompt_tokens: int = 0
+    num_tokens: int = 0
+    texts: list[str] = field(default_factory=list)
+    num_characters: int = 0
+    finished: Finished | None = None
+
+    def observe(self, event: Event) -> None:
+        """Takes in what an event tells."""
+        match event:
+            case Started():
+                self.prompt_tokens = event.prompt_tokens
+            case Tokens():
+                self.num_tokens += len(event.token_ids)
+                self.add(event.text)
+            case Finished():
+                self.finished = event
+                self.num_tokens = event.usage.completion_tokens
+                self.add(event.text)
+
+    def add(self, text: str) -> None:
+        """More of its text."""
+        self.texts.append(text)
+        self.num_characters += len(text)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None as long as it has not."""
+        return self.finished.finish_reason if self.finished else None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop text or token id that it ended at."""
+        return self.finished.stop_reason or None if self.finished else None
+
+
+class Answer(ABC):
+    """An answer on its way. Events go in; out come chunks of a stream, and at the end the whole."""
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self, head: Head, num_choices: int, choices_per_prompt: int, telling: StreamTelling, spell: Spell | None
+    ) -> None:
+        """`spell` where log-probabilities are told."""
+        self.head, self.telling = head, telling
+        self.model = ""  # known once a request has been let in, as is
+        self._token_bytes: TokenBytes | None = None
+        self._spell = spell
+        self.choices = [Choice() for _ in range(num_choices)]
+        self._choices_per_prompt = choices_per_prompt
+
+    def chunks(self, index: int, event: Event) -> list[Json]:
+        """The chunks that an event of one choice adds to the stream."""
+        choice = self.choices[index]
+        begin = choice.num_characters
+        choice.observe(event)
+        if isinstance(event, Started):
+            self.model = event.model_name
+            self._token_bytes = self._spell(event.model_name) if self._spell else None
+        return [self._chunk([one]) for one in self._told(index, event, begin)]
+
+    def last_chunks(self) -> Iterator[Json]:
+        """What follows the chunks of all choices."""
+        if self.telling.usage:
+            yield self._frame(self.chunk_object) | {"choices": []} | self._figures()
+
+    def whole(self) -> Json:
+        """The answer as one object, once all choices are finished."""
+        choices = [self._choice(index) for index in range(len(self.choices))]
+        return self._frame(self.whole_object) | {"choices": choices} | self._figures()
+
+    @abstractmethod
+    def _told(self, index: int, event: Event, begin: int) -> Iterator[Json]:
+        """An event as entries of `choices` of a chunk; its text begins at character `begin`."""
+
+    @abstractmethod
+    def _choice(self, index: int) -> Json:
+        """A finished choice as an entry of `choices` of the whole."""
+
+    def _frame(self, name: str) -> Json:
+        head = self.head
+        return {"id": head.answer_id, "object": name, "created": head.created, "model": self.model}
+
+    def _chunk(self, choices: Sequence[Json]) -> Json:
+        chunk: Json = self._frame(self.chunk_object) | {"choices": choices}
+        if self.telling.continuous_usage:
+            chunk["usage"] = self._usage()
+        elif self.telling.usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _usage(self) -> Json:
+        """Tokens so far; of each prompt's choices one counts for the prompt."""
+        firsts = self.choices[:: self._choices_per_prompt]
+        prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
+        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        usage: Json = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+        ends = [choice.finished for choice in firsts if choice.finished]
+        if len(ends) == len(firsts):  # before, it is not known
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(one.usage.cached_tokens for one in ends)}
+        return usage
+
+    def _figures(self) -> Json:
+        ends = [choice.finished.speculation for choice in self.choices if choice.finished]
+        return {"usage": self._usage(), "metrics": {"speculative_decoding": speculative_decoding(ends)}}
+
+
+def speculative_decoding(runs: Iterable[SpeculationMetrics]) -> Json:
+    """How speculation went, by the names that benchmarks read; the root of a tree is no draft token."""
+    runs = tuple(runs)
+    num_steps = sum(run.num_rounds for run in runs)
+    num_drafted = sum(run.num_draft_tokens for run in runs)
+    num_accepted = sum(run.num_accepted_tokens for run in runs)
+    histograms = (run.acceptance_histogram for run in runs)
+    return {
+        "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else 0.0,
+        "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else 0.0,
+        "acceptance_histogram": [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)],
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": num_drafted,
+        "num_spec_steps": num_steps,
+    }

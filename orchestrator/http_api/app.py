@@ -1,0 +1,234 @@
+"""The routes: what an OpenAI client asks for, and what operators do."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from bough import __version__
+from bough.errors import InvalidRequest, NotFound, Unavailable
+from bough.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
+from orchestrator.entrance import Entrance
+from orchestrator.http_api import chat, completions
+from orchestrator.http_api.answer import Answer, Head, StreamTelling
+from orchestrator.http_api.body import BodyReader
+from orchestrator.http_api.errors import ApiError, Json, api_error, invalid
+from orchestrator.http_api.exchange import Exchange
+from orchestrator.http_api.fields import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    GenerationFields,
+    StreamOptions,
+    TokenizeFields,
+)
+from orchestrator.http_api.options import Wanted, choices
+from orchestrator.http_api.spelling import Spell
+from orchestrator.models import largest_context
+from orchestrator.requests import Requests
+
+SESSION_HEADERS = ("x-session-id", "x-correlation-id")  # the second is what AIPerf sends
+REQUEST_ID = b"x-request-id"
+_NAME = re.compile(rb"[\x21-\x7e]{1,128}")
+GENERATE, TOKENIZE = "Generate", "Tokenize"  # as an Entrance counts them
+Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
+
+
+def http_app(requests: Requests, figures: CollectorRegistry, stalled_seconds: float) -> Starlette:
+    """The ASGI application in front of these requests; `figures` are served at /metrics."""
+    entrance = Entrance(requests.admission, lambda: largest_context(requests.directory))
+    door = _Door(requests, figures, stalled_seconds, BodyReader(entrance))
+    routes = [
+        Route("/v1/chat/completions", _Answered(door.chat, chat.FIELD_NAMES), methods=["POST"]),
+        Route("/v1/completions", _Answered(door.completions, completions.FIELD_NAMES), methods=["POST"]),
+        Route("/v1/models", _Answered(door.models), methods=["GET"]),
+        Route("/v1/models/{model:path}", _Answered(door.model), methods=["GET"]),
+        Route("/tokenize", _Answered(door.tokenize, completions.FIELD_NAMES), methods=["POST"]),
+        Route("/detokenize", _Answered(door.detokenize), methods=["POST"]),
+        Route("/health", _Answered(door.health), methods=["GET"]),
+        Route("/metrics", _Answered(door.metrics), methods=["GET"]),
+        Route("/version", _Answered(door.version), methods=["GET"]),
+    ]
+    handlers = {HTTPException: _refused}
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(_RequestIds)])
+    app.router.redirect_slashes = False  # a client that posts would follow with a GET, or not at all
+    return app
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """Decodes, calls, encodes."""
+
+    requests: Requests
+    figures: CollectorRegistry
+    stalled_seconds: float
+    bodies: BodyReader
+    born: int = field(default_factory=lambda: int(time.time()))
+
+    async def chat(self, request: Request, entered: ExitStack) -> ASGIApp:
+        """The assistant's next message."""
+        fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
+        prompts = (chat.chat_prompt(fields.messages),)
+        head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()))
+        wanted = choices(fields, prompts, chat.chat_limits(fields), head.answer_id, _session_id(request, fields))
+        answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted))
+        return self._exchange(wanted, answer, fields, chat.FIELD_NAMES)
+
+    async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
+        """What follows some texts."""
+        fields = await self.bodies.read(request, CompletionFields, entered, GENERATE)
+        prompts = tuple(map(completions.text_prompt, fields.prompt))
+        head = Head(f"cmpl-{uuid.uuid4().hex}", int(time.time()))
+        limits = completions.completion_limits(fields)
+        wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields))
+        echoes = [await self._echo(one, fields.model or "") if fields.echo else "" for one in prompts]
+        answer = completions.CompletionAnswer(
+            head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted)
+        )
+        return self._exchange(wanted, answer, fields, completions.FIELD_NAMES)
+
+    async def models(self, request: Request, entered: ExitStack) -> Response:
+        """All that are served."""
+        cards = [self._card(model) for model in self.requests.models()]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def model(self, request: Request, entered: ExitStack) -> Response:
+        """One of them."""
+        name = request.path_params["model"]
+        for model in self.requests.models():
+            if model.model_name == name:
+                return JSONResponse(self._card(model))
+        raise NotFound(f"model: {name!r} is not served here")
+
+    async def tokenize(self, request: Request, entered: ExitStack) -> Response:
+        """The tokens of a text or a conversation, as a prompt of such a kind would be read."""
+        fields = await self.bodies.read(request, TokenizeFields, entered, TOKENIZE)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise invalid("prompt", fields.prompt, "be given, or messages, and not both")
+        is_chat = fields.messages is not None
+        prompt = chat.chat_prompt(fields.messages or []) if is_chat else TextPrompt(fields.prompt or "")
+        try:
+            read = await self.requests.texts.tokens(prompt, fields.model or "")
+        except InvalidRequest as exc:
+            raise api_error(exc, chat.FIELD_NAMES if is_chat else completions.FIELD_NAMES) from exc
+        answer: Json = {"count": len(read.token_ids), "max_model_len": read.max_context, "tokens": read.token_ids}
+        if fields.return_token_strs:
+            token_bytes = self.requests.texts.tokenizer(fields.model or "").token_bytes
+            answer["token_strs"] = [token_bytes(token).decode(errors="replace") for token in read.token_ids]
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request, entered: ExitStack) -> Response:
+        """The text of some tokens."""
+        fields = await self.bodies.read(request, DetokenizeFields, entered, TOKENIZE)
+        return JSONResponse({"prompt": await self.requests.texts.text(fields.tokens, fields.model or "")})
+
+    async def health(self, request: Request, entered: ExitStack) -> Response:
+        """Whether a request that came now could be served."""
+        if self.requests.is_ready:
+            return JSONResponse({"status": "ok"})
+        raise Unavailable("no request can be served now: this orchestrator has no target worker, or is draining")
+
+    async def metrics(self, request: Request, entered: ExitStack) -> Response:
+        """What Prometheus reads."""
+        return Response(await run_in_threadpool(generate_latest, self.figures), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self, request: Request, entered: ExitStack) -> Response:
+        """Release of bough."""
+        return JSONResponse({"version": __version__})
+
+    def _exchange(
+        self, wanted: tuple[Wanted, ...], answer: Answer, fields: GenerationFields, field_names: Mapping[str, str]
+    ) -> Exchange:
+        def begin() -> list[AsyncGenerator[Event]]:
+            return [self.requests.generate(one.prompt, one.options) for one in wanted]
+
+        return Exchange(begin, answer, bool(fields.stream), field_names, self.stalled_seconds)
+
+    def _spell(self, wanted: tuple[Wanted, ...]) -> Spell | None:
+        """How a model's tokens are spelled, where log-probabilities are asked for."""
+        if wanted[0].options.logprobs is None:
+            return None
+        return lambda model: self.requests.texts.tokenizer(model).token_bytes
+
+    async def _echo(self, prompt: Prompt, model: str) -> str:
+        match prompt:
+            case TextPrompt(text):
+                return text
+            case TokenPrompt(token_ids):
+                return await self.requests.texts.text(token_ids, model)
+        raise AssertionError(f"{type(prompt)} is no prompt of a completion")
+
+    def _card(self, model: ModelInfo) -> Json:
+        card: Json = {"id": model.model_name, "object": "model", "created": self.born, "owned_by": "bough"}
+        return card | {"max_model_len": model.max_context}
+
+
+def _telling(fields: GenerationFields) -> StreamTelling:
+    given = fields.stream_options or StreamOptions()
+    return StreamTelling(bool(given.include_usage), bool(given.continuous_usage_stats))
+
+
+def _session_id(request: Request, fields: GenerationFields) -> str:
+    """Of the body, or of a header that is there."""
+    if fields.session_id:
+        return fields.session_id
+    return next((request.headers[name] for name in SESSION_HEADERS if request.headers.get(name)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """An endpoint as an ASGI application: its errors are answers, and what it has entered is left at the end."""
+
+    endpoint: Endpoint
+    field_names: Mapping[str, str] = field(default_factory=dict)  # of errors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        with ExitStack() as entered:
+            try:
+                answer = await self.endpoint(Request(scope, receive), entered)
+            except Exception as exc:  # every error becomes a status here
+                answer = api_error(exc, self.field_names).response()
+            await answer(scope, receive, send)
+
+
+async def _refused(request: Request, exc: Exception) -> Response:
+    """A path or a method that is not there, in OpenAI's form."""
+    assert isinstance(exc, HTTPException)
+    status = HTTPStatus(exc.status_code)
+    message = f"{request.method} {request.url.path}: {status.phrase.lower()}; docs/http-api.md has what is served"
+    return ApiError(status, message, code=status.name.lower()).response()
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestIds:
+    """Gives every answer an `x-request-id`: the client's own, where it is a name."""
+
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application around another."""
+        given = dict(scope.get("headers", ())).get(REQUEST_ID, b"")
+        name = given if _NAME.fullmatch(given) else uuid.uuid4().hex.encode()
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, name)]
+            await send(message)
+
+        await self.app(scope, receive, send_named)

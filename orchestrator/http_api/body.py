@@ -1,0 +1,142 @@
+"""From the bytes of a request to its fields, within a memory that all requests share."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from bough.errors import InvalidRequest
+from bough.rpc import MAX_MESSAGE_BYTES
+from orchestrator.entrance import Entrance
+from orchestrator.http_api.errors import ApiError, shortened
+
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # as much as over gRPC
+MAX_ALL_BYTES = 16 * MAX_BODY_BYTES  # of bodies that are still arriving, or being parsed, together
+LARGE_BYTES = 32 * 1024  # a body of more is parsed beside the event loop, which the streams of others run on
+READ_SECONDS = 60.0  # that a body may take to arrive
+RETRY_SECONDS = 1.0
+
+Fields = TypeVar("Fields", bound=BaseModel)
+
+
+class BodyReader:
+    """Reads bodies; holds no more bytes of them at once than it may."""
+
+    def __init__(self, entrance: Entrance) -> None:
+        self._entrance = entrance
+        self._num_bytes = 0
+        self._parsing = asyncio.Lock()  # one large body at a time: parsing takes the processor from everybody
+
+    async def read(self, request: Request, kind: type[Fields], entered: ExitStack, method: str) -> Fields:
+        """The fields of a request, which counts as one of this method until `entered` is closed.
+
+        Raises:
+            ApiError: the body is too large, no JSON, or has a field that does not fit; or bodies of others are in the
+                way.
+            Exhausted: there are too many requests.
+        """
+        _require_json(request)
+        _require_size(_announced_bytes(request))
+        chunks: list[bytes] = []
+        try:
+            await self._receive(request, chunks)
+            body = b"".join(chunks)
+            self._enter(entered, method, len(body))
+            if len(body) <= LARGE_BYTES:
+                return parse(kind, body)
+            async with self._parsing:
+                return await asyncio.to_thread(parse, kind, body)
+        finally:
+            self._num_bytes -= sum(map(len, chunks))
+
+    def _enter(self, entered: ExitStack, method: str, num_bytes: int) -> None:
+        try:
+            entered.enter_context(self._entrance.entering(method, num_bytes))
+        except InvalidRequest as exc:  # no prompt that fits a context is as large
+            raise _too_large(str(exc).replace("message: ", "body: ", 1)) from exc
+
+    async def _receive(self, request: Request, chunks: list[bytes]) -> None:
+        """Appends the body as it arrives; all that is in `chunks` is counted."""
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    self._num_bytes += len(chunk)
+                    _require_size(sum(map(len, chunks)))
+                    self._require_room()
+        except TimeoutError as exc:
+            message = f"body: not complete after {READ_SECONDS:g} s; must arrive in that time"
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message) from exc
+        except ClientDisconnect as exc:
+            raise ApiError(HTTPStatus.BAD_REQUEST, "body: it ended half-way") from exc
+
+    def _require_room(self) -> None:
+        if self._num_bytes > MAX_ALL_BYTES:
+            message = f"body: {MAX_ALL_BYTES} bytes of other requests are being read; one of them must end first"
+            code = "rate_limit_exceeded"
+            raise ApiError(
+                HTTPStatus.TOO_MANY_REQUESTS, message, "rate_limit_error", code=code, retry_seconds=RETRY_SECONDS
+            )
+
+
+def _require_json(request: Request) -> None:
+    """A web page of another site can have a browser send anything here but JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = f"content-type: value was {shortened(kind)}; must be application/json"
+        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, param="content-type")
+
+
+def _announced_bytes(request: Request) -> int:
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isascii() and length.isdecimal() else 0
+
+
+def _require_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        raise _too_large(f"body: value had {num_bytes} bytes or more; must have at most {MAX_BODY_BYTES}")
+
+
+def _too_large(message: str) -> ApiError:
+    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+
+
+def parse(kind: type[Fields], body: bytes) -> Fields:
+    """The fields in a JSON text. Raises ApiError naming the first that does not fit."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as exc:
+        raise _refusal(exc) from exc
+
+
+def _refusal(exc: ValidationError) -> ApiError:
+    first: Any = exc.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(HTTPStatus.BAD_REQUEST, f"body: no JSON: {first['ctx']['error']}", code="invalid_json")
+    param = _path(first["loc"])
+    if not param:
+        return ApiError(HTTPStatus.BAD_REQUEST, "body: must be a JSON object", code="invalid_json")
+    match first["type"]:
+        case "missing":
+            message = f"{param}: missing; must be given"
+        case "extra_forbidden":
+            message = f"{param}: no such field; must be left out"
+        case "must":
+            message = f"{param}: value was {shortened(first['input'])}; must {first['msg']}"
+        case _:
+            must = first["msg"].replace("Input should ", "").replace("List should ", "")
+            message = f"{param}: value was {shortened(first['input'])}; must {must[:1].lower()}{must[1:]}"
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """A place in a body as a client would spell it: messages[0].content."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path

@@ -1,0 +1,81 @@
+"""/v1/completions: its fields to requests, events to chunks and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from bough.generation import Event, Finished, Prompt, Started, TextPrompt, TokenPrompt, Tokens
+from orchestrator.http_api.answer import Answer, Head, StreamTelling
+from orchestrator.http_api.errors import Json, invalid
+from orchestrator.http_api.fields import CompletionFields, TextOrTokens
+from orchestrator.http_api.options import Limits
+from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+# Fields that gRPC knows by other names: as they begin an error's text.
+FIELD_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt"}
+
+
+def text_prompt(prompt: TextOrTokens) -> Prompt:
+    """One of the prompts."""
+    return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
+
+
+def completion_limits(fields: CompletionFields) -> Limits:
+    """How far it goes. Raises ApiError naming the field."""
+    if fields.echo and fields.logprobs is not None:
+        raise invalid("echo", True, "be left out beside logprobs: those of a prompt are not told")
+    return Limits(DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens, fields.logprobs)
+
+
+class CompletionAnswer(Answer):
+    """What follows some prompts."""
+
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(
+        self,
+        head: Head,
+        echoes: Sequence[str],
+        choices_per_prompt: int,
+        telling: StreamTelling,
+        spell: Spell | None,
+    ) -> None:
+        """`echoes` are what the choices of each prompt begin with."""
+        super().__init__(head, len(echoes) * choices_per_prompt, choices_per_prompt, telling, spell)
+        self._echoes = [echo for echo in echoes for _ in range(choices_per_prompt)]
+        self._logprobs = [TokensSpelled([], [], [], []) for _ in self.choices]
+
+    def _told(self, index: int, event: Event, begin: int) -> Iterator[Json]:
+        match event:
+            case Started():
+                if echo := self._echoes[index]:
+                    self.choices[index].add(echo)
+                    yield _entry(index, echo)
+            case Tokens():
+                logprobs = self._spelled(index, event, begin)
+                if event.text or logprobs or self.telling.continuous_usage:
+                    yield _entry(index, event.text, logprobs)
+            case Finished():
+                choice = self.choices[index]
+                ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+                yield _entry(index, event.text) | ending
+
+    def _choice(self, index: int) -> Json:
+        choice = self.choices[index]
+        told = None if self._token_bytes is None else self._logprobs[index]._asdict()
+        ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return {"index": index, "text": choice.text, "logprobs": told} | ending
+
+    def _spelled(self, index: int, event: Tokens, begin: int) -> TokensSpelled | None:
+        if self._token_bytes is None:
+            return None
+        spelled = completion_logprobs(event.logprobs, event.texts, begin, self._token_bytes)
+        self._logprobs[index].extend(spelled)
+        return spelled
+
+
+def _entry(index: int, text: str, logprobs: TokensSpelled | None = None) -> Json:
+    told = None if logprobs is None else logprobs._asdict()
+    return {"index": index, "text": text, "logprobs": told, "finish_reason": None}

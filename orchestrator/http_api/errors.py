@@ -1,0 +1,105 @@
+"""What is refused over HTTP, in OpenAI's form: the only place that knows which error has which status."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from starlette.responses import JSONResponse
+
+from bough.errors import BoughError, DeadlineExceeded, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, object]
+
+INVALID = "invalid_request_error"
+UNAVAILABLE_RETRY_SECONDS = 1.0  # after which a worker or an index that did not answer may do so again
+_FIELD = re.compile(r"([a-zA-Z_][\w.\[\]\-]*): ")
+
+
+class ApiError(Exception):
+    """A refusal as a client sees it."""
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_seconds: float | None = None,
+    ) -> None:
+        """`param` is the field that is wrong; `retry_seconds` is when the same request is worth sending again."""
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.retry_seconds = retry_seconds
+
+    def body(self) -> Json:
+        """The JSON object that OpenAI's clients read."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The whole answer, with the delay where there is one."""
+        headers = {}
+        if self.retry_seconds is not None:
+            headers["retry-after"] = str(math.ceil(self.retry_seconds))
+            headers["retry-after-ms"] = str(math.ceil(self.retry_seconds * 1000))
+        elif self.status == HTTPStatus.CONFLICT:
+            headers["x-should-retry"] = "false"  # OpenAI's clients would send it again, and meet the same answer
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def invalid(field: str, value: object, must: str) -> ApiError:
+    """The refusal of a field's value, which "must be" something else."""
+    return ApiError(HTTPStatus.BAD_REQUEST, f"{field}: value was {shortened(value)}; must {must}", param=field)
+
+
+def shortened(value: object) -> str:
+    """A value that a client sent, no longer than fits into a message."""
+    text = repr(value[:64]) if isinstance(value, str | list) else repr(value)
+    is_whole = len(text) <= 64 and not (isinstance(value, str | list) and len(value) > 64)
+    return text if is_whole else text[:64] + "..."
+
+
+def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
+    """The refusal that an exception comes to. `names` are fields whose names differ from those over gRPC."""
+    match exc:
+        case ApiError():
+            return exc
+        case InvalidRequest():
+            message, param = _renamed(str(exc), names)
+            return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)
+        case NotFound():
+            message, param = _renamed(str(exc), names)
+            code = "model_not_found" if param == "model" else "not_found"
+            return ApiError(HTTPStatus.NOT_FOUND, message, param=param, code=code)
+        case Exhausted(retry_seconds=seconds):
+            code = "rate_limit_exceeded"
+            return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(exc), "rate_limit_error", None, code, seconds)
+        case StaleEpoch():
+            return ApiError(HTTPStatus.CONFLICT, str(exc), "conflict_error", "session_id", "session_moved")
+        case DeadlineExceeded():
+            return ApiError(HTTPStatus.GATEWAY_TIMEOUT, str(exc), "server_error", None, "deadline_exceeded")
+        case Unavailable():
+            code, seconds = "unavailable", UNAVAILABLE_RETRY_SECONDS
+            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(exc), "server_error", None, code, seconds)
+    logger.error("an unexpected error ended a request", exc_info=exc)
+    text = str(exc) if isinstance(exc, BoughError) else "an unexpected error; the orchestrator's log has it"
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, text, "server_error", None, "internal_error")
+
+
+def _renamed(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """A message that begins with a field's name, with the name that it has over HTTP."""
+    match = _FIELD.match(message)
+    if match is None:
+        return message, None
+    field = match[1]
+    path, root = field.partition("[")[0], re.split(r"[.\[]", field, maxsplit=1)[0]
+    known = next((name for name in (path, root) if name in names), None)
+    renamed = field if known is None else names[known] + field.removeprefix(known)
+    return f"{renamed}: {message[match.end() :]}", renamed

@@ -1,0 +1,150 @@
+"""One HTTP request that generates: whole or as server-sent events, for as long as its client is there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from bough.generation import Event, Started
+from bough.tasks import end
+from orchestrator.http_api.answer import Answer
+from orchestrator.http_api.errors import Json, api_error
+from orchestrator.http_api.merging import Indexed, merged
+
+SILENT_SECONDS = 5.0  # after which a stream without news says that it is alive; sweeps may take longer
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold it back
+]
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An ASGI application for one request, whose body has been read. It never raises what a client can cause."""
+
+    streams: Callable[[], Sequence[AsyncGenerator[Event]]]  # begins the requests, one for each choice
+    answer: Answer
+    is_stream: bool
+    field_names: Mapping[str, str]  # of errors
+    stalled_seconds: float  # a stream whose reader takes nothing for so long ends
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers, unless the client leaves before: then the requests end, and what they held is free."""
+        work = self._stream(scope, receive, send) if self.is_stream else self._whole(scope, receive, send)
+        await _unless_gone(receive, work)
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(merged(self.streams(), SILENT_SECONDS)) as events:
+                async for one in events:
+                    if one is not None:
+                        self.answer.chunks(*one)
+            response = JSONResponse(self.answer.whole())
+        except Exception as exc:  # every error becomes a status here
+            response = api_error(exc, self.field_names).response()
+        await response(scope, receive, send)
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An error before anything has been sent has a status; later ones are told in the stream."""
+        # Under another server than ours a stalled connection is left to that server.
+        writer = _Writer(send, self.stalled_seconds, scope.get("state", {}).get("abort", lambda: None))
+        with suppress(_Stalled):
+            try:
+                await self._written(writer)
+            except Exception as exc:  # every error becomes a status or an event here
+                if isinstance(exc, _Stalled):
+                    raise
+                error = api_error(exc, self.field_names)
+                if not writer.has_begun:
+                    await error.response()(scope, receive, send)
+                    return
+                await writer.write(_data(error.body()))
+            await writer.write(DONE)
+            await writer.end()
+
+    async def _written(self, writer: _Writer) -> None:
+        async with aclosing(merged(self.streams(), SILENT_SECONDS)) as events:
+            await writer.begin(await self._opened(events))
+            async for one in events:
+                await writer.write(KEEP_ALIVE if one is None else self._data(one))
+        await writer.write(b"".join(map(_data, self.answer.last_chunks())))
+
+    async def _opened(self, events: AsyncGenerator[Indexed | None]) -> bytes:
+        """What the stream begins with, once all requests have been let in, or it has been silent for long."""
+        beginning = b""
+        num_waiting = len(self.answer.choices)
+        while num_waiting:
+            one = await anext(events)
+            if one is None:
+                return beginning + KEEP_ALIVE
+            beginning += self._data(one)
+            num_waiting -= isinstance(one.event, Started)
+        return beginning
+
+    def _data(self, one: Indexed) -> bytes:
+        return b"".join(map(_data, self.answer.chunks(*one)))
+
+
+class _Stalled(Exception):
+    """The client has stopped reading."""
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Sends a stream as fast as it is read."""
+
+    send: Send
+    stalled_seconds: float
+    abort: Callable[[], None]  # ends the connection, what is still to be sent or not
+    has_begun: bool = False
+
+    async def begin(self, data: bytes) -> None:
+        """Status, headers and the first of it."""
+        self.has_begun = True
+        await self.send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        await self.write(data)
+
+    async def write(self, data: bytes) -> None:
+        """Raises _Stalled where nobody has read what was sent before."""
+        if data:
+            await self._send(data, more_body=True)
+
+    async def end(self) -> None:
+        """Nothing follows."""
+        await self._send(b"", more_body=False)
+
+    async def _send(self, data: bytes, *, more_body: bool) -> None:
+        try:
+            async with asyncio.timeout(self.stalled_seconds):
+                await self.send({"type": "http.response.body", "body": data, "more_body": more_body})
+        except TimeoutError as exc:
+            self.abort()
+            raise _Stalled from exc
+
+
+def _data(value: Json) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            await working
+    finally:
+        await end(working, leaving)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

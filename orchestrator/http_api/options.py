@@ -1,0 +1,125 @@
+"""From a request's fields to what `Requests.generate` takes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TypeVar
+
+from bough.generation import GenerateOptions, Prompt, Speculation, TextPrompt
+from bough.sampling import MAX_SEED
+from bough.wire_numbers import require_numbers
+from orchestrator.http_api.errors import invalid
+from orchestrator.http_api.fields import GenerationFields, SpeculationFields
+
+MAX_CHOICES = 128  # of one answer, over all its prompts
+Value = TypeVar("Value")
+_SEED_RANGE = MAX_SEED + 1
+_LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One request of those that an HTTP request comes to: it becomes one choice of the answer."""
+
+    prompt: Prompt
+    options: GenerateOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far one kind of request goes, and whether it tells log-probabilities: each kind has its own fields for it."""
+
+    max_tokens: int
+    logprobs: int | None = None
+
+
+def choices(
+    fields: GenerationFields, prompts: tuple[Prompt, ...], limits: Limits, answer_id: str, session_id: str
+) -> tuple[Wanted, ...]:
+    """The requests, prompt by prompt.
+
+    Raises:
+        ApiError, InvalidRequest: naming the field.
+    """
+    num = 1 if fields.n is None else fields.n
+    if not 1 <= num <= MAX_CHOICES:
+        raise invalid("n", num, f"be 1 to {MAX_CHOICES}")
+    if num * len(prompts) > MAX_CHOICES:
+        raise invalid("n", num, f"be at most {MAX_CHOICES // len(prompts)} with {len(prompts)} prompts")
+    if session_id and num * len(prompts) > 1:
+        raise invalid("session_id", session_id, "be left out where there is more than one choice: each goes on alone")
+    seed = _seed(fields.seed)
+    wanted: list[Wanted] = []
+    for prompt in prompts:
+        for index in range(num):
+            name = answer_id if not wanted else f"{answer_id}-{len(wanted)}"
+            wanted.append(Wanted(prompt, _options(fields, limits, name, session_id, _derived_seed(seed, index))))
+    require_numbers(TextPrompt(""), wanted[0].options)  # the prompt's are checked against the vocabulary
+    return tuple(wanted)
+
+
+def _options(
+    fields: GenerationFields, limits: Limits, request_id: str, session_id: str, seed: int | None
+) -> GenerateOptions:
+    defaults = GenerateOptions()
+    return GenerateOptions(
+        request_id=request_id,
+        session_id=session_id,
+        temperature=_given(fields.temperature, defaults.temperature),
+        top_k=0 if fields.top_k == -1 else _given(fields.top_k, defaults.top_k),  # as vLLM spells "off"
+        top_p=_given(fields.top_p, defaults.top_p),
+        min_p=_given(fields.min_p, defaults.min_p),
+        seed=seed,
+        repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_given(fields.presence_penalty, defaults.presence_penalty),
+        frequency_penalty=_given(fields.frequency_penalty, defaults.frequency_penalty),
+        logit_bias=_logit_bias(fields.logit_bias or {}),
+        max_tokens=limits.max_tokens,
+        stop=fields.stop,
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        logprobs=limits.logprobs,
+        speculation=_speculation(fields.speculation or SpeculationFields()),
+        model=fields.model or "",
+    )
+
+
+def _given(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
+
+
+def _seed(seed: int | None) -> int | None:
+    """As bough has it, unsigned: one number for each of OpenAI's."""
+    if seed is None:
+        return None
+    if not _LOWEST_SEED <= seed <= MAX_SEED:
+        raise invalid("seed", seed, f"be {_LOWEST_SEED} to {MAX_SEED}")
+    return seed % _SEED_RANGE
+
+
+def _derived_seed(seed: int | None, index: int) -> int | None:
+    """Of a choice: the first has the request's own, so that it is what a request for one choice gives."""
+    if seed is None or index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    biases = {}
+    for name, bias in given.items():
+        if not (name.isascii() and name.isdecimal() and len(name) < 11):
+            raise invalid("logit_bias", name, "have token ids as its keys")
+        biases[int(name)] = bias
+    return biases
+
+
+def _speculation(fields: SpeculationFields) -> Speculation:
+    return Speculation(
+        disabled=fields.enabled is False,
+        budget=fields.budget,
+        width=fields.width,
+        depth=fields.depth,
+        lookup=fields.lookup,
+    )

@@ -1,0 +1,72 @@
+"""Log-probabilities as OpenAI's clients read them: with the text of each token, and its bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from bough.sampling import PositionLogprobs, TokenLogprob
+from orchestrator.http_api.errors import Json
+
+MINUS_INFINITY = -9999.0  # JSON knows none
+
+TokenBytes = Callable[[int], bytes]  # what a token stands for, perhaps a part of a character
+Spell = Callable[[str], TokenBytes]  # of a model's name
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs], token_bytes: TokenBytes) -> list[Json]:
+    """One entry for each token, as in `choices[].logprobs.content` of a chat."""
+
+    def entry(token: TokenLogprob) -> Json:
+        data = token_bytes(token.token_id)
+        return {"token": _text(data), "logprob": finite(token.logprob), "bytes": list(data)}
+
+    return [entry(at.token) | {"top_logprobs": [entry(top) for top in at.top]} for at in positions]
+
+
+class TokensSpelled(NamedTuple):
+    """Four lists with an entry for each token, as in `choices[].logprobs` of a completion."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]  # of the token's text in the whole text, in characters
+
+    def extend(self, more: TokensSpelled) -> None:
+        """Tokens that follow."""
+        self.tokens.extend(more.tokens)
+        self.token_logprobs.extend(more.token_logprobs)
+        self.top_logprobs.extend(more.top_logprobs)
+        self.text_offset.extend(more.text_offset)
+
+
+def completion_logprobs(
+    positions: Sequence[PositionLogprobs], texts: Sequence[str], begin: int, token_bytes: TokenBytes
+) -> TokensSpelled:
+    """Of tokens whose `texts` stand from character `begin` on."""
+    spelled = TokensSpelled([], [], [], [])
+    for at, text in zip(positions, texts, strict=True):
+        spelled.tokens.append(_text(token_bytes(at.token.token_id)))
+        spelled.token_logprobs.append(finite(at.token.logprob))
+        spelled.top_logprobs.append(_by_text(at, token_bytes))
+        spelled.text_offset.append(begin)
+        begin += len(text)
+    return spelled
+
+
+def _by_text(at: PositionLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
+    """The likeliest tokens and the one that was taken. Of two that are spelled alike the likelier one counts."""
+    by_text: dict[str, float] = {}
+    for token in (*at.top, at.token):
+        by_text.setdefault(_text(token_bytes(token.token_id)), finite(token.logprob))
+    return by_text
+
+
+def finite(logprob: float) -> float:
+    """A number that JSON can carry."""
+    return logprob if math.isfinite(logprob) else MINUS_INFINITY
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")

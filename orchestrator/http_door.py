@@ -1,0 +1,36 @@
+"""Opens the HTTP front door beside the gRPC one, where there is to be one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from bough.addresses import advertised_host, bare, joined
+from bough.config import OrchestratorConfig
+from orchestrator.requests import Requests
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def http_door(config: OrchestratorConfig, requests: Requests, figures: CollectorRegistry) -> AsyncIterator[None]:
+    """Serves OpenAI's clients for as long as the block runs; `figures` are served at /metrics.
+
+    Raises:
+        ConfigError: the port is in use.
+    """
+    if config.http_port < 0:
+        yield
+        return
+    # What it takes to speak HTTP is imported only where that is wanted.
+    from orchestrator.http_api.app import http_app
+    from orchestrator.http_api.server import http_serving
+
+    app = http_app(requests, figures, config.stalled_timeout)
+    async with http_serving(bare(config.host), config.http_port, app) as port:
+        requests.http_url = f"http://{joined(advertised_host(config), port)}"
+        logger.info("OpenAI's clients are served at %s/v1", requests.http_url)
+        yield

@@ -1,0 +1,141 @@
+"""The parts of the load test that need no locust: samples, questions, the climb, and reading a stream of SSE."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from loadtest.locust.climb import Climb
+from loadtest.locust.mix import Kind, Mix, parse_kinds
+from loadtest.locust.plan import Plan, plan_from_environment
+from loadtest.locust.samples import (
+    UNFINISHED,
+    Arrivals,
+    Objective,
+    Sample,
+    percentile,
+    read_samples,
+    span_seconds,
+    summarise,
+    write_sample,
+)
+
+TEXTS = ("why is the sky blue", "tell me a story of a fox")
+
+
+def test_tokens_of_the_first_event_are_no_interval() -> None:
+    """Three tokens come at once, four more over two seconds: half a second a token, whatever the first event had."""
+    arrivals = Arrivals(began=10.0)
+    for now, num_tokens in ((11.0, 3), (11.5, 0), (12.5, 2), (13.0, 2)):
+        arrivals.take(now, num_tokens)
+    assert arrivals.first_token_seconds == 1.0
+    assert arrivals.token_seconds == 0.5
+    assert arrivals.longest_gap == 1.5
+    assert arrivals.num_tokens == 7
+
+
+def test_an_answer_of_one_event_has_no_time_per_token() -> None:
+    arrivals = Arrivals(began=0.0)
+    arrivals.take(1.0, 5)
+    assert arrivals.token_seconds == 0.0
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert [percentile(values, share) for share in (50, 95, 99, 100)] == [50.0, 95.0, 99.0, 100.0]
+    assert percentile([7.0], 1) == 7.0
+    assert percentile([], 50) == 0.0
+
+
+def test_goodput_counts_what_finished_in_time_only() -> None:
+    samples = [
+        Sample("grpc", 0.0, 2.0, first_token_seconds=0.5, token_seconds=0.1, num_tokens=10),
+        Sample("grpc", 0.0, 9.0, first_token_seconds=8.0, token_seconds=0.1, num_tokens=10),
+        Sample("grpc", 0.0, 0.1, error="full", is_refused=True),
+        Sample("grpc", 0.0, 0.1, error="broken"),
+        Sample("grpc", 0.0, 0.1, error=UNFINISHED),
+    ]
+    figures = summarise(samples, seconds=10.0, objective=Objective(first_token_seconds=1.0))
+    assert [figures[name] for name in ("finished", "refused", "failed", "unfinished")] == [2, 1, 1, 1]
+    assert figures["tokens_per_second"] == 2.0
+    assert figures["goodput_tokens_per_second"] == 1.0
+    assert figures["errors"] == ["broken"]
+    json.dumps(figures)
+
+
+def test_a_rate_is_over_the_time_in_which_requests_ran() -> None:
+    """Locust takes seconds to start and to end; tokens per second over those too would be too few."""
+    assert span_seconds([Sample("grpc", 5.0, 2.0), Sample("grpc", 6.0, 4.0)]) == 5.0
+    assert span_seconds([]) == 1.0
+
+
+def test_samples_survive_their_file_but_for_a_line_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    sample = Sample("http", 1.0, 2.0, num_tokens=3, error='a "quoted" word')
+    with path.open("w") as file:
+        write_sample(file, sample)
+        file.write('{"door": "ht')
+    assert read_samples(path) == [sample]
+    assert read_samples(tmp_path / "none") == []
+
+
+def test_equal_seeds_ask_equal_questions_of_the_lengths_that_are_asked_for() -> None:
+    kinds = parse_kinds("40:16:1,400:8:1")
+    one, other = Mix(kinds, TEXTS, seed=3), Mix(kinds, TEXTS, seed=3)
+    questions = [one.question() for _ in range(50)]
+    assert questions == [other.question() for _ in range(50)]
+    assert {question.answer_tokens for question in questions} == {16, 8}
+    long = [q for q in questions if q.answer_tokens == 8]
+    assert all(len(question.text.split()) == 1 + round(400 / 1.3) for question in long)
+    assert len({question.text for question in questions}) == 50
+
+
+@pytest.mark.parametrize("text", ["", "1:2", "a:2:3", "0:1:1", "1:1:-1", "1:1:inf", "1:1:nan"])
+def test_a_mix_that_is_none_is_refused_with_its_part(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+        parse_kinds(text)
+
+
+def test_a_plan_reaches_the_other_process_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(("grpc", "http"), "a:1", "http://a:2", (Kind(1, 2, 3.0),), 0.5, 2, 1.0, 0.0, 9.0, "x", 7)
+    for name, value in plan.to_environment().items():
+        monkeypatch.setenv(name, value)
+    assert plan_from_environment() == plan
+
+
+def finished(num: int, seconds: float) -> list[Sample]:
+    return [Sample("grpc", 0.0, 1.0, first_token_seconds=seconds, num_tokens=1)] * num
+
+
+def test_users_climb_until_the_first_token_takes_three_times_as_long() -> None:
+    climb = Climb(step_users=2, step_seconds=10.0, max_users=100, bend=3.0)
+    samples: list[Sample] = []
+    assert climb.users_at(0.0, samples) == 2
+    samples += finished(5, 1.0)
+    assert climb.users_at(9.0, samples) == 2
+    assert climb.users_at(10.0, samples) == 4
+    samples += finished(5, 2.0)
+    assert climb.users_at(20.0, samples) == 6
+    samples += finished(5, 3.5)
+    assert climb.users_at(30.0, samples) is None
+    assert climb.bent_at == 6
+    assert climb.steps == [(2, 1.0), (4, 2.0), (6, 3.5)]
+
+
+def test_a_refusal_ends_the_climb_and_a_step_without_answers_goes_on() -> None:
+    climb = Climb(step_users=1, step_seconds=1.0, max_users=100, bend=math.inf)
+    climb.users_at(0.0, [])
+    assert climb.users_at(5.0, finished(2, 1.0)) == 1
+    assert climb.users_at(6.0, [Sample("grpc", 0.0, 0.1, error="full", is_refused=True)]) is None
+    assert climb.bent_at == 1
+
+
+def test_a_climb_ends_with_as_many_users_as_it_may_have() -> None:
+    climb = Climb(step_users=3, step_seconds=1.0, max_users=3, bend=9.0)
+    climb.users_at(0.0, [])
+    assert climb.users_at(1.0, finished(5, 1.0)) is None
+    assert climb.bent_at == 0

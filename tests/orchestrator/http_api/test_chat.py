@@ -1,0 +1,217 @@
+"""/v1/chat/completions over a real server: whole and streamed, and the same text as over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_stack import HttpStack, Json, http_stack
+
+from bough.client import Client
+from bough.generation import ChatPrompt, Finished, GenerateOptions, Message, Tokens
+
+PATH = "/v1/chat/completions"
+QUESTION = "Why is the sky blue?"
+BODY: Json = {
+    "messages": [{"role": "user", "content": QUESTION}],
+    "max_tokens": 12,
+    "temperature": 0.8,
+    "seed": 3,
+    "ignore_eos": True,
+    "speculation": False,
+}
+GUESSED = {"speculation": {"budget": 8, "width": 2, "depth": 3}}
+
+
+@pytest.fixture(scope="module")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+    async with http_stack(tmp_path_factory.mktemp("chat")) as running:
+        yield running
+
+
+def text_of(answer: Json, index: int = 0) -> str:
+    """Of a whole answer."""
+    return answer["choices"][index]["message"]["content"]
+
+
+def streamed_text(chunks: list[Json], index: int = 0) -> str:
+    """What a client puts together from a stream."""
+    deltas = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+    return "".join(delta.get("content", "") for delta in deltas)
+
+
+async def text_over_grpc(door: HttpStack, options: GenerateOptions) -> str:
+    """The same by the other front door."""
+    text = ""
+    async with Client(door.stack.addresses["orchestrator"]) as client:
+        async for event in client.generate(ChatPrompt((Message("user", QUESTION),)), options):
+            text += event.text if isinstance(event, Tokens | Finished) else ""
+    return text
+
+
+async def test_the_same_seed_gives_the_same_text_over_grpc_and_http_streamed_or_not(door: HttpStack) -> None:
+    options = GenerateOptions(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
+    expected = await text_over_grpc(door, options)
+    assert len(expected.split()) == 12
+    for speculation in ({"speculation": False}, GUESSED):
+        assert text_of(await door.answer(PATH, BODY | speculation)) == expected
+        assert streamed_text(await door.chunks(PATH, BODY | speculation)) == expected
+    unsigned = GenerateOptions(temperature=0.8, seed=2**64 - 5, max_tokens=12, ignore_eos=True)
+    unsigned_text = await text_over_grpc(door, unsigned)
+    assert text_of(await door.answer(PATH, BODY | {"seed": -5})) == unsigned_text != expected
+
+
+async def test_a_whole_answer_has_what_clients_read(door: HttpStack) -> None:
+    answer = await door.answer(PATH, BODY | GUESSED)
+    assert answer["id"].startswith("chatcmpl-")
+    assert (answer["object"], answer["model"]) == ("chat.completion", "quick")
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": text_of(answer), "refusal": None}
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 12
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 12
+    assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+    told = answer["metrics"]["speculative_decoding"]
+    counts = told["acceptance_histogram"]
+    assert sum(counts) == told["num_spec_steps"] > 0
+    accepted = sum(accepted * steps for accepted, steps in enumerate(counts))
+    assert accepted == told["num_accepted_draft_tokens"] <= told["num_draft_tokens"]
+    assert told["mean_acceptance_length"] == 1 + accepted / told["num_spec_steps"]
+
+
+async def test_a_stream_begins_with_the_role_and_ends_with_the_reason(door: HttpStack) -> None:
+    chunks = await door.chunks(PATH, BODY)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert not any("usage" in chunk for chunk in chunks)
+    first, *middle, last = [chunk["choices"][0] for chunk in chunks]
+    assert (first["delta"], first["finish_reason"]) == ({"role": "assistant", "content": ""}, None)
+    assert all(set(one["delta"]) == {"content"} and one["finish_reason"] is None for one in middle)
+    assert (last["delta"], last["finish_reason"]) == ({}, "length")
+
+
+async def test_usage_comes_in_a_chunk_at_the_end_or_in_all(door: HttpStack) -> None:
+    whole = await door.answer(PATH, BODY)
+    *others, last = await door.chunks(PATH, BODY | {"stream_options": {"include_usage": True}})
+    assert all(chunk["usage"] is None for chunk in others)
+    assert last["choices"] == []
+    assert set(last["metrics"]) == set(whole["metrics"])
+    sizes = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [last["usage"][size] for size in sizes] == [whole["usage"][size] for size in sizes]
+    every = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await door.chunks(PATH, BODY | {"stream_options": every})
+    counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert all(before <= after for before, after in pairwise(counted))
+    assert (counted[0], counted[-1]) == (0, 12)
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {whole["usage"]["prompt_tokens"]}
+
+
+async def test_each_of_n_choices_has_a_seed_of_its_own_and_the_first_the_request_s(door: HttpStack) -> None:
+    one = await door.answer(PATH, BODY)
+    three = await door.answer(PATH, BODY | {"n": 3})
+    texts = [text_of(three, index) for index in range(3)]
+    assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
+    assert texts[0] == text_of(one)
+    assert len(set(texts)) == 3
+    chunks = await door.chunks(PATH, BODY | {"n": 3})
+    assert [streamed_text(chunks, index) for index in range(3)] == texts
+    assert three["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+    assert three["usage"]["completion_tokens"] == 36
+
+
+async def test_stops_end_the_text_before_them(door: HttpStack) -> None:
+    words = text_of(await door.answer(PATH, BODY)).split()
+    stopped = await door.answer(PATH, BODY | {"stop": words[3]})
+    assert text_of(stopped).split() == words[:3]
+    assert (stopped["choices"][0]["finish_reason"], stopped["choices"][0]["stop_reason"]) == ("stop", words[3])
+    chunks = await door.chunks(PATH, BODY | {"stop": ["no such", words[3]]})
+    assert streamed_text(chunks) == text_of(stopped)
+    tokens = (await door.answer("/tokenize", {"prompt": " " + words[2]}))["tokens"]
+    assert len(tokens) == 1
+    ended = await door.answer(PATH, BODY | {"stop_token_ids": tokens})
+    assert text_of(ended).split() == words[:2]
+
+
+async def test_log_probabilities_have_the_bytes_of_each_token(door: HttpStack) -> None:
+    asked = BODY | {"logprobs": True, "top_logprobs": 2}
+    answer = await door.answer(PATH, asked)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == 12
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text_of(answer)
+    for entry in content:
+        assert entry["token"] == bytes(entry["bytes"]).decode()
+        top = entry["top_logprobs"]
+        assert [set(one) for one in top] == [{"token", "logprob", "bytes"}] * 2
+        assert top[0]["logprob"] >= top[1]["logprob"]
+        assert entry["logprob"] <= top[0]["logprob"] <= 0
+    chunks = await door.chunks(PATH, asked)
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry for one in told if one for entry in one["content"]] == content
+    none = await door.answer(PATH, BODY | {"logprobs": True})
+    assert [entry["top_logprobs"] for entry in none["choices"][0]["logprobs"]["content"]] == [[]] * 12
+
+
+async def test_content_may_be_parts_and_a_developer_is_the_system(door: HttpStack) -> None:
+    async def tokens(*messages: Json) -> list[int]:
+        return (await door.answer("/tokenize", {"messages": [*messages]}))["tokens"]
+
+    parts = [{"type": "text", "text": "Why is the "}, {"type": "text", "text": "sky blue?"}]
+    assert await tokens({"role": "user", "content": parts}) == await tokens({"role": "user", "content": QUESTION})
+    user = {"role": "user", "content": "x", "name": "somebody"}
+    assert await tokens({"role": "developer", "content": "y"}, user) == await tokens(
+        {"role": "system", "content": "y"}, user
+    )
+
+
+async def test_max_completion_tokens_is_the_newer_name(door: HttpStack) -> None:
+    del (body := dict(BODY))["max_tokens"]
+    assert (await door.answer(PATH, body | {"max_completion_tokens": 2}))["usage"]["completion_tokens"] == 2
+    assert (await door.answer(PATH, body | {"max_completion_tokens": 2, "max_tokens": 2}))["choices"]
+
+
+async def test_without_a_limit_an_answer_goes_on_to_its_own_end(door: HttpStack) -> None:
+    del (body := BODY | {"ignore_eos": False})["max_tokens"]
+    answer = await door.answer(PATH, body)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    limited = await door.answer(PATH, body | {"max_tokens": 4000})
+    assert text_of(answer) == text_of(limited)
+
+
+@pytest.mark.parametrize("ways", [{"x_session_id": "by-header"}, {"x_correlation_id": "by-alias"}, {}])
+async def test_a_session_is_kept_by_its_header_or_its_field(door: HttpStack, ways: dict[str, str]) -> None:
+    body = BODY if ways else BODY | {"session_id": "by-field"}
+    name = next(iter(ways.values()), "by-field")
+    messages: list[Json] = [{"role": "user", "content": f"{name} " * 40}]
+    first = (await door.post(PATH, body | {"messages": messages}, **ways)).json()
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "And now?"}]
+    second = (await door.post(PATH, body | {"messages": messages}, **ways)).json()
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] // 2
+    assert await door.stack.registry.load_session(name) is not None
+
+
+async def test_without_a_session_a_conversation_finds_what_is_held_of_it(door: HttpStack) -> None:
+    messages: list[Json] = [{"role": "user", "content": "nobody names this one " * 20}]
+    first = await door.answer(PATH, BODY | {"messages": messages})
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "And now?"}]
+    second = await door.answer(PATH, BODY | {"messages": messages})
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] // 2
+
+
+async def test_what_does_not_change_the_answer_is_ignored(door: HttpStack) -> None:
+    ignored: dict[str, Any] = {
+        "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True,
+        "prompt_cache_key": "k", "safety_identifier": "s", "verbosity": "low", "reasoning_effort": "low",
+        "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "top_k": -1, "stop": None, "n": None,
+    }  # fmt: skip
+    assert text_of(await door.answer(PATH, BODY | ignored)) == text_of(await door.answer(PATH, BODY))
+
+
+async def test_answers_carry_the_client_s_request_id_or_one_of_their_own(door: HttpStack, tmp_path: Path) -> None:
+    assert (await door.post(PATH, BODY, x_request_id="mine")).headers["x-request-id"] == "mine"
+    own = [(await door.post(PATH, body)).headers["x-request-id"] for body in (BODY, {}, BODY)]
+    assert len(set(own)) == 3
+    assert (await door.client.get("/version", headers={"x-request-id": "a b"})).headers["x-request-id"] != "a b"

@@ -1,0 +1,193 @@
+"""Fields to requests and events to JSON, without a server."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.generation import (
+    ChatPrompt,
+    Finished,
+    GenerateOptions,
+    Message,
+    Speculation,
+    SpeculationMetrics,
+    Started,
+    TextPrompt,
+    TokenPrompt,
+    Tokens,
+    Usage,
+)
+from bough.messages import RoundTimings
+from bough.sampling import PositionLogprobs, TokenLogprob
+from orchestrator.http_api.answer import Head, StreamTelling, speculative_decoding
+from orchestrator.http_api.body import parse
+from orchestrator.http_api.chat import FIELD_NAMES, ChatAnswer, chat_limits, chat_prompt
+from orchestrator.http_api.completions import completion_limits, text_prompt
+from orchestrator.http_api.errors import ApiError, api_error, shortened
+from orchestrator.http_api.fields import ChatFields, CompletionFields
+from orchestrator.http_api.options import Wanted, choices
+from orchestrator.http_api.spelling import chat_logprobs, completion_logprobs
+
+SNOWMAN = "☃".encode()
+WORDS = [b" a", b"b", SNOWMAN[:1], SNOWMAN[1:]]
+
+
+def chat_fields(**fields: Any) -> ChatFields:
+    return parse(ChatFields, json.dumps({"messages": [{"role": "user", "content": "x"}]} | fields).encode())
+
+
+def chat_choices(**fields: Any) -> tuple[Wanted, ...]:
+    given = chat_fields(**fields)
+    return choices(given, (chat_prompt(given.messages),), chat_limits(given), "id", given.session_id or "")
+
+
+def test_every_field_arrives_where_grpc_has_it() -> None:
+    (wanted,) = chat_choices(
+        temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=7, repetition_penalty=1.1, presence_penalty=0.2,
+        frequency_penalty=0.3, logit_bias={"5": -100, "6": 1.5}, max_tokens=9, stop=["a", "b"], stop_token_ids=[4],
+        ignore_eos=True, logprobs=True, top_logprobs=2, session_id="s", model="m",
+        speculation={"enabled": False, "budget": 4, "width": 2, "depth": 3, "lookup": 1},
+    )  # fmt: skip
+    assert wanted.prompt == ChatPrompt((Message("user", "x"),))
+    assert wanted.options == GenerateOptions(
+        request_id="id", session_id="s", temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=7,
+        repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3, logit_bias={5: -100.0, 6: 1.5},
+        max_tokens=9, stop=("a", "b"), stop_token_ids=(4,), ignore_eos=True, logprobs=2, model="m",
+        speculation=Speculation(disabled=True, budget=4, width=2, depth=3, lookup=1),
+    )  # fmt: skip
+
+
+def test_what_is_left_out_has_grpc_s_defaults() -> None:
+    (wanted,) = chat_choices()
+    unlimited = wanted.options.max_tokens
+    assert wanted.options == GenerateOptions(request_id="id", max_tokens=unlimited)
+    assert unlimited >= 2**30
+
+
+def test_seeds_of_choices_are_derived_from_the_request_s() -> None:
+    seeds = [wanted.options.seed for wanted in chat_choices(seed=7, n=4)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 4
+    assert seeds[:2] == [wanted.options.seed for wanted in chat_choices(seed=7, n=2)]
+    assert [wanted.options.seed for wanted in chat_choices(n=2)] == [None, None]
+    assert len({wanted.options.request_id for wanted in chat_choices(n=4)}) == 4
+
+
+def test_prompts_of_completions_are_texts_and_tokens() -> None:
+    fields = parse(CompletionFields, b'{"prompt": ["a", [1, 2]], "n": 2, "seed": 1, "logprobs": 0}')
+    wanted = choices(fields, tuple(map(text_prompt, fields.prompt)), completion_limits(fields), "id", "")
+    text, tokens = TextPrompt("a"), TokenPrompt((1, 2))
+    assert [one.prompt for one in wanted] == [text, text, tokens, tokens]
+    assert wanted[0].options.seed == wanted[2].options.seed != wanted[1].options.seed
+    assert {one.options.logprobs for one in wanted} == {0}
+
+
+def positions(*log_probs: float) -> tuple[PositionLogprobs, ...]:
+    """Tokens 0, 1, ... with the first one as the alternative."""
+    return tuple(
+        PositionLogprobs(TokenLogprob(index, value), (TokenLogprob(0, -0.5),)) for index, value in enumerate(log_probs)
+    )
+
+
+def test_log_probabilities_of_a_chat() -> None:
+    first, banned, half, _ = chat_logprobs(positions(-0.5, -math.inf, -1, -2), WORDS.__getitem__)
+    assert first == {
+        "token": " a",
+        "logprob": -0.5,
+        "bytes": [32, 97],
+        "top_logprobs": [{"token": " a", "logprob": -0.5, "bytes": [32, 97]}],
+    }
+    assert banned["logprob"] == -9999.0
+    assert (half["token"], half["bytes"]) == ("\ufffd", [SNOWMAN[0]])
+
+
+def test_log_probabilities_of_a_completion() -> None:
+    told = completion_logprobs(positions(-0.5, -math.inf, -1, -2), (" a", "b", "", "☃"), 10, WORDS.__getitem__)
+    assert told.tokens == [" a", "b", "\ufffd", "\ufffd\ufffd"]
+    assert told.token_logprobs == [-0.5, -9999.0, -1, -2]
+    likeliest = {" a": -0.5}
+    assert told.top_logprobs[:2] == [likeliest, likeliest | {"b": -9999.0}]
+    assert told.top_logprobs[2:] == [likeliest | {"\ufffd": -1}, likeliest | {"\ufffd\ufffd": -2}]
+    assert told.text_offset == [10, 12, 13, 13]
+
+
+def ended(text: str = "", reason: str = "stop") -> Finished:
+    speculation = SpeculationMetrics(3, 10, 4, 2.0, (1, 0, 2), 0)
+    return Finished(reason, "", text, Usage(5, 7, 2), speculation, RoundTimings(), ())
+
+
+def test_text_that_was_held_back_comes_before_the_end() -> None:
+    answer = ChatAnswer(Head("id", 1), 1, StreamTelling(), None)
+    tokens = Tokens((1,), (False,), ("x",), (), 1, 0, RoundTimings())
+    for event in (Started("r", 5, 1, "m"), tokens, replace(tokens, texts=("",))):
+        last = answer.chunks(0, event)
+    assert last == [], "nothing is certain yet, so nothing is said"
+    held, end = answer.chunks(0, ended("held", "length"))
+    assert held["choices"][0]["delta"] == {"content": "held"}
+    assert (end["choices"][0]["delta"], end["choices"][0]["finish_reason"]) == ({}, "length")
+    whole = answer.whole()
+    assert whole["choices"][0]["message"]["content"] == "xheld"
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert whole["model"] == "m"
+
+
+def test_speculation_is_told_by_the_names_that_benchmarks_read() -> None:
+    one = ended().speculation
+    other = replace(one, num_rounds=1, num_draft_tokens=2, num_accepted_tokens=0, acceptance_histogram=(1,))
+    assert speculative_decoding([one, other]) == {
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": 4 / 12,
+        "acceptance_histogram": [2, 0, 2],
+        "num_accepted_draft_tokens": 4,
+        "num_draft_tokens": 12,
+        "num_spec_steps": 4,
+    }
+    nothing = speculative_decoding([SpeculationMetrics(0, 0, 0, 0.0, (), 0)])
+    assert (nothing["mean_acceptance_length"], nothing["draft_acceptance_rate"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (InvalidRequest("chat.messages: empty"), 400, "messages"),
+        (InvalidRequest("logprobs: 99; 0 to 64 would do"), 400, "top_logprobs"),
+        (InvalidRequest("logit_bias[5]: 9999"), 400, "logit_bias[5]"),
+        (InvalidRequest("no field at all"), 400, None),
+        (NotFound("model: value was 'x'"), 404, "model"),
+        (StaleEpoch("session_id: 'x' was closed"), 409, "session_id"),
+        (Exhausted("full", 2.5), 429, None),
+        (RuntimeError("secret"), 500, None),
+        (Unavailable("gone"), 503, None),
+        (DeadlineExceeded("late"), 504, None),
+    ],
+)
+def test_errors_have_a_status_and_the_field_s_name_over_http(error: Exception, status: int, param: str | None) -> None:
+    refused = api_error(error, FIELD_NAMES)
+    assert (refused.status, refused.param) == (status, param)
+    told = json.loads(refused.response().body)["error"]
+    assert told["param"] == param
+    assert "secret" not in told["message"]
+    if param:
+        assert told["message"].startswith(param)
+    headers = refused.response().headers
+    assert headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
+    assert headers.get("retry-after-ms") == {429: "2500", 503: "1000"}.get(status)
+    assert headers.get("x-should-retry") == {409: "false"}.get(status)
+
+
+def test_a_value_is_shown_as_far_as_it_fits() -> None:
+    assert shortened("x" * 10) == repr("x" * 10)
+    for value in ("x" * 100, [1] * 100, {"a": "x" * 100}, 10**100):
+        assert len(shortened(value)) <= 67
+
+
+def test_a_field_s_error_is_its_first() -> None:
+    with pytest.raises(ApiError) as refused:
+        chat_fields(messages=[{"role": "user", "content": "x"}, {"role": "user"}])
+    assert refused.value.message == "messages[1].content: missing; must be given"

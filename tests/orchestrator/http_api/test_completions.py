@@ -1,0 +1,129 @@
+"""/v1/completions and the smaller paths over a real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from http_stack import HttpStack, Json, http_stack
+
+from bough.client import Client
+from bough.generation import Finished, GenerateOptions, TextPrompt, Tokens
+
+PATH = "/v1/completions"
+BODY: Json = {"prompt": "Once upon", "seed": 5, "max_tokens": 6, "ignore_eos": True, "speculation": False}
+
+
+@pytest.fixture(scope="module")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+    async with http_stack(tmp_path_factory.mktemp("completions")) as running:
+        yield running
+
+
+async def tokens_of(door: HttpStack, text: str) -> list[int]:
+    return (await door.answer("/tokenize", {"prompt": text}))["tokens"]
+
+
+async def test_the_same_seed_gives_the_same_text_over_grpc_and_http_streamed_or_not(door: HttpStack) -> None:
+    text = ""
+    async with Client(door.stack.addresses["orchestrator"]) as client:
+        options = GenerateOptions(seed=5, max_tokens=6, ignore_eos=True)
+        async for event in client.generate(TextPrompt("Once upon"), options):
+            text += event.text if isinstance(event, Tokens | Finished) else ""
+    answer = await door.answer(PATH, BODY)
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [
+        {"index": 0, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
+    chunks = await door.chunks(PATH, BODY)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+async def test_prompts_are_texts_or_tokens_one_or_several(door: HttpStack) -> None:
+    texts = ["Once upon", "a time"]
+    alone = [(await door.answer(PATH, BODY | {"prompt": text}))["choices"][0]["text"] for text in texts]
+    tokens = [await tokens_of(door, text) for text in texts]
+    for prompt in (texts, tokens, [texts[0], tokens[1]]):
+        answer = await door.answer(PATH, BODY | {"prompt": prompt})
+        assert [choice["text"] for choice in answer["choices"]] == alone
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, tokens))
+    one = await door.answer(PATH, BODY | {"prompt": tokens[0]})
+    assert [choice["text"] for choice in one["choices"]] == alone[:1]
+
+
+async def test_choices_of_several_prompts_stand_prompt_by_prompt(door: HttpStack) -> None:
+    body = BODY | {"prompt": ["Once upon", "a time"], "n": 2}
+    answer = await door.answer(PATH, body)
+    alone = [await door.answer(PATH, BODY | {"prompt": prompt, "n": 2}) for prompt in body["prompt"]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == [
+        choice["text"] for one in alone for choice in one["choices"]
+    ]
+    assert answer["usage"]["total_tokens"] == sum(one["usage"]["total_tokens"] for one in alone)
+
+
+async def test_log_probabilities_stand_at_their_tokens_places_in_the_text(door: HttpStack) -> None:
+    answer = await door.answer(PATH, BODY | {"logprobs": 2})
+    (choice,) = answer["choices"]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+    for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert top[token] == logprob
+        assert len(top) in (2, 3), "the likeliest, and the one that was drawn"
+    chunks = await door.chunks(PATH, BODY | {"logprobs": 2})
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    for name, values in told.items():
+        assert [value for part in parts if part for value in part[name]] == values
+
+
+async def test_echo_begins_with_the_prompt(door: HttpStack) -> None:
+    plain = (await door.answer(PATH, BODY))["choices"][0]["text"]
+    for prompt in ("Once upon", await tokens_of(door, "Once upon")):
+        body = BODY | {"prompt": prompt, "echo": True}
+        assert (await door.answer(PATH, body))["choices"][0]["text"] == "Once upon" + plain
+        chunks = await door.chunks(PATH, body)
+        assert chunks[0]["choices"][0]["text"] == "Once upon"
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Once upon" + plain
+
+
+async def test_sixteen_tokens_are_the_default(door: HttpStack) -> None:
+    del (body := dict(BODY))["max_tokens"]
+    assert (await door.answer(PATH, body))["usage"]["completion_tokens"] == 16
+
+
+async def test_tokens_and_texts_are_told_of_each_other(door: HttpStack) -> None:
+    text = "naïve ☃"
+    read = await door.answer("/tokenize", {"prompt": text, "return_token_strs": True})
+    assert read["count"] == len(read["tokens"]) == len(read["token_strs"])
+    assert read["max_model_len"] == (await door.client.get("/v1/models")).json()["data"][0]["max_model_len"]
+    assert "".join(read["token_strs"]).startswith("na")
+    assert (await door.answer("/detokenize", {"tokens": read["tokens"]})) == {"prompt": text}
+    assert (await door.answer("/detokenize", {"tokens": []})) == {"prompt": ""}
+    for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}):
+        status, error = await door.refusal("/tokenize", body)
+        assert (status, error["param"]) == (400, "prompt")
+    status, error = await door.refusal("/detokenize", {"tokens": [10**6]})
+    assert (status, error["param"]) == (400, "tokens[0]")
+
+
+async def test_models_are_listed_and_looked_up(door: HttpStack) -> None:
+    (card,) = (await door.client.get("/v1/models")).json()["data"]
+    assert (card["id"], card["object"], card["owned_by"]) == ("quick", "model", "bough")
+    assert isinstance(card["created"], int)
+    assert (await door.client.get("/v1/models/quick")).json() == card
+    missing = await door.client.get("/v1/models/org/none")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    answer = await door.answer(PATH, BODY | {"model": "quick"})
+    assert answer["model"] == "quick"
+
+
+async def test_operators_see_health_version_and_figures(door: HttpStack) -> None:
+    assert (await door.client.get("/health")).status_code == 200
+    assert set((await door.client.get("/version")).json()) == {"version"}
+    await door.answer(PATH, BODY)
+    figures = await door.client.get("/metrics")
+    assert figures.headers["content-type"].startswith("text/plain")
+    assert 'vllm:generation_tokens_total{model_name="quick"}' in figures.text

@@ -1,0 +1,115 @@
+"""The HTTP front door of an assembled orchestrator: it opens and drains with it, before a target that can be held."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_stage import Stage, staged, until
+from http_stack import Json, error_of
+
+from bough.client import Client
+from bough.config import OrchestratorConfig, parse
+from orchestrator.assembly import Orchestrator, assembled
+
+PATH = "/v1/completions"
+SHORT: Json = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
+LONG = SHORT | {"max_tokens": 50_000}
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    async with staged(tmp_path) as stage:
+        yield stage
+
+
+def config(stage: Stage, *flags: str) -> OrchestratorConfig:
+    everywhere = ["--index-url", stage.index_url, "--draft", "none", "--port", "0", "--metrics-port", "-1"]
+    return parse(OrchestratorConfig, "o", [*everywhere, *flags], {})
+
+
+def client_of(orchestrator: Orchestrator) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=orchestrator.requests.http_url, timeout=60)
+
+
+async def test_what_runs_finishes_while_new_requests_are_sent_elsewhere(stage: Stage) -> None:
+    stop = asyncio.Event()
+    async with assembled(config(stage), stop) as orchestrator, client_of(orchestrator) as client:
+        await until(lambda: orchestrator.is_ready)
+        serving = asyncio.create_task(orchestrator.serve(stop))
+        assert (await client.get("/health")).status_code == 200
+        stage.target.may_answer.clear()
+        running = [asyncio.create_task(client.post(PATH, json=SHORT | {"stream": way})) for way in (False, True)]
+        await until(lambda: len(stage.target.asked) == 2)
+        stop.set()
+        await until(lambda: orchestrator.requests.loads().is_draining)
+        for response in (await client.post(PATH, json=SHORT), await client.get("/health")):
+            assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
+            assert "retry-after" in response.headers
+        stage.target.may_answer.set()
+        whole, stream = await asyncio.gather(*running)
+        assert whole.json()["choices"][0]["finish_reason"] == "length"
+        assert stream.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in stream.text
+        await serving
+
+
+async def test_what_does_not_finish_in_time_ends_with_an_error(stage: Stage) -> None:
+    stop = asyncio.Event()
+    async with (
+        assembled(config(stage, "--drain-seconds", "0.2"), stop) as orchestrator,
+        client_of(orchestrator) as client,
+    ):
+        await until(lambda: orchestrator.is_ready)
+        serving = asyncio.create_task(orchestrator.serve(stop))
+        running = [asyncio.create_task(client.post(PATH, json=LONG | {"stream": way})) for way in (False, True)]
+        await until(lambda: stage.target.num_verified > 4)
+        stop.set()
+        await serving
+        whole, stream = await asyncio.gather(*running)
+        assert (whole.status_code, error_of(whole)["code"]) == (503, "unavailable")
+        *_, error, done, _ = stream.text.split("\n\n")
+        assert done == "data: [DONE]"
+        assert "cut off" in json.loads(error.removeprefix("data: "))["error"]["message"]
+
+
+async def test_a_client_that_hangs_up_ends_the_call_at_the_target(stage: Stage) -> None:
+    async with assembled(config(stage), asyncio.Event()) as orchestrator, client_of(orchestrator) as client:
+        await until(lambda: orchestrator.is_ready)
+        stage.target.may_answer.clear()
+        for number, is_stream in enumerate((False, True), start=1):
+            asking = asyncio.create_task(client.post(PATH, json=LONG | {"stream": is_stream}))
+            await until(lambda number=number: len(stage.target.asked) == number)
+            asking.cancel()
+            await until(lambda number=number: len(stage.target.cancelled) == number)
+        await until(lambda: orchestrator.requests.loads().num_requests_running == 0)
+
+
+async def test_a_flood_is_refused_before_it_is_decoded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.entrance.SPARE_CALLS", 0)
+    flags = ("--max-running", "1", "--max-waiting", "1")
+    async with assembled(config(stage, *flags), asyncio.Event()) as orchestrator, client_of(orchestrator) as client:
+        await until(lambda: orchestrator.is_ready)
+        stage.target.may_answer.clear()
+        asking = [asyncio.create_task(client.post(PATH, json=SHORT)) for _ in range(2)]
+        await until(lambda: orchestrator.requests.loads().num_requests_waiting == 1)
+        response = await client.post(PATH, content=b"{", headers={"content-type": "application/json"})
+        assert response.status_code == 429, "not that it is no JSON: nobody has looked"
+        assert int(response.headers["retry-after-ms"]) >= 1000
+        stage.target.may_answer.set()
+        assert [response.status_code for response in await asyncio.gather(*asking)] == [200, 200]
+
+
+async def test_doctor_and_clients_are_told_where_it_is_or_that_it_is_nowhere(stage: Stage) -> None:
+    for flags, is_open in (((), True), (("--http-port", "-1"), False)):
+        async with (
+            assembled(config(stage, *flags), asyncio.Event()) as orchestrator,
+            Client(f"127.0.0.1:{orchestrator.port}") as client,
+        ):
+            url = (await client.server_info()).http_url
+            assert url.startswith("http://127.0.0.1:") is is_open
+            assert bool(url) is is_open

@@ -1,0 +1,225 @@
+"""What is refused, in OpenAI's form: the right status, the field by its name, and never a 500."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from http_stack import HttpStack, Json, error_of, http_stack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.entrance import SMALL_BYTES
+from orchestrator.http_api.body import MAX_BODY_BYTES
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER: Json = {"role": "user", "content": "x"}
+SHORT: Json = {"max_tokens": 1, "speculation": False}
+FUZZ = settings(max_examples=120, derandomize=True)
+
+
+@pytest.fixture(scope="module")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+    async with http_stack(tmp_path_factory.mktemp("refusals")) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", []),
+        ("messages", "x"),
+        ("messages", None),
+        ("messages[0].role", [{"role": "tool", "content": "x"}]),
+        ("messages[0].content", [{"role": "user"}]),
+        ("messages[0].content", [{"role": "assistant", "content": None}]),
+        ("messages[1].content", [USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+        ("messages[0].tool_calls", [USER | {"tool_calls": [{"id": "1"}]}]),
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("top_k", 2**32),
+        ("max_tokens", 2**40),
+        ("min_p", 2),
+        ("n", 0),
+        ("n", 129),
+        ("n", 1.5),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("max_tokens", 0),
+        ("max_completion_tokens", 2),
+        ("stop", [1]),
+        ("stop[0]", [""]),
+        ("stop_token_ids", [10**6]),
+        ("logit_bias", {"first": 1}),
+        ("logit_bias", {"99999": 1}),
+        ("presence_penalty", 3),
+        ("repetition_penalty", 0),
+        ("top_logprobs", 2),
+        ("stream", "yes"),
+        ("stream_options.include_usage", {"include_usage": 1}),
+        ("speculation.budget", {"budget": 10**6}),
+        ("speculation.speed", {"speed": 1}),
+        ("session_id", "x" * 10_000),
+        ("temprature", 1),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("functions", [{}]),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("response_format", {"type": "json_object"}),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "alloy"}),
+        ("web_search_options", {"x": 1}),
+    ],
+)
+async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str, value: Any) -> None:
+    name = field.partition(".")[0].partition("[")[0]
+    for stream in (False, True):
+        body = {"messages": [USER], "stream": stream} | SHORT | {name: value}
+        status, error = await door.refusal(CHAT, body)
+        assert (status, error["type"]) == (400, "invalid_request_error"), error
+        assert error["param"].startswith(field), error
+        assert error["message"].startswith(f"{error['param']}: ")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", None),
+        ("prompt", []),
+        ("prompt", ""),
+        ("prompt", [1, "x"]),
+        ("prompt", [[1], [-1]]),
+        ("prompt[0]", [10**6]),
+        ("prompt", "x " * 10_000),
+        ("n", 65),
+        ("echo", True),
+        ("best_of", 2),
+        ("suffix", "end"),
+        ("logprobs", True),
+        ("logprobs", 65),
+        ("session_id", "several"),
+    ],
+)
+async def test_a_field_of_completions_is_named_too(door: HttpStack, field: str, value: Any) -> None:
+    name = field.partition("[")[0]
+    several = {"prompt": ["x", "y"]} if name in ("n", "session_id") else {"prompt": "x"}
+    body = several | SHORT | {name: value} | ({"logprobs": 1} if name == "echo" else {})
+    status, error = await door.refusal(COMPLETIONS, body)
+    assert (status, error["type"]) == (400, "invalid_request_error"), error
+    assert error["param"].startswith(field), error
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"3", b'{"messages": NaN}', b"\xff", b'{"a": "\\ud800"}', b"[" * 9999]
+)
+async def test_what_is_no_json_object_is_refused_as_such(door: HttpStack, body: bytes) -> None:
+    response = await door.client.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert error_of(response)["message"].startswith(("body: ", "messages: "))
+
+
+async def test_a_text_that_is_not_utf_8_is_refused(door: HttpStack) -> None:
+    body = b'{"messages": [{"role": "user", "content": "\\udfff"}]}'
+    response = await door.client.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_BODY_BYTES, SMALL_BYTES])
+async def test_a_body_over_the_limit_is_refused_announced_or_not(door: HttpStack, num_bytes: int) -> None:
+    """Of what may be sent at all, and of what can fit a context."""
+    body = json.dumps({"messages": [USER | {"content": "x" * num_bytes}]}).encode()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for begin in range(0, len(body), 2**16):
+            yield body[begin : begin + 2**16]
+
+    for content in (body, chunks()):
+        response = await door.client.post(CHAT, content=content, headers={"content-type": "application/json"})
+        assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
+    assert (await door.answer(COMPLETIONS, {"prompt": "x"} | SHORT))["choices"]
+
+
+async def test_a_body_that_is_not_announced_as_json_is_refused(door: HttpStack) -> None:
+    """A browser sends it for a page of any site, and asks nobody first."""
+    response = await door.client.post(CHAT, content=json.dumps({"messages": [USER]} | SHORT))
+    assert (response.status_code, error_of(response)["param"]) == (415, "content-type")
+
+
+async def test_paths_methods_and_models_that_are_not_there(door: HttpStack) -> None:
+    for path in ("/", "/v1/embeddings", "/v1/chat/completions/", "/v1/chat/completions/x"):
+        response = await door.client.post(path, json={})
+        assert (response.status_code, error_of(response)["type"]) == (404, "invalid_request_error")
+    response = await door.client.get(CHAT)
+    assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
+    for path, body in ((CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+        status, error = await door.refusal(path, body | ({} if path == "/tokenize" else SHORT) | {"model": "gpt-9"})
+        assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**70), 2**70),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(max_size=12),
+        st.sampled_from(["user", "text", "json_object", 0, 1, 2, 2**31, 2**32, 2**63, 2**64]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(
+    [
+        "messages", "prompt", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens",
+        "temperature", "top_p", "n", "seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty", "top_k",
+        "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "session_id", "speculation", "user", "logprobs",
+        "top_logprobs", "response_format", "tools", "echo", "suffix", "best_of", "tokens", "unknown",
+    ]
+)  # fmt: skip
+SPECULATIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "enabled": st.booleans(),
+        **{name: st.integers(-1, 2**40) for name in ("budget", "width", "depth", "lookup")},
+    },
+)
+FIELDS = st.dictionaries(NAMES, st.one_of(VALUES, SPECULATIONS), max_size=3)
+
+
+async def is_answered(door: HttpStack, path: str, content: bytes) -> None:
+    """An answer, or a refusal in OpenAI's form that is not the server's fault; a stream ends as one."""
+    response = await door.client.post(path, content=content, headers={"content-type": "application/json"})
+    if response.status_code != 200:
+        assert 400 <= response.status_code < 500, (content, response.text)
+        error_of(response)
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        assert response.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in response.text, (content, response.text)
+
+
+@FUZZ
+@given(path=st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize"]), changes=FIELDS)
+async def test_whatever_its_fields_hold_a_body_is_answered_or_refused(
+    door: HttpStack, path: str, changes: dict[str, Any]
+) -> None:
+    whole: dict[str, Json] = {
+        CHAT: {"messages": [USER], "max_tokens": 2},
+        COMPLETIONS: {"prompt": "x", "max_tokens": 2},
+        "/tokenize": {"prompt": "x"},
+        "/detokenize": {"tokens": [70]},
+    }
+    body = whole[path] | changes
+    if body.get("n") not in (None, 1) or (isinstance(body.get("max_tokens"), int) and body["max_tokens"] > 4):
+        body |= {"max_tokens": 2}  # to end soon
+    await is_answered(door, path, json.dumps(body).encode())
+
+
+@FUZZ
+@given(path=st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize"]), content=st.binary(max_size=60))
+async def test_whatever_its_bytes_a_body_is_refused(door: HttpStack, path: str, content: bytes) -> None:
+    await is_answered(door, path, content)

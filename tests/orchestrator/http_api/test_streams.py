@@ -1,0 +1,234 @@
+"""The life of a connection: clients that leave, or stop reading; errors half-way; the server's own end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from http_stack import HttpStack, Json, error_of, http_stack
+from prometheus_client import CollectorRegistry
+
+from bough.errors import ConfigError, Unavailable
+from orchestrator.admission import Admission
+from orchestrator.http_api import body, exchange
+from orchestrator.http_api.app import http_app
+from orchestrator.http_api.server import http_serving
+
+PATH = "/v1/chat/completions"
+BODY: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "speculation": False, "seed": 1}
+ENDLESS = BODY | {"max_tokens": 4000}
+JSON = {"content-type": "application/json"}
+SLOW = {"clock_scale": 1.0}  # half a second a sweep
+
+
+@pytest.fixture(scope="module")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+    async with http_stack(tmp_path_factory.mktemp("streams")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+    async with http_stack(tmp_path_factory.mktemp("slow"), **SLOW) as running:
+        yield running
+
+
+def head(num_bytes: int) -> bytes:
+    """What comes before a body of this length."""
+    lines = (f"POST {PATH} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {num_bytes}")
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+async def until_running(door: HttpStack, num: int) -> None:
+    """Waits until so many requests run; a test that hangs here fails by its runner's time limit."""
+    while door.stack.requests.loads().num_requests_running != num:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_client_that_hangs_up_frees_its_place(door: HttpStack, is_stream: bool) -> None:
+    asking = asyncio.create_task(door.client.post(PATH, json=ENDLESS | {"stream": is_stream, "n": 2}))
+    await until_running(door, 2)
+    asking.cancel()
+    await until_running(door, 0)
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+async def test_a_reader_that_leaves_in_the_middle_frees_its_place(door: HttpStack) -> None:
+    async with door.client.stream("POST", PATH, json=ENDLESS | {"stream": True}) as response:
+        async for line in response.aiter_lines():
+            if '"content":" ' in line:
+                break
+    await until_running(door, 0)
+
+
+async def test_a_stream_says_that_it_is_alive_while_a_sweep_runs(
+    slow: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
+    app = http_app(slow.stack.requests, CollectorRegistry(), 60.0)
+    async with http_serving("127.0.0.1", 0, app) as port, httpx.AsyncClient(timeout=60) as client:
+        asked = BODY | {"max_tokens": 2, "stream": True}
+        response = await client.post(f"http://127.0.0.1:{port}{PATH}", json=asked)
+    events = [line for line in response.text.split("\n\n") if line]
+    assert ": keep-alive" in events
+    assert events[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in events[:-1] if line.startswith("data: ")]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> None:
+    asked = ENDLESS | {"stream": True, "session_id": "closed half-way"}
+    events = []
+    async with door.client.stream("POST", PATH, json=asked) as response:
+        async for line in response.aiter_lines():
+            if line:
+                events.append(line)
+            if line and len(events) == 3:
+                await door.stack.requests.close_session("closed half-way")
+    assert events[-1] == "data: [DONE]"
+    error = json.loads(events[-2].removeprefix("data: "))["error"]
+    assert (error["param"], error["code"]) == ("session_id", "session_moved")
+    await until_running(door, 0)
+
+
+async def test_an_aborted_request_ends_as_such(door: HttpStack) -> None:
+    reasons = []
+    async with door.client.stream("POST", PATH, json=ENDLESS | {"stream": True}) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                if not reasons:
+                    door.stack.requests.abort(chunk["id"])
+                reasons += [choice["finish_reason"] for choice in chunk["choices"]]
+    assert reasons[-1] == "abort"
+
+
+async def test_who_is_sent_away_is_told_when_to_come_back(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door.stack.requests, "admission", Admission(max_running=1, max_waiting=0))
+    asking = asyncio.create_task(door.client.post(PATH, json=ENDLESS))
+    await until_running(door, 1)
+    for is_stream in (True, False):
+        response = await door.post(PATH, BODY | {"stream": is_stream})
+        assert response.status_code == 429
+        error = error_of(response)
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        milliseconds = int(response.headers["retry-after-ms"])
+        assert milliseconds >= 1000
+        assert int(response.headers["retry-after"]) == -(-milliseconds // 1000)
+    asking.cancel()
+    await until_running(door, 0)
+
+
+async def test_an_orchestrator_that_drains_says_so_to_everyone(
+    door: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = Admission(max_running=4, max_waiting=4)
+    monkeypatch.setattr(door.stack.requests, "admission", admission)
+    assert (await door.client.get("/health")).status_code == 200
+    admission.close("this orchestrator is draining")
+    for response in (await door.post(PATH, BODY), await door.client.get("/health")):
+        assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
+        assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_without_a_target_nothing_can_be_asked(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: object) -> None:
+        raise Unavailable("no target worker can be used")
+
+    monkeypatch.setattr(type(door.stack.requests), "models", nobody)
+    response = await door.client.get("/v1/models")
+    assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
+
+
+async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(tmp_path: Path) -> None:
+    async with http_stack(tmp_path, stalled_seconds=0.2) as door:
+        content = json.dumps(ENDLESS | {"stream": True, "logprobs": True, "top_logprobs": 20}).encode()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", door.port))
+            await loop.sock_sendall(client, head(len(content)) + content)
+            await until_running(door, 1)
+            await until_running(door, 0)
+            (transport,) = door.transports
+            while not transport.is_closing():
+                await asyncio.sleep(0.01)
+            assert transport.get_write_buffer_size() == 0, "what it did not read is not kept for it"
+
+
+async def test_the_server_takes_no_signals_and_ends_with_its_block(door: HttpStack) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    app = http_app(door.stack.requests, CollectorRegistry(), 60.0)
+    async with http_serving("127.0.0.1", 0, app) as port, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{port}/version"
+        assert (await client.get(url)).status_code == 200
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+        with pytest.raises(ConfigError, match=rf"--http-port: cannot listen on 127\.0\.0\.1:{port}"):
+            async with http_serving("127.0.0.1", port, app):
+                pass
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(url)
+
+
+async def test_a_body_that_does_not_arrive_is_not_waited_for(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "READ_SECONDS", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    writer.write(head(100) + b"{")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_bodies_have_one_memory_together(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "MAX_ALL_BYTES", 1000)
+    may_go_on = asyncio.Event()
+    content = json.dumps(BODY | {"max_tokens": 1, "user": "x" * 500}).encode()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield content[:-10]
+        await may_go_on.wait()
+        yield content[-10:]
+
+    first = asyncio.create_task(door.client.post(PATH, content=slow(), headers=JSON))
+    statuses = set[int]()
+    while 429 not in statuses:  # as soon as the first one's bytes are there
+        statuses.add((await door.client.post(PATH, content=content, headers=JSON)).status_code)
+    may_go_on.set()
+    assert (await first).status_code == 200
+    assert (await door.client.post(PATH, content=content, headers=JSON)).status_code == 200
+    assert statuses <= {200, 429}
+
+
+async def test_nothing_is_left_behind(door: HttpStack) -> None:
+    """Of answers, refusals, and clients that left."""
+    short = BODY | {"max_tokens": 2}
+
+    async def leave(is_stream: bool) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await door.client.post(PATH, json=ENDLESS | {"stream": is_stream})
+
+    async def mixed() -> None:
+        asked = [
+            door.client.post(PATH, json=one) for one in (short, short | {"stream": True, "n": 2}, {"messages": []})
+        ]
+        await asyncio.gather(*asked, leave(True), leave(False))
+        await until_running(door, 0)
+
+    await mixed()
+    before = len(asyncio.all_tasks())
+    for _ in range(10):
+        await mixed()
+    while len(asyncio.all_tasks()) > before + 2:  # a connection more or less
+        await asyncio.sleep(0.01)

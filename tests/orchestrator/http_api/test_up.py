@@ -1,0 +1,69 @@
+"""`bough up` opens both front doors and says how to come in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from simulated import write_profile
+
+from bough.cli import argument_parser
+from bough.commands.up import free_port, settings_from
+from bough.tether import MODULE
+
+
+@contextmanager
+def bough_up(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    """The command as a user runs it; it ends with the block."""
+    command = [sys.executable, *MODULE, "bough.cli", "up", "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def test_the_line_that_it_prints_works_as_it_is_pasted_and_doctor_says_where(tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    with bough_up("--simulate", str(write_profile(tmp_path))) as process:
+        assert process.stdout is not None
+        address = ""
+        for line in process.stdout:
+            if line.startswith("ready: "):
+                address = line.split()[1]
+            if line.startswith("curl "):
+                break
+        ran = subprocess.run(f"{line.strip()} --silent", shell=True, capture_output=True, text=True, check=True)
+        answer = json.loads(ran.stdout)
+        assert answer["choices"][0]["message"]["content"]
+        assert answer["usage"]["completion_tokens"] <= 64
+        url = line.split()[1].removesuffix("/chat/completions")
+        doctor = [sys.executable, *MODULE, "bough.cli", "doctor", "--address", address]
+        assert f"OpenAI's clients at {url}\n" in subprocess.run(doctor, capture_output=True, text=True).stdout
+
+
+def test_up_takes_the_usual_port_or_another_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def port(*flags: str) -> int:
+        arguments = argument_parser().parse_args(["up", "--simulate", "two-cores", *flags])
+        return settings_from(arguments).orchestrator.http_port
+
+    assert port("--http-port", "8123") == 8123
+    assert port("--http-port", "-1") == -1
+    assert port() > 0, "settled before the start, so that it stays after a restart"
+    monkeypatch.setenv("BOUGH_ORCHESTRATOR_HTTP_PORT", "8124")
+    assert port() == 8124
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        assert free_port("127.0.0.1", number) not in (0, number)
+    assert free_port("127.0.0.1", number) == number
