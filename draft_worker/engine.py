@@ -83,6 +83,7 @@ class Engine:
         self._times = StepTimes(MAX_STEP_ROWS)
         self.cost: CostCurve | None = None  # seconds of a draft step by its rows; any thread may read this
         self.num_trees = 0
+        self.num_passes = 0  # draft steps that have ended, well or not, those ahead included
         self.num_warm_trees = 0  # for which something had been found out ahead
 
     @property
@@ -161,6 +162,7 @@ class Engine:
             self._run(list(self._running.values()))
         elif self._ahead:
             self._go_ahead()
+        self.num_passes += 1
 
     def _run(self, parts: Sequence[_Running]) -> None:
         """One draft step. Where it fails, each part alone: the error of one must not become that of all."""

@@ -129,6 +129,7 @@ class SimulatedDraftWorker(ServedDraft):
             kv_bytes=pool.num_bytes,
             kv_used_bytes=self._engine.kv_used_bytes,
             num_waiting=len(self._unanswered),
+            num_passes=self._engine.num_passes,
             notes=(*self._pair.notes(), *self._engine.sharpnesses.notes()),
             bough_version=__version__,
             cost=self._engine.cost,

@@ -132,15 +132,20 @@ class Streams:
     """Runs scripts, many at once, for as long as it is let."""
 
     def __init__(
-        self, addresses: Sequence[str], scripts: Sequence[Script], answers: Sequence[Sequence[Answer]]
+        self,
+        addresses: Sequence[str],
+        scripts: Sequence[Script],
+        answers: Sequence[Sequence[Answer]],
+        name: str = "chaos",
     ) -> None:
+        """Sessions are called by `name` and a number."""
         self.tally = Tally()
         self.running: dict[str, Received] = {}  # by session
         self.ended: list[tuple[str, Received]] = []  # session and stream, of those that finished
         self._addresses = list(addresses)
         self._pairs = list(zip(scripts, answers, strict=True))
         self._is_over = asyncio.Event()
-        self._num_started = 0
+        self._name, self._num_started = name, 0
 
     def stop(self) -> None:
         """No new script is begun."""
@@ -156,7 +161,7 @@ class Streams:
         while not self._is_over.is_set():
             script, answers = rng.choice(self._pairs)
             self._num_started += 1
-            session_id = f"chaos-{self._num_started}"
+            session_id = f"{self._name}-{self._num_started}"
             rng.shuffle(addresses := [*self._addresses])
             async with Client(*addresses) as client:
                 is_whole = await self._converse(client, session_id, script, answers)

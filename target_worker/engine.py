@@ -55,6 +55,7 @@ class Engine:
         """
         self.pool = pool
         self.num_running = 0  # calls that have a part in the sweep that is under way
+        self.num_passes = 0  # sweeps that have ended, well or not
         self._observe = observe
         self._sweeper = sweeper
         self._limits = limits
@@ -227,6 +228,7 @@ class Engine:
                 self._calls.drop(part.job.call.context.session_id, exc)
         finally:
             self.num_running = 0
+            self.num_passes += 1
 
     def _observe_times(self, num_rows: int, figures: SweepFigures) -> None:
         self._times.observe(num_rows, figures.total_ns * NANO, figures.wait_ns * NANO, figures.link_bytes)

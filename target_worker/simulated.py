@@ -159,6 +159,8 @@ class SimulatedTarget(ServedTarget):
             kv_bytes=figures.num_bytes,
             kv_used_bytes=figures.held_bytes,
             num_waiting=self._engine.num_waiting,
+            num_running=self._engine.num_running,
+            num_passes=self._engine.num_passes,
             link_bytes_per_pass=link_bytes(profile, 1),
             notes=tuple(notes),
             bough_version=__version__,

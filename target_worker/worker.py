@@ -27,6 +27,7 @@ from bough.model.memory import (
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Placement, Tier, gigabytes
+from bough.startup import stage
 from target_worker.budgets import choose_places
 from target_worker.engine import Engine
 from target_worker.kernels import compile_apart
@@ -62,6 +63,7 @@ class TargetWorker(ServedTarget):
         self._placement = self._place()
         if self._device.type == "cpu":
             compile_apart(config.dtype)
+        stage("reading weights")
         try:
             self._start()
         except BaseException:
@@ -105,6 +107,8 @@ class TargetWorker(ServedTarget):
             kv_bytes=figures.num_bytes,
             kv_used_bytes=figures.held_bytes,
             num_waiting=self._engine.num_waiting,
+            num_running=self._engine.num_running,
+            num_passes=self._engine.num_passes,
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
             bough_version=__version__,

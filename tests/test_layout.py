@@ -84,7 +84,16 @@ def test_torch_only_where_tensors_are() -> None:
 def test_redis_in_one_file_and_ray_nowhere_but_in_deploy() -> None:
     for path in python_files("bough", *SERVICES):
         assert "redis" not in tops(path) or path.name == "index_connection.py", path
+    for path in python_files("bough", *SERVICES, "loadtest"):
         assert "ray" not in tops(path), path
+
+
+def test_deploy_starts_programs_and_imports_none() -> None:
+    for path in python_files("deploy"):
+        assert not tops(path) & (SERVICES | TORCH | {"redis"}), path
+        assert "ray" not in tops(path) or path.name in {"app.py", "check.py", "local.py", "replicas.py"}, path
+    for path in python_files("bough", *SERVICES):
+        assert "deploy" not in tops(path), path
 
 
 def test_messages_of_the_wire_stay_at_the_wire() -> None:
@@ -110,7 +119,7 @@ def test_the_orchestrator_has_no_torch() -> None:
 
 def test_files_and_functions_stay_short() -> None:
     """A file past 300 lines is two files; a function past 60 does two things."""
-    for path in python_files("bough", *SERVICES, "loadtest"):
+    for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
         if path.parent.name == "pb":
             continue
         source = path.read_text()

@@ -7,6 +7,7 @@ import sys
 
 from bough import __version__
 from bough.client import Client
+from bough.commands.doctor_cluster import report_cluster
 from bough.errors import BoughError
 from bough.generation import Loads, ServerInfo, WorkerStatus
 from bough.sizing.decision import DraftCalibration
@@ -14,16 +15,18 @@ from bough.sizing.decision import DraftCalibration
 
 async def doctor(arguments: argparse.Namespace) -> int:
     """Prints a report; exit status 1 where something is wrong."""
-    async with Client(*arguments.address.split(",")) as client:
+    problems, found = await report_cluster(arguments.ray) if arguments.ray else ([], [])
+    address = ",".join(found) or arguments.address
+    async with Client(*address.split(",")) as client:
         try:
             server, loads = await client.server_info(), await client.loads()
             calibrations = {one.draft_id: one for one in await client.calibrations()}
         except BoughError as exc:
-            print(f"orchestrator  {arguments.address}: {exc}")
-            print("problem: is it running? `bough up` starts everything; --address or BOUGH_ADDRESS says where it is")
-            return 1
+            print(f"orchestrator  {address}: {exc}")
+            problems.append("is it running? `bough up` starts everything; --address or BOUGH_ADDRESS says where it is")
+            return _conclude(problems)
     print(f"python        {sys.version.split()[0]}, bough {__version__}")
-    print(f"orchestrator  {arguments.address}, bough {server.bough_version}; {_describe_loads(loads)}")
+    print(f"orchestrator  {client.address}, bough {server.bough_version}; {_describe_loads(loads)}")
     if server.http_url:
         print(f"              OpenAI's clients at {server.http_url}/v1")
     if server.metrics_url:
@@ -35,7 +38,10 @@ async def doctor(arguments: argparse.Namespace) -> int:
             print(f"              {_describe_calibration(calibrations[worker.info.worker_id])}")
     if server.is_draftless:
         print("draft         none, as set: guesses come from a session's own text")
-    problems = find_problems(server)
+    return _conclude([*problems, *find_problems(server)])
+
+
+def _conclude(problems: list[str]) -> int:
     for problem in problems:
         print(f"problem: {problem}")
     if not problems:

@@ -1,0 +1,190 @@
+"""`python -m deploy.check FILE [--ray http://HEAD:8265]`: what is wrong with a configuration, before it is deployed.
+
+Serve's own schema passes over keys that it does not know; here each of them is an error, and so is each setting in a
+`user_config` that its program would refuse. With --ray the cluster must also have the resources that are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.schema import ServeDeploySchema
+
+from bough.errors import BoughError, ConfigError
+from bough.ray_dashboard import Node, RayDashboard
+from deploy.policies import PerReplica
+from deploy.settings import (
+    DEPLOYMENTS,
+    INDEX,
+    STOP_SECONDS,
+    AppSettings,
+    IndexSettings,
+    ProgramSettings,
+    Role,
+    read_fields,
+    read_program,
+)
+
+IMPORT_PATH = "deploy.app:build"
+DRAIN_MARGIN_SECONDS = 10.0  # that a replica needs beyond its program's own time to drain
+DICTS: Mapping[str, type[BaseModel]] = {  # fields that Serve takes as plain mappings, and checks later
+    "autoscaling_config": AutoscalingConfig,
+    "policy": AutoscalingPolicy,
+    "request_router_config": RequestRouterConfig,
+}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A configuration from a file, checked.
+
+    Raises:
+        ConfigError: naming the key, and what is wrong with it.
+    """
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: value was {config!r}; must be a mapping, as `serve deploy` reads it")
+    check(config)
+    return config
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError, naming the key, for what Serve or one of bough's programs would not take."""
+    for key in unknown_keys(ServeDeploySchema, config, ""):
+        raise ConfigError(f"{key}: no such setting of Ray Serve")
+    try:
+        ServeDeploySchema.model_validate(config)
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{where}: value was {first['input']!r}; {first['msg']}") from exc
+    for application in config["applications"]:
+        if application["import_path"] == IMPORT_PATH:
+            _check_application(application)
+
+
+def unknown_keys(model: type[BaseModel], value: Any, where: str) -> Iterator[str]:
+    """Paths of keys that are no fields of the model, or of the models below it."""
+    if not isinstance(value, Mapping):
+        return
+    names = dict(model.model_fields)
+    names |= {field.alias: field for field in names.values() if field.alias}
+    for key, inner in value.items():
+        path = f"{where}.{key}" if where else str(key)
+        if key not in names:
+            yield path
+            continue
+        below = DICTS.get(key) or _model_in(names[key].annotation)
+        if below is None:
+            continue
+        parts = enumerate(inner) if isinstance(inner, list) else [("", inner)]
+        for number, part in parts:
+            yield from unknown_keys(below, part, f"{path}[{number}]" if isinstance(inner, list) else path)
+
+
+def require_resources(config: Mapping[str, Any], nodes: tuple[Node, ...]) -> None:
+    """Raises ConfigError for a deployment that no node could take: what it asks for, and what each node has."""
+    alive = [node for node in nodes if node.is_alive]
+    for application in config["applications"]:
+        for deployment in application.get("deployments", ()):
+            wanted = wanted_resources(deployment)
+            if any(all(node.resources.get(name, 0) >= amount for name, amount in wanted.items()) for node in alive):
+                continue
+            asked = ", ".join(f"{name} {amount:g}" for name, amount in sorted(wanted.items()))
+            have = "; ".join(f"{node.host} has {node.describe_resources()}" for node in alive) or "there is no node"
+            lacking = sorted(name for name in wanted if not any(node.resources.get(name, 0) for node in alive))
+            missing = f" (no node has any {', '.join(lacking)})" if lacking else ""
+            raise ConfigError(f"{deployment['name']}: asks for {asked}; must be on one node{missing}: {have}")
+
+
+def wanted_resources(deployment: Mapping[str, Any]) -> dict[str, float]:
+    """Of one replica, by Ray's names."""
+    options = deployment.get("ray_actor_options") or {}
+    wanted = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+    return {name: float(amount) for name, amount in wanted.items() if amount}
+
+
+def _check_application(application: Mapping[str, Any]) -> None:
+    args = read_fields(AppSettings, application.get("args", {}), "args")
+    known = [*DEPLOYMENTS]
+    if args.index_url:
+        known.remove(INDEX)
+    if not args.has_drafts:
+        known.remove(Role.DRAFT.value)
+    given = {deployment["name"]: deployment for deployment in application.get("deployments", ())}
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"deployments: value was {name}; must be one of {', '.join(known)}")
+    for name in known:
+        if name == INDEX:
+            read_fields(IndexSettings, given.get(INDEX, {}).get("user_config", {}), f"{INDEX}.user_config")
+        elif "user_config" not in given.get(name, {}):
+            raise ConfigError(f"deployments: {name} has no user_config; must be given, with its program's settings")
+        else:
+            _check_deployment(Role(name), given[name])
+
+
+def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
+    settings = read_program(role, deployment["user_config"], f"{role.value}.user_config")
+    stop_seconds = deployment.get("graceful_shutdown_timeout_s", STOP_SECONDS)
+    least = settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
+    if stop_seconds < least:
+        raise ConfigError(
+            f"{role.value}.graceful_shutdown_timeout_s: value was {stop_seconds:g}; must be at least {least:g}: "
+            f"the program has {settings.config.drain_seconds:g} s to drain"
+        )
+    scaling = deployment.get("autoscaling_config")
+    if role is Role.TARGET and (scaling or deployment.get("num_replicas") == "auto"):
+        raise ConfigError(
+            "Target.num_replicas: must be a number, without autoscaling_config: targets start for minutes"
+        )
+    if scaling and scaling.get("policy", {}).get("policy_function") == "deploy.policies:PerReplica":
+        PerReplica(**scaling["policy"].get("policy_kwargs", {}))
+    _require_room_for_port(settings, deployment)
+
+
+def _require_room_for_port(settings: ProgramSettings, deployment: Mapping[str, Any]) -> None:
+    """Two replicas with a fixed port must not meet on a node."""
+    several = deployment.get("num_replicas", 1) != 1 or deployment.get("autoscaling_config")
+    if settings.config.port and several and deployment.get("max_replicas_per_node") != 1:
+        raise ConfigError(
+            f"{settings.role.value}.max_replicas_per_node: must be 1 where there may be several replicas "
+            f"and program.port is fixed, {settings.config.port}"
+        )
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model in an annotation such as list[Model] or Model | None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _model_in(part))), None)
+
+
+def main() -> int:
+    """Exit status 2 and one line where something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--ray", metavar="URL", help="of a cluster's dashboard: it must have what is asked for")
+    arguments = parser.parse_args()
+    try:
+        config = load(arguments.file)
+        if arguments.ray:
+            require_resources(config, RayDashboard(arguments.ray).nodes())
+    except BoughError as exc:
+        print(f"error: {arguments.file}: {exc}", file=sys.stderr)
+        return 2
+    print(f"{arguments.file}: all is well")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

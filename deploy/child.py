@@ -1,0 +1,72 @@
+"""How a replica starts a program, and how it ends one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bough import tether
+from bough.child import Child
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+STOP_SECONDS = 3.0  # from the second SIGTERM to SIGKILL
+KILL_SECONDS = 60.0  # that the kernel may take to end a process and give its memory back
+
+
+def start(
+    name: str, command: Sequence[str], variables: Mapping[str, str], niceness: int = 0, log_folder: str = ""
+) -> Child:
+    """Starts a program that ends with this process, whatever ends that.
+
+    Its niceness stays that of this process where it may not be changed: only root may lower one.
+    """
+    folder = Path(log_folder) if log_folder else Path(tempfile.gettempdir()) / "bough"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log", dir=folder, delete=False) as stream:
+        process = tether.start(
+            command,
+            lambda tethered: subprocess.Popen(
+                tethered, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env={**os.environ, **variables}
+            ),
+        )
+    try:
+        os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
+    except PermissionError:
+        logger.warning("niceness %d is not allowed here; RAY_worker_niceness=%d would give it", niceness, niceness)
+    except ProcessLookupError:
+        pass
+    return Child(name, tuple(command), variables, Path(stream.name), process)
+
+
+def describe_end(child: Child) -> str:
+    """How a program ended, and what it said last."""
+    return f"{child.name} {child.how_it_ended()}; the last lines of {child.log}:\n{child.tail()}"
+
+
+async def stop(child: Child, drain_seconds: float) -> None:
+    """SIGTERM, and as long as the program may drain; then what ends it at once. Its log goes with it."""
+    steps = ((signal.SIGTERM, drain_seconds), (signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, KILL_SECONDS))
+    for number, seconds in steps:
+        if child.has_ended():
+            break
+        with suppress(ProcessLookupError):
+            child.process.send_signal(number)
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not child.has_ended() and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+    child.log.unlink(missing_ok=True)
+
+
+def python(module: str, flags: Sequence[str]) -> list[str]:
+    """The command line of one of bough's programs."""
+    return [sys.executable, *tether.MODULE, module, *flags]

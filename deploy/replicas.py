@@ -1,0 +1,169 @@
+"""What Ray Serve places, checks, scales and replaces: replicas, each of which supervises one program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any, TypeAlias
+
+import ray
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bough.errors import ConfigError, Unavailable
+from deploy.forward import Forwarder, unavailable
+from deploy.index import IndexServer
+from deploy.policies import CALLS, REQUESTS
+from deploy.settings import INDEX, IndexSettings, Role, read_fields, read_program, resolved_url
+from deploy.supervisor import Supervisor
+
+INDEX_SECONDS = 120.0  # that a replica waits for the index to be placed
+ASK_SECONDS = 5.0
+
+IndexOf: TypeAlias = "DeploymentHandle | str"  # the deployment that knows the index's URL, or that URL
+
+
+def node_address() -> str:
+    """Address that the cluster knows this node by (`ray start --node-ip-address`), whatever others the machine has."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
+
+
+class Supervising:
+    """What the replicas of workers and orchestrators do alike."""
+
+    role: Role
+
+    def __init__(self, index: IndexOf) -> None:
+        self._index = index
+        self._index_url = ""
+        self._supervisor: Supervisor | None = None
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Starts the program, or ends it as gracefully as can be and starts it with other settings.
+
+        Serve calls this after the constructor, and for each replica in turn when `user_config` has changed.
+        """
+        settings = read_program(self.role, user_config)
+        if self._supervisor is not None:
+            await self._stop()
+        self._index_url = await self._find_index(INDEX_SECONDS)
+        supervisor = Supervisor(settings, settings.host or node_address(), self._index_url)
+        self._supervisor = supervisor
+        await supervisor.start()
+        await self._started(supervisor)
+
+    async def check_health(self) -> None:
+        """Raises what makes this replica one to be replaced."""
+        if self._supervisor is None:
+            return
+        await self._supervisor.check()
+        try:
+            index_url = await self._find_index(ASK_SECONDS)
+        except Unavailable:  # it is being replaced; streams go on without it
+            return
+        if index_url != self._index_url:
+            raise Unavailable(f"the index has moved from {self._index_url} to {index_url}")
+
+    async def __del__(self) -> None:
+        """Drains before a redeploy and on scaling down; Serve waits for it."""
+        await self._stop()
+
+    async def _started(self, supervisor: Supervisor) -> None:
+        """The program serves."""
+
+    async def _stop(self) -> None:
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            await supervisor.stop()
+
+    async def _find_index(self, patience_seconds: float) -> str:
+        if isinstance(self._index, str):
+            return resolved_url(self._index, os.environ)
+        try:
+            async with asyncio.timeout(patience_seconds):
+                return str(await self._index.url.remote())
+        except Exception as exc:  # whatever Serve has for a deployment without a replica
+            raise Unavailable(f"the deployment {INDEX} does not answer: {exc}") from exc
+
+
+class IndexReplica:
+    """The index, and where it is."""
+
+    def __init__(self) -> None:
+        self._server: IndexServer | None = None
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Starts it, or starts it anew with other settings."""
+        settings = read_fields(IndexSettings, user_config, "user_config")
+        if self._server is not None:
+            await self._server.stop()
+        self._server = IndexServer(settings, settings.host or node_address())
+        await self._server.wait()
+
+    async def url(self) -> str:
+        """Where it is, for everyone else."""
+        if self._server is None:
+            raise ConfigError("the index has not been started: its deployment must have a user_config, {} perhaps")
+        return self._server.url
+
+    async def check_health(self) -> None:
+        """Raises where the server has ended or does not answer."""
+        if self._server is not None:
+            await self._server.check()
+
+    async def __del__(self) -> None:
+        """Ends it: the deployment is gone, or is placed elsewhere."""
+        if self._server is not None:
+            await self._server.stop()
+
+
+class TargetReplica(Supervising):
+    """A target worker. There are as many as are configured: one that starts reads its weights for minutes."""
+
+    role = Role.TARGET
+
+
+class DraftReplica(Supervising):
+    """A draft worker; more come when trees have to wait."""
+
+    role = Role.DRAFT
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Trees that grow, or wait to."""
+        info = await self._supervisor.info() if self._supervisor else None
+        return {CALLS: float(info.num_waiting + info.num_running) if info else 0.0}
+
+
+class OrchestratorReplica(Supervising):
+    """An orchestrator, which also passes on what comes in through Serve's HTTP proxy to its own door."""
+
+    role = Role.ORCHESTRATOR
+
+    def __init__(self, index: IndexOf, workers: list[DeploymentHandle]) -> None:
+        """`workers` are not called: they find their way by the index, and are here to belong to the application."""
+        super().__init__(index)
+        self._workers = workers
+        self._forwarder: Forwarder | None = None
+
+    async def __call__(self, request: Request) -> Response:
+        """One HTTP request, streamed."""
+        if self._forwarder is None:
+            return unavailable("this orchestrator has no door for HTTP, or is being started anew")
+        return await self._forwarder.forward(request)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Requests that run and wait, whichever door they came in by."""
+        loads = await self._supervisor.loads() if self._supervisor else None
+        return {REQUESTS: float(loads.num_requests_running + loads.num_requests_waiting) if loads else 0.0}
+
+    async def _started(self, supervisor: Supervisor) -> None:
+        if supervisor.http_port > 0:
+            self._forwarder = Forwarder(f"http://{supervisor.host}:{supervisor.http_port}")
+
+    async def _stop(self) -> None:
+        await super()._stop()
+        forwarder, self._forwarder = self._forwarder, None
+        if forwarder is not None:
+            await forwarder.close()

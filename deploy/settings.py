@@ -1,0 +1,200 @@
+"""What the `user_config` of a deployment says: settings of the supervised program, and of its supervision.
+
+Whatever is not known is refused by its name, before anything is started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from enum import Enum
+from typing import Any, TypeVar
+
+from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
+from bough.demonstration import demonstration_folder
+from bough.errors import ConfigError
+from bough.settings import parse, setting
+from bough.values import number, parse_count, parse_port, parse_seconds
+
+INDEX_PORT = 7412  # not 6379, which Ray's own GCS listens on
+STOP_SECONDS = 45.0  # that a replica has to drain: the program's own 25 s, and what its end takes
+DEMONSTRATION = "demonstration"  # for a model: the one that `bough demo` writes
+SUPERVISED = frozenset({"advertise", "advertise_port", "index_url"})  # known to the supervisor alone
+
+Config = TypeVar("Config")
+
+
+class Role(Enum):
+    """What a deployment runs; the value is the deployment's name."""
+
+    TARGET = "Target"
+    DRAFT = "Draft"
+    ORCHESTRATOR = "Orchestrator"
+
+    @property
+    def module(self) -> str:
+        """Of the program, for `python -m`."""
+        return "orchestrator" if self is Role.ORCHESTRATOR else f"{self.value.lower()}_worker"
+
+    @property
+    def config(self) -> type[ServiceConfig]:
+        """Class of the program's settings."""
+        return {Role.TARGET: TargetConfig, Role.DRAFT: DraftConfig, Role.ORCHESTRATOR: OrchestratorConfig}[self]
+
+    @property
+    def service(self) -> str:
+        """Full name of its gRPC service."""
+        return "bough.v1.Generation" if self is Role.ORCHESTRATOR else f"bough.v1.{self.value}"
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """Names of the program's settings that a `user_config` may give."""
+        return frozenset(f.name for f in fields(self.config)) - SUPERVISED
+
+
+INDEX = "Index"
+DEPLOYMENTS = (INDEX, *(role.value for role in Role))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """How a replica looks after its program."""
+
+    niceness: int = setting(0, number(int, -20, 19), "niceness of the program; Ray's own processes have 15 by default")
+    cpu_threads: int = setting(
+        0, number(int, 0), "OMP_NUM_THREADS of the program; 0 is its setting threads, or all processors"
+    )
+    start_seconds: float = setting(3600.0, parse_seconds, "seconds in which the program must be ready to serve")
+    silent_seconds: float = setting(
+        30.0, parse_seconds, "seconds after which a program that does not answer is ended and replaced"
+    )
+    stall_seconds: float = setting(
+        600.0, parse_seconds, "seconds without an ended sweep (or draft step) while calls wait, after which it is, too"
+    )
+    log_folder: str = setting("", str, "folder for the program's log; the system's folder for temporary files if empty")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSettings:
+    """A deployment's `user_config`, read."""
+
+    role: Role
+    flags: tuple[str, ...]  # of the program, without those that its supervisor adds
+    config: ServiceConfig  # what these flags come to
+    host: str  # to listen on; empty for the node's own address
+    supervision: Supervision
+    environment: tuple[tuple[str, str], ...]
+
+    @property
+    def num_threads(self) -> int:
+        """Of OpenMP in the program."""
+        return self.supervision.cpu_threads or int(getattr(self.config, "threads", os.cpu_count() or 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSettings:
+    """The `user_config` of the index that Serve supervises."""
+
+    host: str = setting("", str, "address to listen on; empty is the node's own")
+    port: int = setting(INDEX_PORT, parse_port, "port of the index: the same after a restart, so that it is found")
+    memory: int = setting(256, parse_count, "MB that the index may take")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppSettings:
+    """The `args` of the application."""
+
+    index_url: str = setting(
+        "", str, "an index of your own; $NAME is the value of that variable on each node. Empty deploys one"
+    )
+    drafts: str = setting("yes", lambda text: _yes_or_no(text), "no leaves out the draft workers")
+
+    @property
+    def has_drafts(self) -> bool:
+        return self.drafts == "yes"
+
+
+def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_config") -> ProgramSettings:
+    """Settings of a worker or an orchestrator.
+
+    Raises:
+        ConfigError: naming what is not known or cannot be read.
+    """
+    rest = dict(user_config)
+    program = _mapping(f"{where}.program", rest.pop("program", {}))
+    environment = _mapping(f"{where}.environment", rest.pop("environment", {}))
+    supervision = read_fields(Supervision, rest, where, others=("program", "environment"))
+    flags: list[str] = []
+    for name, value in program.items():
+        if name in SUPERVISED:
+            raise ConfigError(f"{where}.program.{name}: value was {value!r}; must be left to the supervisor")
+        if name not in role.settings:
+            raise _unknown(f"{where}.program.{name}", sorted(role.settings))
+        flags += ["--" + name.replace("_", "-"), _text(name, value)]
+    try:
+        config = parse(role.config, role.module, flags, {})
+    except ConfigError as exc:
+        raise ConfigError(f"{where}.program: {exc}") from exc
+    pairs = tuple((name, str(value)) for name, value in environment.items())
+    return ProgramSettings(role, tuple(flags), config, str(program.get("host", "")), supervision, pairs)
+
+
+def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others: Sequence[str] = ()) -> Config:
+    """An instance of a settings class from a mapping; `others` are names that may be beside its own, read elsewhere.
+
+    Raises:
+        ConfigError: naming what is not known or cannot be read.
+    """
+    known: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+    given = {}
+    for name, value in values.items():
+        if name not in known:
+            raise _unknown(f"{where}.{name}", sorted([*known, *others]))
+        try:
+            given[name] = known[name].metadata["parse"](_text(name, value))
+        except ValueError as exc:
+            raise ConfigError(f"{where}.{name}: value was {value!r}; {exc}") from exc
+    missing = [name for name, f in known.items() if f.default is MISSING and name not in given]
+    if missing:
+        raise ConfigError(f"{where}.{missing[0]}: missing")
+    return cls(**given)
+
+
+def resolved_url(index_url: str, environ: Mapping[str, str]) -> str:
+    """An index's URL; for one such as $NAME the value of that variable, which keeps passwords out of configurations.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if not index_url.startswith("$"):
+        return index_url
+    if index_url[1:] not in environ:
+        raise ConfigError(f"args.index_url: value was {index_url}; must name a variable that is set on every node")
+    return environ[index_url[1:]]
+
+
+def _mapping(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: value was {value!r}; must be a mapping of names to values")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    """As the program's flags have it."""
+    if isinstance(value, list):
+        return ",".join(str(part) for part in value)
+    if name == "model" and value == DEMONSTRATION:
+        return str(demonstration_folder())
+    return str(value)
+
+
+def _unknown(where: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(f"{where}: no such setting; must be one of {', '.join(known)}")
+
+
+def _yes_or_no(text: str) -> str:
+    answer = {"true": "yes", "false": "no"}.get(text.lower(), text.lower())
+    if answer not in ("yes", "no"):
+        raise ValueError("must be yes or no")
+    return answer

@@ -1,0 +1,62 @@
+"""`python -m deploy.up [FILE]` (`make serve`): bough under Ray Serve on this machine, for as long as it runs.
+
+Starts a Ray node of its own, whose processes end with this one, deploys the configuration, waits until a request could
+be served, and prints three ways to ask. `--simulate PROFILE` does it without weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from bough.errors import BoughError, ConfigError
+
+FOLDER = Path(__file__).parent
+DASHBOARD_PORT = 8265
+ENVIRONMENT = {  # which Ray reads when it is imported
+    "RAY_worker_niceness": "0",  # Ray's own is 15, which programs would inherit
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill a target whose weights take most of the memory
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_gcs_server_port_wait_time_s": "240",
+    "RAY_AUTH_MODE": "token",  # whoever may call a Ray node runs code on it; Ray makes ~/.ray/auth_token
+}
+
+
+def main() -> int:
+    """Serves until Ctrl-C; exit status 2 and one line where something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = FOLDER / "one-machine.yaml"
+    parser.add_argument("file", type=Path, nargs="?", default=default, help="a configuration for one machine")
+    parser.add_argument("--simulate", metavar="PROFILE", default="", help="workers without weights, as for `bough up`")
+    parser.add_argument("--port", type=int, help="of HTTP (default: what the file says)")
+    parser.add_argument("--dashboard-port", type=int, default=DASHBOARD_PORT, help=f"default {DASHBOARD_PORT}")
+    arguments = parser.parse_args()
+    prepare_environment()
+    try:
+        try:
+            from deploy.local import Stopped, run
+        except ImportError as exc:
+            raise ConfigError(f"Ray Serve is not installed ({exc}); must be: pip install 'bough[serve]'") from exc
+        try:
+            run(arguments.file, arguments.simulate, arguments.port, arguments.dashboard_port)
+        except Stopped:
+            return 130
+    except BoughError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def prepare_environment() -> None:
+    """Puts in place what Ray and its processes read; what the user has set stays."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    root = str(FOLDER.parent)  # where replicas find `deploy`
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,110 @@
+"""Hosts that are network namespaces, joined by a bridge that this process is on too. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bough import tether
+
+STOP_SECONDS = 30.0  # from SIGTERM to SIGKILL for whatever still runs on a host
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine of its own as far as the network goes."""
+
+    name: str
+    namespace: str
+    address: str
+    port: str  # of the bridge: the end of its cable
+
+    def start(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Runs a command there, which ends with this process."""
+        with log.open("ab") as stream:
+            return tether.start(
+                [_ip(), "netns", "exec", self.namespace, *command],
+                lambda tethered: subprocess.Popen(
+                    tethered, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment
+                ),
+            )
+
+    def cut_off(self) -> None:
+        """Pulls the cable: nothing comes or goes, and nobody is told."""
+        _run("link", "set", self.port, "down")
+
+    def bring_back(self) -> None:
+        """Plugs it in again."""
+        _run("link", "set", self.port, "up")
+
+    def process_ids(self) -> list[int]:
+        """Of everything that runs there."""
+        return [int(line) for line in _run("netns", "pids", self.namespace).split()]
+
+
+def missing() -> str:
+    """Why there can be no such hosts here; empty where there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with hosts("probe"):
+            return ""
+    except (OSError, subprocess.CalledProcessError) as exc:
+        return f"no network namespaces here: {exc}"
+
+
+@contextmanager
+def hosts(*names: str) -> Iterator[dict[str, Host]]:
+    """Hosts by name, able to reach one another; whatever runs on them ends with the block."""
+    number = os.getpid() % 250
+    bridge, subnet = f"bgh{os.getpid()}", f"10.77.{number}"
+    made: dict[str, Host] = {}
+    try:
+        _run("link", "add", bridge, "type", "bridge")
+        _run("addr", "add", f"{subnet}.254/24", "dev", bridge)
+        _run("link", "set", bridge, "up")
+        for index, name in enumerate(names, 1):
+            host = Host(name, f"{bridge}-{name}", f"{subnet}.{index}", f"{bridge}p{index}"[:15])
+            _run("netns", "add", host.namespace)
+            made[name] = host
+            _run("link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+            _run("link", "set", host.port, "master", bridge, "up")
+            inside = ("-n", host.namespace)
+            _run(*inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            _run(*inside, "link", "set", "eth0", "up")
+            _run(*inside, "link", "set", "lo", "up")
+        yield made
+    finally:
+        _end_all([*made.values()])
+        for host in made.values():
+            with suppress(subprocess.CalledProcessError):
+                _run("netns", "del", host.namespace)
+        with suppress(subprocess.CalledProcessError):
+            _run("link", "del", bridge)
+
+
+def _end_all(running: Sequence[Host]) -> None:
+    """Ends what runs on these hosts and nothing else, by process id."""
+    for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
+        deadline = time.monotonic() + seconds
+        for process_id in (each for host in running for each in host.process_ids()):
+            with suppress(ProcessLookupError):
+                os.kill(process_id, number)
+        while any(host.process_ids() for host in running) and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+
+def _run(*arguments: str) -> str:
+    return subprocess.run([_ip(), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def _ip() -> str:
+    return next((path for path in ("/usr/sbin/ip", "/sbin/ip") if Path(path).exists()), "ip")

@@ -1,0 +1,155 @@
+"""A Ray cluster over hosts, with bough deployed on it: started, asked, disturbed, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bough.client import Client
+from bough.errors import BoughError, ConfigError, Unavailable
+from bough.generation import WorkerStatus
+from bough.ray_dashboard import RayDashboard, Replica
+from loadtest.cluster.hosts import Host, hosts
+
+FRONT, TARGET, DRAFT = "front", "target", "draft"
+GCS_PORT, DASHBOARD_PORT, ORCHESTRATOR_PORT, HTTP_PORT = 6390, 8265, 7411, 8000
+RESOURCES: Mapping[str, Mapping[str, int]] = {
+    FRONT: {"index": 1, "orchestrator": 1},
+    TARGET: {"target_gpu": 1},
+    DRAFT: {"draft_gpu": 2},
+}
+START_SECONDS = 240.0  # until all nodes are there, and until bough serves
+POLL_SECONDS = 0.5
+ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # nobody else is on that network
+    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_gcs_server_port_wait_time_s": "240",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # a node that is cut off keeps its replicas
+    "RAY_health_check_failure_threshold": "40",  # and is not given up meanwhile
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_DISABLE_MEMORY_MONITOR": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """What was deployed, and the hosts below it."""
+
+    hosts: Mapping[str, Host]
+    dashboard: RayDashboard
+
+    @property
+    def address(self) -> str:
+        """Of the orchestrator."""
+        return f"{self.hosts[FRONT].address}:{ORCHESTRATOR_PORT}"
+
+    @property
+    def http_url(self) -> str:
+        """Of Serve's proxy."""
+        return f"http://{self.hosts[FRONT].address}:{HTTP_PORT}"
+
+    async def replicas(self, deployment: str) -> list[Replica]:
+        """Those of a deployment that run; none while nobody answers."""
+        try:
+            applications = await asyncio.to_thread(self.dashboard.applications)
+        except BoughError:
+            return []
+        found = [each for app in applications for each in app.deployments if each.name == deployment]
+        return [replica for each in found for replica in each.replicas if replica.state == "RUNNING"]
+
+    async def workers_in_use(self, kind: str) -> list[WorkerStatus]:
+        """Those that the orchestrator uses."""
+        try:
+            async with asyncio.timeout(5), Client(self.address) as client:
+                workers = (await client.server_info()).workers
+        except (BoughError, TimeoutError):
+            return []
+        return [worker for worker in workers if worker.info.kind == kind and not worker.problem]
+
+    async def wait_for(self, deployment: str, kind: str, number: int, but_not: int = 0) -> None:
+        """Returns when so many replicas run (none of them the process `but_not`), and as many workers are in use.
+
+        Raises:
+            Unavailable: that has not come about in time.
+        """
+
+        async def is_so() -> bool:
+            replicas = await self.replicas(deployment)
+            is_fresh = all(replica.process_id != but_not for replica in replicas)
+            return len(replicas) == number and is_fresh and len(await self.workers_in_use(kind)) == number
+
+        await until(is_so, f"{number} of {deployment}")
+
+    async def kill_replica(self, deployment: str) -> int:
+        """SIGKILL for one of its replicas, as a crash would end it; the process that it was."""
+        process_id = (await self.replicas(deployment))[0].process_id
+        os.kill(process_id, signal.SIGKILL)
+        return process_id
+
+
+async def until(is_so: Callable[[], Any], what: str) -> None:
+    """Polls. Raises Unavailable, naming what was waited for, after START_SECONDS."""
+    deadline = time.monotonic() + START_SECONDS
+    while not await is_so():
+        if time.monotonic() > deadline:
+            raise Unavailable(f"waited {START_SECONDS:g} s in vain for {what}")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+@asynccontextmanager
+async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
+    """A head and two other nodes with a configuration deployed, ready; all of it ends with the block."""
+    with TemporaryDirectory(prefix="bgh") as folder, hosts(*RESOURCES) as machines:
+        front = machines[FRONT]
+        head = [f"--port={GCS_PORT}", "--head", "--include-dashboard=true", f"--dashboard-host={front.address}"]
+        head += [f"--dashboard-port={DASHBOARD_PORT}", f"--temp-dir={folder}/ray"]
+        started = {FRONT: _start_node(front, head, Path(folder))}
+        dashboard = RayDashboard(f"http://{front.address}:{DASHBOARD_PORT}")
+        await until(lambda: _has_nodes(dashboard, started, Path(folder)), "the head's dashboard")
+        for name in (TARGET, DRAFT):
+            started[name] = _start_node(machines[name], [f"--address={front.address}:{GCS_PORT}"], Path(folder))
+            # One after another: sharing a file system, two that start at once take the same names for their sockets.
+            await until(lambda: _has_nodes(dashboard, started, Path(folder)), "all nodes")
+        await asyncio.to_thread(dashboard.deploy, config)
+        cluster = RayCluster(machines, dashboard)
+        try:
+            await cluster.wait_for("Target", "target", 1)
+            await cluster.wait_for("Draft", "draft", 1)
+            yield cluster
+        except Unavailable as exc:
+            applications = await asyncio.to_thread(dashboard.applications)
+            raise Unavailable(f"{exc}: {'; '.join(each.problem for each in applications)}") from exc
+
+
+async def _has_nodes(dashboard: RayDashboard, started: Mapping[str, subprocess.Popen[bytes]], folder: Path) -> bool:
+    for name, process in started.items():
+        if process.poll() is not None:
+            raise ConfigError(f"the Ray node on {name} ended:\n{(folder / f'{name}.log').read_text()[-2000:]}")
+    try:
+        nodes = await asyncio.to_thread(dashboard.nodes)
+    except BoughError:
+        return False
+    return sum(node.is_alive for node in nodes) == len(started)
+
+
+def _start_node(host: Host, flags: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    resources = ", ".join(f'"{name}": {number}' for name, number in RESOURCES[host.name].items())
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host.address}", *flags]
+    command += ["--num-cpus=2", "--num-gpus=0", f"--resources={{{resources}}}", "--object-store-memory=80000000"]
+    command += ["--disable-usage-stats", "--block"]
+    root = str(Path(__file__).parent.parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return host.start(command, folder / f"{host.name}.log", {**os.environ, **ENVIRONMENT, "PYTHONPATH": path})

@@ -1,0 +1,122 @@
+"""The shipped configurations are right, and what is wrong in one is named."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("ray")
+
+from bough.errors import ConfigError
+from bough.ray_dashboard import Node
+from deploy.check import check, load, require_resources
+from deploy.policies import PerReplica
+
+FOLDER = Path(__file__).parent.parent.parent / "deploy"
+FILES = sorted(FOLDER.glob("*.yaml"))
+SERVE_FILES = [path for path in FILES if "import_path" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.name)
+def test_shipped_configurations_are_right(path: Path) -> None:
+    names = [deployment["name"] for deployment in load(path)["applications"][0]["deployments"]]
+    assert {"Target", "Draft", "Orchestrator"} <= {*names}
+
+
+def test_there_are_three() -> None:
+    assert {path.name for path in SERVE_FILES} >= {"one-machine.yaml", "two-machines.yaml", "cluster.yaml"}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """cluster.yaml with another value at a path such as applications.0.args.index_url; None takes it out."""
+    config: dict[str, Any] = copy.deepcopy(yaml.safe_load((FOLDER / "cluster.yaml").read_text()))
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    place: Any = config
+    for part in parents:
+        place = place[part]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return config
+
+
+DEPLOYMENTS = "applications.0.deployments"
+TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        ("proxy_locations", "EveryNode", "proxy_locations: no such setting of Ray Serve"),
+        ("http_options.prot", 80, r"http_options\.prot: no such"),
+        (f"{TARGET}.num_replica", 2, r"applications\[0\]\.deployments\[0\]\.num_replica: no such"),
+        (f"{TARGET}.ray_actor_options.num_gpu", 1, r"ray_actor_options\.num_gpu: no such"),
+        (f"{DRAFT}.autoscaling_config.max_replica", 3, r"autoscaling_config\.max_replica: no such"),
+        (f"{DRAFT}.autoscaling_config.policy.policy_functions", "x", r"policy\.policy_functions: no such"),
+        (f"{TARGET}.num_replicas", 0, r"num_replicas.*greater than"),
+        (f"{TARGET}.user_config.program.modle", "x", r"Target\.user_config\.program\.modle: no such setting"),
+        (f"{TARGET}.user_config", None, "Target has no user_config"),
+        (f"{DRAFT}.user_config.stall", 3, r"Draft\.user_config\.stall: no such setting"),
+        (f"{TARGET}.name", "Targets", "deployments: value was Targets; must be one of Target, Draft, Orchestrator"),
+        ("applications.0.args.index", "x", r"args\.index: no such setting"),
+        (f"{TARGET}.graceful_shutdown_timeout_s", 30, r"Target\.graceful_shutdown_timeout_s: value was 30; .*least 70"),
+        (f"{TARGET}.num_replicas", "auto", r"Target\.num_replicas: must be a number"),
+        (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metric", "load", "metric: value was 'load'"),
+        (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.most", 0, "most: value was 0; must be a number above 0"),
+        (f"{ORCHESTRATOR}.max_replicas_per_node", None, r"Orchestrator\.max_replicas_per_node: must be 1"),
+    ],
+)
+def test_what_is_wrong_is_named(path: str, value: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check(changed(path, value))
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for content, text in (("a: [", "while parsing"), ("- a", "must be a mapping"), ("a: 1", "a: no such setting")):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=text):
+            load(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_a_cluster_without_what_is_asked_for_is_told_what_it_has() -> None:
+    config = load(FOLDER / "cluster.yaml")
+    target = Node("10.0.0.2", True, {"CPU": 8, "GPU": 1, "target_gpu": 1, "memory": 1e9, "node:10.0.0.2": 1})
+    draft = Node("10.0.0.3", True, {"CPU": 8, "GPU": 1, "draft_gpu": 1})
+    front = Node("10.0.0.1", True, {"CPU": 4, "orchestrator": 2})
+    require_resources(config, (front, target, draft))
+    for nodes, text in (
+        (
+            (front, target),
+            r"Draft: asks for GPU 1, draft_gpu 1; .*\(no node has any draft_gpu\): 10\.0\.0\.1 has CPU 4",
+        ),
+        ((target, draft), r"Orchestrator: .*10\.0\.0\.2 has CPU 8, GPU 1, target_gpu 1; 10\.0\.0\.3 has"),
+        ((front, draft, Node("10.0.0.2", False, target.resources)), "Target: asks for"),
+        ((front, draft, Node("10.0.0.2", True, {"target_gpu": 1})), r"Target: asks for GPU 1.*must be on one node: "),
+        ((), "there is no node"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            require_resources(config, nodes)
+
+
+class Context:
+    """What Serve tells a policy."""
+
+    def __init__(self, metrics: dict[str, dict[str, float]] | None, target_num_replicas: int = 3) -> None:
+        self.aggregated_metrics = metrics
+        self.target_num_replicas = target_num_replicas
+
+
+def test_there_are_as_many_replicas_as_the_load_wants() -> None:
+    policy = PerReplica(metric="calls", most=4)
+    assert policy(Context({"calls": {"a": 6.0, "b": 4.0}})) == (2.5, {}), "Serve rounds it up"
+    assert policy(Context({"calls": {"a": 0.0}}))[0] == 0
+    assert policy(Context({"requests": {"a": 9.0}}))[0] == 3, "nothing is known: as before"
+    assert policy(Context(None))[0] == 3

@@ -1,0 +1,79 @@
+"""What a deployment's `user_config` may say, and that everything else is refused by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from bough.config import TargetConfig
+from bough.demonstration import demonstration_folder
+from bough.errors import ConfigError
+from deploy.settings import AppSettings, IndexSettings, Role, read_fields, read_program, resolved_url
+from deploy.supervisor import child_variables
+
+SIMULATED = {"simulate": "two-cores"}
+
+
+def test_settings_of_a_program_become_its_flags() -> None:
+    settings = read_program(Role.TARGET, {"program": {**SIMULATED, "kv_memory": "1GB", "rows": 32}, "stall_seconds": 5})
+    assert settings.flags == ("--simulate", "two-cores", "--kv-memory", "1GB", "--rows", "32")
+    assert isinstance(settings.config, TargetConfig)
+    assert (settings.config.kv_memory, settings.config.rows) == (1000**3, 32)
+    assert (settings.supervision.stall_seconds, settings.supervision.niceness) == (5.0, 0)
+
+
+def test_lists_and_the_demonstration_model_are_written_out() -> None:
+    settings = read_program(Role.DRAFT, {"program": {"model": "demonstration", "drop_layers": [3, 14]}})
+    assert settings.flags == ("--model", str(demonstration_folder()), "--drop-layers", "3,14")
+
+
+@pytest.mark.parametrize(
+    ("user_config", "text"),
+    [
+        (
+            {"program": {**SIMULATED, "kv_memroy": "1GB"}},
+            r"user_config\.program\.kv_memroy: no such setting; .*kv_memory",
+        ),
+        ({"program": SIMULATED, "stal_seconds": 5}, r"user_config\.stal_seconds: no such setting; .*stall_seconds"),
+        ({"program": {**SIMULATED, "rows": "many"}}, r"user_config\.program: --rows: 'many'"),
+        ({"program": SIMULATED, "niceness": 20}, r"user_config\.niceness: value was 20; "),
+        ({"program": {**SIMULATED, "index_url": "redis://x"}}, r"index_url: value was 'redis://x'; must be left"),
+        ({"program": {}}, r"user_config\.program: --model: missing"),
+        ({"program": ["simulate"]}, r"user_config\.program: value was \['simulate'\]; must be a mapping"),
+        ({"program": SIMULATED, "environment": "A=1"}, r"user_config\.environment: value was 'A=1'; must be a mapping"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_its_name(user_config: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_program(Role.TARGET, user_config)
+
+
+def test_arguments_and_the_index_have_settings_too() -> None:
+    assert read_fields(AppSettings, {"drafts": False}, "args").has_drafts is False
+    assert read_fields(IndexSettings, {"port": 7000}, "Index").port == 7000
+    for cls, values, text in (
+        (AppSettings, {"index": "redis://x"}, "args.index: no such setting"),
+        (AppSettings, {"drafts": "perhaps"}, "args.drafts: value was 'perhaps'; must be yes or no"),
+        (IndexSettings, {"port": 70_000}, "args.port: value was 70000"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            read_fields(cls, values, "args")
+
+
+def test_an_index_can_be_named_by_a_variable() -> None:
+    assert resolved_url("redis://a", {}) == "redis://a"
+    assert resolved_url("$INDEX", {"INDEX": "rediss://:secret@a"}) == "rediss://:secret@a"
+    with pytest.raises(ConfigError, match=r"args\.index_url: value was \$INDEX; must name a variable"):
+        resolved_url("$INDEX", {})
+
+
+def test_a_program_gets_its_threads_and_its_index_back_from_ray() -> None:
+    """Ray leaves OMP_NUM_THREADS=1 to whatever its workers start."""
+    program = {**SIMULATED, "threads": 6}
+    settings = read_program(Role.TARGET, {"program": program, "environment": {"CUDA_VISIBLE_DEVICES": 1}})
+    assert child_variables(settings, "redis://a") == {
+        "OMP_NUM_THREADS": "6",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "BOUGH_TARGET_INDEX_URL": "redis://a",
+    }
+    settings = read_program(Role.TARGET, {"program": program, "cpu_threads": 2})
+    assert child_variables(settings, "redis://a")["OMP_NUM_THREADS"] == "2"
