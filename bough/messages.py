@@ -91,6 +91,7 @@ class VerifyCall:
     num_running: int = 0  # sessions that the caller runs at this worker, this one included; 0 does not say
     worker_id: str = ""  # of the worker that is meant: another may have come to its address; "" is whoever is there
     may_leave_out: bool = False  # nodes that are not worth their time in a sweep that others share
+    reserves: bool = False  # a slot is to be had before the answer says what of the context is missing
 
 
 class Verdict(NamedTuple):

@@ -30,6 +30,7 @@ from bough.records import WorkerLoad, WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, serving
 from bough.runtime.allocator import give_back_now, give_memory_back
+from bough.startup import ready, stage
 from bough.tasks import end
 from bough.tokenizer import TokenizerFiles
 
@@ -176,19 +177,23 @@ async def serve_worker(
     async with AsyncExitStack() as stack:
         registry = Registry(config.index_url, config.namespace)
         stack.push_async_callback(registry.close)
+        stage("waiting for the index")
         await unless_stopped(stop, registry.wait())
         config = await unless_stopped(stop, with_advertised_host(config))
         age, add_servicer = config.max_connection_age, lambda server: add(servicer, server)
         serves = serving(config.host, config.port, service, add_servicer, gate, max_connection_age=age)
         served = await stack.enter_async_context(serves)
+        stage("loading the model")
         worker = await unless_stopped(stop, asyncio.to_thread(load))
         stack.callback(worker.close)
         give_back_now()
+        stage("registering")
         await refuse_misfits(registry, kind, worker.tokenizer)
         servicer.loaded = worker
         record = WorkerRecord(kind, worker_id, advertised(config, served.port))
         async with registered(registry, lambda: replace(record, load=worker.load())):
             await served.set_ready(True)
+            ready()
             logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
             await stop.wait()
             await served.leave()

@@ -160,6 +160,7 @@ def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
         num_running=call.num_running,
         worker_id=call.worker_id,
         may_leave_out=call.may_leave_out,
+        reserves=call.reserves,
     )
 
 
@@ -183,6 +184,7 @@ def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, ma
         message.num_running,
         message.worker_id,
         message.may_leave_out,
+        message.reserves,
     )
 
 

@@ -12,6 +12,7 @@ from bough.model import jit
 from bough.pb import draft_pb2, draft_pb2_grpc
 from bough.process import configure_logging, new_worker_id, run, serve_worker
 from bough.rpc import service_name
+from bough.startup import stage
 
 if TYPE_CHECKING:
     from draft_worker.served import ServedDraft
@@ -24,6 +25,7 @@ async def main() -> None:
     """Reads the settings and serves."""
     config = parse(DraftConfig, "draft_worker", sys.argv[1:], os.environ)
     configure_logging(config.log_level)
+    stage("importing libraries")
     worker_id = new_worker_id("draft")
     servicer, load = simulated_parts(config, worker_id) if config.simulate else model_parts(config, worker_id)
     await serve_worker(
@@ -39,6 +41,9 @@ async def main() -> None:
 
 def model_parts(config: DraftConfig, worker_id: str) -> Parts:
     """Of a worker with a model; imports torch."""
+    from bough.model.light_imports import import_transformers
+
+    import_transformers()
     from draft_worker.service import DraftService
     from draft_worker.worker import DraftWorker
 

@@ -16,6 +16,7 @@ from bough.model.kv_arena import KVArena
 from bough.model.pages import large_pages
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
+from bough.startup import stage
 from draft_worker.ahead import MAX_ROWS, num_steps
 from draft_worker.engine import Engine
 from draft_worker.model_draft import ModelDraft
@@ -112,6 +113,7 @@ class DraftWorker(ServedDraft):
         device, num_bytes = self._model.device, num_rows * shape.row_bytes
         is_cpu = device.type == "cpu"  # there attention looks up a page for every few keys
         memory = shape.within(large_pages(num_bytes), num_rows) if is_cpu else shape.empty(num_rows, device)
+        stage("warming up")
         self._model.warm_up(memory)
         warm_up_choosing(skeleton.vocab_size, device)
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)

@@ -18,7 +18,7 @@ import grpc
 
 from bough.errors import BoughError, Unavailable
 from bough.generation import WorkerStatus
-from bough.messages import PROTOCOL_VERSION, WorkerInfo
+from bough.messages import PROTOCOL_VERSION, VerifyResult, WorkerInfo
 from bough.pairing import fetch_tokenizer
 from bough.records import WorkerRecord
 from bough.registry import LEASE_SECONDS, Registry
@@ -26,6 +26,7 @@ from bough.rpc import open_channel
 from bough.tasks import end
 from bough.tokenizer import Tokenizer, TokenizerFiles, first_difference
 from orchestrator.health import Health
+from orchestrator.pace import Need, Pace, UsualRound, expected_seconds
 from orchestrator.tokenizing import Tokenizing
 from orchestrator.workers import DraftClient, TargetClient
 
@@ -51,6 +52,11 @@ class Known(Generic[AnyClient]):
     num_running: int = 0
     num_missing: int = 0  # looks in a row at which the index did not name it
     health: Health = field(default_factory=Health)
+    pace: Pace = field(default_factory=Pace)  # of a target
+    usual: UsualRound = field(default_factory=UsualRound)  # the same object for all workers
+
+    def __post_init__(self) -> None:
+        self.pace.times.told(self.info.worker_id, self.info.cost)
 
     @property
     def tokenizer(self) -> TokenizerFiles:
@@ -66,6 +72,19 @@ class Known(Generic[AnyClient]):
         load = self.record.load
         return self.num_running, load.kv_used_bytes / max(1, load.kv_bytes)
 
+    def observe(self, result: VerifyResult) -> None:
+        """A round at this target is over."""
+        self.pace.times.told(self.info.worker_id, result.cost)
+        self.usual.observe(result)
+
+    def is_usable_by(self, session_id: str) -> bool:
+        """Whether a session, which may have seen it fail, is to use it."""
+        return not self.problem and self.health.is_good_for(session_id)
+
+    def expected_seconds(self, need: Need) -> float:
+        """How long a request would take at this target, which runs others by now."""
+        return expected_seconds(self.pace, self.usual, self.info, self.record.load, self.num_running, need)
+
 
 class Directory:
     """Keeps the list of workers fresh while it runs."""
@@ -77,6 +96,7 @@ class Directory:
         self._targets: dict[str, Known[TargetClient]] = {}
         self._drafts: dict[str, Known[DraftClient]] = {}
         self.model_names: set[str] = set()  # that any target has served since the start
+        self._usual = UsualRound()
         self._next_sweep = 0.0  # seconds on the monotonic clock
         self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # with workers that are new, by kind and id
 
@@ -120,8 +140,7 @@ class Directory:
 
         The preferred one, which has the session's KV, if it is there, otherwise the least busy.
         """
-        fitting = [known for known in self._drafts.values() if not known.problem and _fit(known, target)]
-        usable = [known for known in fitting if known.health.is_good_for(session_id)]
+        usable = [known for known in self._drafts.values() if known.is_usable_by(session_id) and _fit(known, target)]
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness), default=None)
 
     def find(self, worker_id: str) -> Known[TargetClient] | Known[DraftClient] | None:
@@ -213,6 +232,7 @@ class Directory:
             if record.kind == "target":
                 client = TargetClient(record.address, record.worker_id)
                 known = await _introduce(record, client, self.tokenizing)
+                known.usual = self._usual
                 self._targets[record.worker_id] = known
                 self.model_names.add(known.info.model_name)
             elif record.kind == "draft":

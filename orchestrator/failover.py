@@ -8,19 +8,20 @@ import time
 from dataclasses import dataclass, field
 
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, Exhausted, NoAnswer, StaleEpoch, Unavailable
+from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
 from bough.growth import Scheme
-from bough.messages import VerifyResult
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
+from orchestrator.health import is_fault
+from orchestrator.pace import Need
 from orchestrator.seat import Seat
 from orchestrator.session import Session
 from orchestrator.sizing.plans import Proposal
-from orchestrator.workers import TargetClient, Timed
+from orchestrator.slots import Slots
+from orchestrator.workers import Answer, TargetClient
 
 logger = logging.getLogger(__name__)
 
-SLOT_RETRY_SECONDS = 0.25
 RETRY_SECONDS = 1.0  # after a first fault the same target is asked again for so long, then others too
 MOST_TARGETS = 3  # that one call may fail at, or bring down, before it is the call's own fault
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5  # between two attempts
@@ -54,11 +55,9 @@ class Failover:
     config: OrchestratorConfig
     directory: Directory
     claims: Claims
-    num_waiting: int = 0  # sessions that wait for a KV slot
+    slots: Slots
 
-    async def verify(
-        self, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme
-    ) -> tuple[VerifyResult, Timed]:
+    async def verify(self, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme) -> Answer:
         """The verdict. Where the target fails, `seat` may be another's afterwards.
 
         Raises:
@@ -71,39 +70,22 @@ class Failover:
         has_overtaken = False
         while True:
             try:
-                answer = await self._verify_once_there_is_room(session, seat.target, proposal, scheme)
+                answer = await self.slots.verify(session, seat, proposal, scheme)
             except StaleEpoch as exc:
                 if has_overtaken:
                     raise
                 await self.claims.overtake(session, exc)
                 has_overtaken = True
             except BoughError as exc:
-                if not _is_fault(exc):
+                if not is_fault(exc):
                     raise
                 logger.warning("%s: %s", seat.target.record.worker_id, exc)
                 trouble = trouble or _Trouble(time.monotonic())
                 await self._recover(session, seat, proposal.tree.num_places, trouble, exc)
             else:
                 seat.target.health.succeeded(session.session_id)
+                seat.target.observe(answer[0])
                 return answer
-
-    async def _verify_once_there_is_room(
-        self, session: Session, target: Known[TargetClient], proposal: Proposal, scheme: Scheme
-    ) -> tuple[VerifyResult, Timed]:
-        """The verdict; waits for a KV slot as long as the request may still wait."""
-        while True:
-            try:
-                timeout_seconds = session.patience.within(self.config.target_timeout)
-                return await target.client.verify(session, proposal, scheme, target.num_running, timeout_seconds)
-            except Exhausted:
-                if not session.patience.queue_seconds:
-                    raise
-            self.num_waiting += 1
-            try:
-                with session.patience.waiting():
-                    await asyncio.sleep(SLOT_RETRY_SECONDS)
-            finally:
-                self.num_waiting -= 1
 
     async def _recover(self, session: Session, seat: Seat, num_nodes: int, trouble: _Trouble, exc: BoughError) -> None:
         """Returns once the call is worth another try, at the same target or at another one."""
@@ -127,13 +109,10 @@ class Failover:
         Raises:
             BoughError: it is this call's. Other targets are spared it, and whoever made it should not make it again.
         """
-        if isinstance(exc, Unavailable):
-            target.health.lost()
-            trouble.num_targets += isinstance(exc, NoAnswer)
-        else:
-            target.health.failed(session.session_id)
+        target.health.blame(session.session_id, exc)
+        if not isinstance(exc, Unavailable):
             trouble.failed_at.add(target.record.worker_id)
-            trouble.num_targets += 1
+        trouble.num_targets += not isinstance(exc, Unavailable) or isinstance(exc, NoAnswer)
         if trouble.num_targets >= MOST_TARGETS:
             raise BoughError(
                 f"this request has failed at {MOST_TARGETS} targets in a row, at the last one so: {exc}"
@@ -156,7 +135,8 @@ class Failover:
         usable = [target for target in untried if target.is_usable]
         if not usable:
             return None
-        target = min(usable, key=lambda known: (known is lost, known.busyness))
+        need = Need(len(session.tokens), session.num_left, {})
+        target = min(usable, key=lambda known: (known is lost, known.expected_seconds(need), known.busyness))
         if await _still_answers(target):
             return target
         target.health.lost()
@@ -171,11 +151,6 @@ class Failover:
         session.num_failovers += 1
         session.target_held = 0
         seat.move(target)
-
-
-def _is_fault(exc: BoughError) -> bool:
-    """Whether the call may succeed elsewhere or later: it had no answer, or one with an error that has no name."""
-    return isinstance(exc, Unavailable) or type(exc) is BoughError
 
 
 async def _still_answers(target: Known[TargetClient]) -> bool:

@@ -6,10 +6,17 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from bough.errors import BoughError, Unavailable
+
 FIRST_PAUSE_SECONDS = 1.0  # after a fault a worker is left alone for so long,
 LONGEST_PAUSE_SECONDS = 30.0  # then twice as long each time
 ENOUGH_SESSIONS = 2  # whose calls must fail, with no success between, before that is the worker's fault
 MAX_SESSIONS = 64  # whose failures are remembered
+
+
+def is_fault(exc: BoughError) -> bool:
+    """Whether a call may succeed elsewhere or later: it had no answer, or one with an error that has no name."""
+    return isinstance(exc, Unavailable) or type(exc) is BoughError
 
 
 @dataclass(slots=True)
@@ -54,6 +61,13 @@ class Health:
     def is_good_for(self, session_id: str) -> bool:
         """Whether it is to be used by a session."""
         return self.is_good and (session_id not in self._pauses or self._pauses[session_id].is_over)
+
+    def blame(self, session_id: str, exc: BoughError) -> None:
+        """A call of a session has ended so."""
+        if isinstance(exc, Unavailable):
+            self.lost()
+        else:
+            self.failed(session_id)
 
     def lost(self) -> None:
         """It does not answer, or has gone."""

@@ -43,11 +43,15 @@ class ModelTexts:
         token_ids = await self.directory.tokenizing.run(lambda: whole_prompt(prompt, target.tokens, info.vocab_size))
         return PromptRead(token_ids, info.max_context)
 
-    def text(self, token_ids: Sequence[int], model: str) -> str:
+    async def text(self, token_ids: Sequence[int], model: str) -> str:
         """What tokens stand for, special ones left out. Raises as `tokens` does."""
         target = self._target(model)
-        require_tokens("tokens", token_ids, target.info.vocab_size)
-        return target.tokens.decode(token_ids)
+
+        def decoded() -> str:
+            require_tokens("tokens", token_ids, target.info.vocab_size)
+            return target.tokens.decode(token_ids)
+
+        return await self.directory.tokenizing.run(decoded)
 
     def tokenizer(self, model: str) -> Tokenizer:
         """A model's tokenizer, also while no target with it can be used. Raises as `tokens` does."""

@@ -6,7 +6,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,16 +14,18 @@ from bough.config import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.generation import GenerateOptions, Prompt, Tokens
 from bough.growth import Scheme
-from bough.prefix import TokenHistory, block_hashes, common_length
+from bough.prefix import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
 from bough.records import RequestRecord, SessionRecord
 from bough.sampling import SamplingParams, StopConditions
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
 from orchestrator.limits import require_room, require_size, require_sizes
 from orchestrator.models import Targets, targets_for
+from orchestrator.pace import Need
 from orchestrator.prompt import continued_prompt, next_prompt, whole_prompt
 from orchestrator.recorder import Recorder
 from orchestrator.resuming import require_resume, require_same_request, resume
+from orchestrator.seat import Seat
 from orchestrator.session import Session
 from orchestrator.text import TextStream
 from orchestrator.transcripts import request_record
@@ -34,7 +36,7 @@ class Opened(NamedTuple):
     """A session that may run, unless it is finished already."""
 
     session: Session
-    target: Known[TargetClient]
+    seat: Seat
     unseen: Tokens | None  # what was generated before its stream broke, and not seen
 
 
@@ -59,8 +61,8 @@ class Opening:
     recorder: Recorder
     claims: Claims
 
-    async def open(self, prompt: Prompt, options: GenerateOptions) -> Opened:
-        """A session for a request, which has a name.
+    async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack) -> Opened:
+        """A session for a request, which has a name, and its seat, which is free again when `place` is closed.
 
         Raises:
             InvalidRequest: naming the field.
@@ -71,15 +73,15 @@ class Opening:
         past = await self._past(options)
         targets = targets_for(self.directory, options, past.request, past.session)
         past = past.of_model(targets[0].info.model_identity)
-        preferred_id = past.session.target_id if past.session else ""
-        target = min(targets, key=lambda known: (known.record.worker_id != preferred_id, known.busyness))
+        largest = max(targets, key=lambda known: known.info.max_context)
         if options.resume is not None:
-            require_resume(options.resume, target.info.vocab_size)
-        require_size(prompt, target.tokens, target.info.max_context)
-        tokens = await self.directory.tokenizing.run(lambda: self._tokens(prompt, options, past, target))
-        require_room(tokens, target.info.max_context)
-        if past.session is None:
-            target = await self._with_longest_prefix(tokens, target, targets)
+            require_resume(options.resume, largest.info.vocab_size)
+        require_size(prompt, largest.tokens, largest.info.max_context)
+        tokens = await self.directory.tokenizing.run(lambda: self._tokens(prompt, options, past, largest))
+        require_room(tokens, largest.info.max_context)
+        need = await self._need(tokens, options, past.session, targets)
+        target = _quickest(targets, need)
+        seat = place.enter_context(Seat(target))  # at once: of many that come together each is to see those before it
         session, unseen = _session(tokens, options, target, past.request), None
         if options.resume is not None:
             if past.request is not None:
@@ -87,7 +89,7 @@ class Opening:
             unseen = resume(session, options, options.resume, past.request)
         if not session.is_finished:
             await self._claim(session, options, past.session, target)
-        return Opened(session, target, unseen)
+        return Opened(session, seat, unseen)
 
     async def _past(self, options: GenerateOptions) -> _Past:
         """What is recorded, or about to be. Without the index all is computed again; no session is continued."""
@@ -132,23 +134,20 @@ class Opening:
         require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
         return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
 
-    async def _with_longest_prefix(
-        self, tokens: Sequence[int], target: Known[TargetClient], targets: Targets
-    ) -> Known[TargetClient]:
-        """Of the targets that give this one's tokens the one that holds most of these; where none does, this one."""
-        hashes = block_hashes(tokens)
-        rivals = {
-            known.record.worker_id: known
-            for known in targets
-            if known.info.identity == target.info.identity and known.info.max_context >= target.info.max_context
-        }
-        if not hashes or len(rivals) < 2 or self.directory.index_problem:
-            return target
-        with suppress(Unavailable):
-            registry = self.directory.registry
-            blocks = await registry.find_prefixes(target.info.model_fingerprint, hashes, list(rivals))
-            return min(rivals.values(), key=lambda known: (-blocks.get(known.record.worker_id, 0), known.busyness))
-        return target
+    async def _need(
+        self, tokens: Sequence[int], options: GenerateOptions, session: SessionRecord | None, targets: Targets
+    ) -> Need:
+        """What a request asks of its target, and which of them holds how much of it already."""
+        held, home_id = {}, ""
+        if session is not None and any(target.record.worker_id == session.target_id for target in targets):
+            home_id = session.target_id
+            held[home_id] = min(session.target_length, common_length(session.tokens, tokens))
+        elif len(targets) > 1 and not self.directory.index_problem and (hashes := block_hashes(tokens)):
+            with suppress(Unavailable):
+                fingerprint, names = targets[0].info.model_fingerprint, [known.record.worker_id for known in targets]
+                blocks = await self.directory.registry.find_prefixes(fingerprint, hashes, names)
+                held = {name: num_blocks * BLOCK_TOKENS for name, num_blocks in blocks.items()}
+        return Need(len(tokens), options.max_tokens, held, home_id)
 
     async def _claim(
         self, session: Session, options: GenerateOptions, record: SessionRecord | None, target: Known[TargetClient]
@@ -170,6 +169,14 @@ class Opening:
             # Before anything of it is in the session: whoever asks again must not have it continued twice.
             with suppress(Unavailable):
                 await self.directory.registry.record_request(request_record(session), first_new=0)
+
+
+def _quickest(targets: Targets, need: Need) -> Known[TargetClient]:
+    """The target where a request would be over first, of those that hold all that it may come to, or most of it."""
+    longest = max(target.info.max_context for target in targets)
+    wanted = min(need.num_tokens + need.num_output, longest)
+    fitting = [target for target in targets if target.info.max_context >= wanted]
+    return min(fitting, key=lambda target: (target.expected_seconds(need), target.busyness))
 
 
 def require_vocabulary(tokens: Sequence[int], vocab_size: int, session_id: str) -> None:

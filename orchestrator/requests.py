@@ -31,10 +31,10 @@ from orchestrator.patience import Patience
 from orchestrator.recorder import Recorder
 from orchestrator.round import Rounds
 from orchestrator.running import Running, Stream
-from orchestrator.seat import Seat
 from orchestrator.session import Session, never_begun
 from orchestrator.sizing.configured import configured_sizer
 from orchestrator.sizing.totals import MeasuredSizer
+from orchestrator.slots import Slots
 
 MAX_NAMES = 256  # requests whose sessions are remembered, to tell of their decisions
 
@@ -52,8 +52,9 @@ class Requests:
         self._recorder = Recorder(directory.registry)
         self._opening = Opening(config, directory, self._recorder, self._claims)
         self.sizer = MeasuredSizer(configured_sizer(config))
-        self._failover = Failover(config, directory, self._claims)
-        self._rounds = Rounds(config, directory, self.sizer, self._failover, self._recorder, AcceptanceCounter())
+        self._slots = Slots(config, directory)
+        failover = Failover(config, directory, self._claims, self._slots)
+        self._rounds = Rounds(config, directory, self.sizer, failover, self._recorder, AcceptanceCounter())
         self.loop_lag = LoopLag()
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
@@ -115,44 +116,43 @@ class Requests:
     ) -> Opened:
         """A session that may run, once there is a place for it, which is free again when `place` is closed."""
         await place.enter_async_context(self.admission.place(patience))
-        opened = await self._opening.open(prompt, options)
+        opened = await self._opening.open(prompt, options, place)
         opened.session.patience = patience
         await self._endings.done(opened.session.session_id)
         return opened
 
     async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
-        session = opened.session
-        with Seat(opened.target) as seat:
-            rounds = self._rounds.run(session, seat)
-            try:
-                num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
-                self._note(session, model_name := seat.target.info.model_name)
-                yield Started(session.request_id, session.prompt_length, session.sampling.seed, model_name, num_seen)
-                if opened.unseen is not None:
-                    yield opened.unseen
-                while (tokens := await stream.before_end(anext(rounds, None))) is not None:
-                    self._num_tokens += len(tokens.token_ids)
-                    yield tokens
-                if not session.is_finished:
-                    session.finish_reason = "abort"
-                    self._rounds.record(session, seat.target)
-                if self.directory.index_problem:
-                    session.warn(f"{self.directory.index_problem}; the session is not recorded")
-                elif session.keep:  # the next turn may be asked of another orchestrator
-                    if not await self._recorder.settled(session.session_id):
-                        session.warn("the index did not take the session in time; it is not recorded yet")
-                    self._rounds.require_held(session)
-                yield session.finished()
-            except StaleEpoch as exc:
-                stream.end(exc)
-                raise
-            finally:
-                await rounds.aclose()
-                self.sizer.forget(session.session_id)
-                if session.keep or stream.is_superseded:
-                    self._recorder.end(session.session_id)
-                elif session.epoch:
-                    self._endings.begin(session, seat.target)
+        session, seat = opened.session, opened.seat
+        rounds = self._rounds.run(session, seat)
+        try:
+            num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
+            self._note(session, model_name := seat.target.info.model_name)
+            yield Started(session.request_id, session.prompt_length, session.sampling.seed, model_name, num_seen)
+            if opened.unseen is not None:
+                yield opened.unseen
+            while (tokens := await stream.before_end(anext(rounds, None))) is not None:
+                self._num_tokens += len(tokens.token_ids)
+                yield tokens
+            if not session.is_finished:
+                session.finish_reason = "abort"
+                self._rounds.record(session, seat.target)
+            if self.directory.index_problem:
+                session.warn(f"{self.directory.index_problem}; the session is not recorded")
+            elif session.keep:  # the next turn may be asked of another orchestrator
+                if not await self._recorder.settled(session.session_id):
+                    session.warn("the index did not take the session in time; it is not recorded yet")
+                self._rounds.require_held(session)
+            yield session.finished()
+        except StaleEpoch as exc:
+            stream.end(exc)
+            raise
+        finally:
+            await rounds.aclose()
+            self.sizer.forget(session.session_id)
+            if session.keep or stream.is_superseded:
+                self._recorder.end(session.session_id)
+            elif session.epoch:
+                self._endings.begin(session, seat.target)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -240,7 +240,7 @@ class Requests:
 
     @property
     def _num_waiting(self) -> int:
-        return self.admission.num_waiting + self._failover.num_waiting
+        return self.admission.num_waiting + self._slots.num_waiting
 
     def figures(self) -> Figures:
         """What is told to Prometheus; any thread."""

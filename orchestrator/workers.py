@@ -34,6 +34,16 @@ class Timed(NamedTuple):
     total_ns: int
 
 
+Answer = tuple[VerifyResult, Timed]
+
+
+class Reserved(NamedTuple):
+    """A session has a slot at a target."""
+
+    held: int  # of its tokens that are in it
+    answer: Answer | None  # the verdict, where that was all that it needed
+
+
 class WorkerClient:
     """What both kinds of worker are to the orchestrator: an address, a channel, and what it said of itself."""
 
@@ -110,7 +120,33 @@ class TargetClient(WorkerClient):
         self, session: Session, proposal: Proposal, scheme: Scheme, num_running: int, timeout_seconds: float
     ) -> tuple[VerifyResult, Timed]:
         """The verdict on a tree, and how long the call took; `num_running` sessions run there now."""
+        call = self._verifying(session, proposal, scheme, num_running, timeout_seconds)
+        return await _with_context(session, session.target_held, call)
 
+    async def reserve(
+        self, session: Session, proposal: Proposal, scheme: Scheme, num_running: int, timeout_seconds: float
+    ) -> Reserved:
+        """Asks for a slot without sending the context, as if it were held: a target gives the slot before it says no.
+
+        Raises:
+            Exhausted: it has no room.
+        """
+        call = self._verifying(session, proposal, scheme, num_running, timeout_seconds, reserves=True)
+        try:
+            return Reserved(session.target_held, await _timed(call(_context(session, len(session.tokens)))))
+        except PrefixMissing as exc:
+            return Reserved(_common(session.tokens, exc), None)
+
+    def _verifying(
+        self,
+        session: Session,
+        proposal: Proposal,
+        scheme: Scheme,
+        num_running: int,
+        timeout_seconds: float,
+        *,
+        reserves: bool = False,
+    ) -> Callable[[Context], Awaitable[VerifyResult]]:
         async def call(context: Context) -> VerifyResult:
             verify = VerifyCall(
                 context,
@@ -124,11 +160,12 @@ class TargetClient(WorkerClient):
                 num_running,
                 self._worker_id,
                 proposal.may_leave_out,
+                reserves,
             )
             request = wire.verify_call_to_wire(verify)
             return wire.verify_result_from_wire(await self._errors(self._stub.Verify(request, timeout=timeout_seconds)))
 
-        return await _with_context(session, session.target_held, call)
+        return call
 
 
 async def _with_context(
@@ -138,14 +175,22 @@ async def _with_context(
 
     Should that be gone too a moment later, everything is sent.
     """
-    began_ns = time.perf_counter_ns()
-    try:
-        result = await call(_context(session, held))
-    except PrefixMissing as exc:
+
+    async def tries() -> Result:
         try:
-            result = await call(_context(session, _common(session.tokens, exc)))
-        except PrefixMissing:
-            result = await call(_context(session, 0))
+            return await call(_context(session, held))
+        except PrefixMissing as exc:
+            try:
+                return await call(_context(session, _common(session.tokens, exc)))
+            except PrefixMissing:
+                return await call(_context(session, 0))
+
+    return await _timed(tries())
+
+
+async def _timed(call: Awaitable[Result]) -> tuple[Result, Timed]:
+    began_ns = time.perf_counter_ns()
+    result = await call
     total_ns = time.perf_counter_ns() - began_ns
     return result, Timed(max(0, total_ns - result.timings.total_ns), total_ns)
 

@@ -11,6 +11,7 @@ from bough.config import TargetConfig, parse
 from bough.pb import target_pb2, target_pb2_grpc
 from bough.process import configure_logging, new_worker_id, run, serve_worker
 from bough.rpc import service_name
+from bough.startup import stage
 
 if TYPE_CHECKING:
     from target_worker.served import ServedTarget
@@ -23,6 +24,7 @@ async def main() -> None:
     """Reads the settings and serves."""
     config = parse(TargetConfig, "target_worker", sys.argv[1:], os.environ)
     configure_logging(config.log_level)
+    stage("importing libraries")
     worker_id = new_worker_id("target")
     servicer, load = simulated_parts(config, worker_id) if config.simulate else model_parts(config, worker_id)
     await serve_worker(
@@ -38,6 +40,9 @@ async def main() -> None:
 
 def model_parts(config: TargetConfig, worker_id: str) -> Parts:
     """Of a worker with a model; imports torch."""
+    from bough.model.light_imports import import_transformers
+
+    import_transformers()
     from target_worker.service import TargetService
     from target_worker.worker import TargetWorker
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from bough.errors import InvalidRequest, PrefixMissing, StaleEpoch, Unavailable
@@ -60,6 +60,8 @@ class Calls:
                 settle(future, session.last_result)
                 return
             session.require_round(call.epoch, call.round)
+            if call.reserves and context.context_start > session.slot.length:
+                self._reserve(call, session.slot.tokens)
             session.slot.require(context.context_start, context.prefix_hash)
         held = session.slot.tokens[: context.context_start] if session is not None else []
         text = Text([*held, *context.tokens])
@@ -128,11 +130,21 @@ class Calls:
         if self.is_draining:
             raise Unavailable("this target worker is draining: it takes no new sessions; another one would")
         if start := call.context.context_start:
+            if call.reserves:
+                self._reserve(call, [])
             raise PrefixMissing(
                 f"context.context_start: {start} tokens were taken to be held, but the session is not known here; send "
                 "its tokens from the beginning",
                 held_hash=prefix_hash(()),
             )
+
+    def _reserve(self, call: VerifyCall, held: Sequence[int]) -> None:
+        """A slot for whoever waits for one, before it hears what is missing.
+
+        When it sends that nobody has taken the room meanwhile; without room nothing need be sent. Raises Exhausted.
+        """
+        session = self.pool.lease(call.context.session_id, call.epoch, self._num_rows(call), Text([*held]))
+        self.pool.rest(session)
 
     def _num_rows(self, call: VerifyCall) -> int:
         """Of a slot for all that the session may come to in its request, and beyond that a tree of about this size."""

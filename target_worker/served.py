@@ -12,6 +12,7 @@ from bough.config import TargetConfig
 from bough.errors import Unavailable
 from bough.messages import VerifyCall, VerifyResult, WorkerInfo
 from bough.records import WorkerLoad
+from bough.startup import stage
 from bough.tokenizer import TokenizerFiles
 from target_worker.engine import Engine
 from target_worker.metrics import Load, Metrics
@@ -43,6 +44,7 @@ class ServedTarget(ABC):
         self._resources.callback(self._engine.stop)
         self._resources.callback(self._metrics.close)
         self._metrics.serve(self._config.host, self._config.metrics_port)
+        stage("warming up")
         self._engine.warm_up().result()
 
     def _metrics_note(self) -> tuple[str, ...]:

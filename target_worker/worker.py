@@ -20,6 +20,7 @@ from bough.model.memory import fixed_bytes, resident_bytes, unpacking_bytes
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Placement, Tier, gigabytes
+from bough.startup import stage
 from target_worker.budgets import choose_places
 from target_worker.engine import Engine
 from target_worker.kernels import compile_apart
@@ -54,6 +55,7 @@ class TargetWorker(ServedTarget):
         self._placement = self._place()
         if self._device.type == "cpu":
             compile_apart(config.dtype)
+        stage("reading weights")
         try:
             self._start()
         except BaseException:

@@ -17,7 +17,7 @@ import grpc
 
 from bough import __version__, wire
 from bough.config import OrchestratorConfig, parse
-from bough.errors import NotFound, PrefixMissing, StaleEpoch, Unavailable
+from bough.errors import Exhausted, NotFound, PrefixMissing, StaleEpoch, Unavailable
 from bough.growth import Growth
 from bough.heartbeat import registered
 from bough.messages import GrowResult, Timings, VerifyCall, VerifyResult, WorkerInfo
@@ -100,6 +100,8 @@ class FakeTarget(FakeWorker):
         self.calls: list[VerifyCall] = []
         self.epochs: dict[str, int] = {}
         self.answers: dict[tuple[str, int, int], VerifyResult] = {}
+        self.num_slots = 1000
+        self.asked_for_room: list[str] = []  # sessions that asked for a slot, without their context
         self.before: Callable[[VerifyCall], Awaitable[None]] = _nothing
         self.after: Callable[[VerifyCall], Awaitable[None]] = _nothing
 
@@ -120,6 +122,7 @@ class FakeTarget(FakeWorker):
         key = (name, call.epoch, call.round)
         if key in self.answers and name in self.held:
             return self.answers[key]
+        self._take_slot(call)
         tokens = self.stand_on(call.context)
         self.calls.append(call)
 
@@ -131,6 +134,16 @@ class FakeTarget(FakeWorker):
         result = VerifyResult(verdict, len(self.held[name]), Timings(), call.context.context_start)
         self.answers[key] = result
         return result
+
+    def _take_slot(self, call: VerifyCall) -> None:
+        name = call.context.session_id
+        if call.reserves:
+            self.asked_for_room.append(name)
+        if name in self.held or (call.context.context_start and not call.reserves):
+            return
+        if len(self.held) >= self.num_slots:
+            raise Exhausted("KV memory: all slots are in use")
+        self.held[name] = []
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseReply:
         if request.epoch and request.epoch < self.epochs.get(request.session_id, 0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import Exhausted, InvalidRequest, NotFound, PrefixMissing, StaleEpoch, StreamError, Unavailable
-from bough.messages import VerifyResult
+from bough.messages import VerifyCall, VerifyResult
 from bough.model.batch import Batch
 from bough.model.kv import KVSlot
 from bough.sampling import SamplingParams
@@ -482,3 +482,38 @@ def test_a_session_that_finds_no_room_again_and_again_holds_nobody_up(clock: Clo
             if all(each.done() for each in calls):
                 break
         assert all(each.done() for each in calls), "five seconds are far more than sessions take to come back here"
+
+
+def asking(session: str, tokens: Sequence[int], round_: int = 0, epoch: int = 1) -> VerifyCall:
+    """For room, without a context."""
+    return replace(verify_call(session, tokens, len(tokens) - 1, round_, epoch), reserves=True)
+
+
+def test_who_asks_for_room_has_it_before_sending_anything(engine: Engine) -> None:
+    """What waits for room sends no context to ask for it, and whoever comes between takes nothing from it."""
+    text = list(range(1, 21))
+    engine.verify(verify_call("first", text)).result(5)
+    with pytest.raises(PrefixMissing, match="the session is not known here"):
+        engine.verify(asking("waiting", text)).result(5)
+    assert engine.pool.figures().num_held == 2
+    with pytest.raises(Exhausted):
+        engine.verify(verify_call("between", text)).result(5)
+    with pytest.raises(Exhausted):
+        engine.verify(asking("asks", text)).result(5)
+    assert engine.verify(verify_call("waiting", text)).result(5).verdict.bonus_token == text[-1] + 1
+    engine.release("first").result(5)
+    with pytest.raises(PrefixMissing):
+        engine.verify(asking("asks", text)).result(5)
+    engine.pool.check_integrity()
+
+
+def test_a_session_that_asks_for_more_room_keeps_what_it_holds(engine: Engine) -> None:
+    text = list(range(1, 21))
+    engine.verify(verify_call("s", text[:10], max_length=12)).result(5)
+    with pytest.raises(PrefixMissing) as missing:
+        engine.verify(asking("s", text, round_=1, epoch=2)).result(5)
+    assert missing.value.held_length == 10
+    session = engine.pool.get("s")
+    assert session is not None
+    assert session.slot.num_rows >= LIMITS.max_context
+    assert engine.verify(verify_call("s", text, held=10, round_=1, epoch=2)).result(5).cached_length == 10

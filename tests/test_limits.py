@@ -407,6 +407,6 @@ async def test_an_unknown_target_is_no_overload(stage: Stage) -> None:
     """Only what may succeed later is RESOURCE_EXHAUSTED."""
     async with orchestrating(stage) as orchestrator:
         known = next(iter(orchestrator.requests.directory._targets.values()))
-        known.paused_until = math.inf
+        known.health._pause.until = math.inf
         with pytest.raises(Unavailable, match="no target worker can be used"):
             await finish(orchestrator)

@@ -95,7 +95,7 @@ COST = CostCurve((1, 64), (0.5, 0.75), 8)
 def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree: Tree, plan: TreePlan) -> None:
     if plan.scheme is not Scheme.TARGET:  # the others are only for trees that were sampled, perhaps with additions
         tree = replace(SAMPLED, draws=np.array([1], np.int32)) if plan.scheme.is_without_replacement else SAMPLED
-    verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme, 400, "me", 3, "you", True)
+    verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme, 400, "me", 3, "you", True, True)
     assert wire.verify_call_from_wire(wire.verify_call_to_wire(verify), VOCAB, 8) == verify
     grow = m.GrowCall(context, 5, params, 3, plan, VOCAB + 7)
     assert wire.grow_call_from_wire(wire.grow_call_to_wire(grow), VOCAB, 8) == grow

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, initialization
 
 from bough.errors import CheckpointError
 from bough.model import attention
@@ -57,7 +60,7 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
         CheckpointError: naming an architecture that cannot be run, and why.
     """
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _parameters_left_empty():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
         reason = _why_not(model)
     except UNREADABLE as exc:
@@ -67,6 +70,30 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     model.eval().requires_grad_(False)
     model.tie_weights()
     return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _parameters_left_empty() -> Iterator[None]:
+    """transformers draws no random numbers for what has no memory, which took seconds; buffers get their values."""
+    functions: dict[str, Callable[..., Any]] = getattr(initialization, "TORCH_INIT_FUNCTIONS", {})
+    before = dict(functions)
+
+    def unless_empty(function: Callable[..., Any]) -> Callable[..., Any]:
+        def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
+
+        return fill
+
+    of_torch = {name: getattr(nn.init, name) for name in before}  # called by modules as they are made
+    functions.update({name: unless_empty(function) for name, function in before.items()})
+    for name, function in of_torch.items():
+        setattr(nn.init, name, unless_empty(function))
+    try:
+        yield
+    finally:
+        functions.update(before)
+        for name, function in of_torch.items():
+            setattr(nn.init, name, function)
 
 
 def _why_not(model: PreTrainedModel) -> str:

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("context", "epoch", "round", "tree", "sampling", "scheme", "max_length", "caller", "num_running", "worker_id", "may_leave_out")
+    __slots__ = ("context", "epoch", "round", "tree", "sampling", "scheme", "max_length", "caller", "num_running", "worker_id", "may_leave_out", "reserves")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class VerifyRequest(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MAY_LEAVE_OUT_FIELD_NUMBER: _ClassVar[int]
+    RESERVES_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.Context
     epoch: int
     round: int
@@ -31,7 +32,8 @@ class VerifyRequest(_message.Message):
     num_running: int
     worker_id: str
     may_leave_out: bool
-    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., max_length: _Optional[int] = ..., caller: _Optional[str] = ..., num_running: _Optional[int] = ..., worker_id: _Optional[str] = ..., may_leave_out: _Optional[bool] = ...) -> None: ...
+    reserves: bool
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., max_length: _Optional[int] = ..., caller: _Optional[str] = ..., num_running: _Optional[int] = ..., worker_id: _Optional[str] = ..., may_leave_out: _Optional[bool] = ..., reserves: _Optional[bool] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
     __slots__ = ("accepted_nodes", "bonus_token", "logprobs", "held_length", "timings", "cached_length", "left_out_nodes", "cost", "num_rows", "num_trees")

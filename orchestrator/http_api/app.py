@@ -65,7 +65,9 @@ def http_app(requests: Requests, figures: CollectorRegistry, stalled_seconds: fl
         Route("/version", _Answered(door.version), methods=["GET"]),
     ]
     handlers = {HTTPException: _refused}
-    return Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(_RequestIds)])
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(_RequestIds)])
+    app.router.redirect_slashes = False  # a client that posts would follow with a GET, or not at all
+    return app
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class _Door:
         head = Head(f"cmpl-{uuid.uuid4().hex}", int(time.time()))
         limits = completions.completion_limits(fields)
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields))
-        echoes = [self._echo(one, fields.model or "") if fields.echo else "" for one in prompts]
+        echoes = [await self._echo(one, fields.model or "") if fields.echo else "" for one in prompts]
         answer = completions.CompletionAnswer(
             head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted)
         )
@@ -133,7 +135,7 @@ class _Door:
     async def detokenize(self, request: Request, entered: ExitStack) -> Response:
         """The text of some tokens."""
         fields = await self.bodies.read(request, DetokenizeFields, entered, TOKENIZE)
-        return JSONResponse({"prompt": self.requests.texts.text(tuple(fields.tokens), fields.model or "")})
+        return JSONResponse({"prompt": await self.requests.texts.text(fields.tokens, fields.model or "")})
 
     async def health(self, request: Request, entered: ExitStack) -> Response:
         """Whether a request that came now could be served."""
@@ -163,12 +165,12 @@ class _Door:
             return None
         return lambda model: self.requests.texts.tokenizer(model).token_bytes
 
-    def _echo(self, prompt: Prompt, model: str) -> str:
+    async def _echo(self, prompt: Prompt, model: str) -> str:
         match prompt:
             case TextPrompt(text):
                 return text
             case TokenPrompt(token_ids):
-                return self.requests.texts.text(token_ids, model)
+                return await self.requests.texts.text(token_ids, model)
         raise AssertionError(f"{type(prompt)} is no prompt of a completion")
 
     def _card(self, model: ModelInfo) -> Json:

@@ -55,7 +55,8 @@ class Exchange:
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An error before anything has been sent has a status; later ones are told in the stream."""
-        writer = _Writer(send, self.stalled_seconds, scope["state"]["abort"])
+        # Under another server than ours a stalled connection is left to that server.
+        writer = _Writer(send, self.stalled_seconds, scope.get("state", {}).get("abort", lambda: None))
         with suppress(_Stalled):
             try:
                 await self._written(writer)

@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -16,13 +17,14 @@ from prometheus_client import CollectorRegistry
 
 from bough.errors import ConfigError, Unavailable
 from orchestrator.admission import Admission
-from orchestrator.http_api import exchange
+from orchestrator.http_api import body, exchange
 from orchestrator.http_api.app import http_app
 from orchestrator.http_api.server import http_serving
 
 PATH = "/v1/chat/completions"
 BODY: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "speculation": False, "seed": 1}
 ENDLESS = BODY | {"max_tokens": 4000}
+JSON = {"content-type": "application/json"}
 SLOW = {"clock_scale": 1.0}  # half a second a sweep
 
 
@@ -36,6 +38,12 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
 async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
     async with http_stack(tmp_path_factory.mktemp("slow"), **SLOW) as running:
         yield running
+
+
+def head(num_bytes: int) -> bytes:
+    """What comes before a body of this length."""
+    lines = (f"POST {PATH} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {num_bytes}")
+    return "\r\n".join((*lines, "", "")).encode()
 
 
 async def until_running(door: HttpStack, num: int) -> None:
@@ -68,8 +76,8 @@ async def test_a_stream_says_that_it_is_alive_while_a_sweep_runs(
     monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
     app = http_app(slow.stack.requests, CollectorRegistry(), 60.0)
     async with http_serving("127.0.0.1", 0, app) as port, httpx.AsyncClient(timeout=60) as client:
-        body = BODY | {"max_tokens": 2, "stream": True}
-        response = await client.post(f"http://127.0.0.1:{port}{PATH}", json=body)
+        asked = BODY | {"max_tokens": 2, "stream": True}
+        response = await client.post(f"http://127.0.0.1:{port}{PATH}", json=asked)
     events = [line for line in response.text.split("\n\n") if line]
     assert ": keep-alive" in events
     assert events[-1] == "data: [DONE]"
@@ -78,9 +86,9 @@ async def test_a_stream_says_that_it_is_alive_while_a_sweep_runs(
 
 
 async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> None:
-    body = ENDLESS | {"stream": True, "session_id": "closed half-way"}
+    asked = ENDLESS | {"stream": True, "session_id": "closed half-way"}
     events = []
-    async with door.client.stream("POST", PATH, json=body) as response:
+    async with door.client.stream("POST", PATH, json=asked) as response:
         async for line in response.aiter_lines():
             if line:
                 events.append(line)
@@ -143,16 +151,13 @@ async def test_without_a_target_nothing_can_be_asked(door: HttpStack, monkeypatc
 
 async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(tmp_path: Path) -> None:
     async with http_stack(tmp_path, stalled_seconds=0.2) as door:
-        body = json.dumps(ENDLESS | {"stream": True, "logprobs": True, "top_logprobs": 20}).encode()
-        head = (
-            f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
+        content = json.dumps(ENDLESS | {"stream": True, "logprobs": True, "top_logprobs": 20}).encode()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             client.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, ("127.0.0.1", door.port))
-            await loop.sock_sendall(client, head.encode() + body)
+            await loop.sock_sendall(client, head(len(content)) + content)
             await until_running(door, 1)
             await until_running(door, 0)
             (transport,) = door.transports
@@ -174,3 +179,56 @@ async def test_the_server_takes_no_signals_and_ends_with_its_block(door: HttpSta
     async with httpx.AsyncClient() as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(url)
+
+
+async def test_a_body_that_does_not_arrive_is_not_waited_for(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "READ_SECONDS", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    writer.write(head(100) + b"{")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_bodies_have_one_memory_together(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "MAX_ALL_BYTES", 1000)
+    may_go_on = asyncio.Event()
+    content = json.dumps(BODY | {"max_tokens": 1, "user": "x" * 500}).encode()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield content[:-10]
+        await may_go_on.wait()
+        yield content[-10:]
+
+    first = asyncio.create_task(door.client.post(PATH, content=slow(), headers=JSON))
+    statuses = set[int]()
+    while 429 not in statuses:  # as soon as the first one's bytes are there
+        statuses.add((await door.client.post(PATH, content=content, headers=JSON)).status_code)
+    may_go_on.set()
+    assert (await first).status_code == 200
+    assert (await door.client.post(PATH, content=content, headers=JSON)).status_code == 200
+    assert statuses <= {200, 429}
+
+
+async def test_nothing_is_left_behind(door: HttpStack) -> None:
+    """Of answers, refusals, and clients that left."""
+    short = BODY | {"max_tokens": 2}
+
+    async def leave(is_stream: bool) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await door.client.post(PATH, json=ENDLESS | {"stream": is_stream})
+
+    async def mixed() -> None:
+        asked = [
+            door.client.post(PATH, json=one) for one in (short, short | {"stream": True, "n": 2}, {"messages": []})
+        ]
+        await asyncio.gather(*asked, leave(True), leave(False))
+        await until_running(door, 0)
+
+    await mixed()
+    before = len(asyncio.all_tasks())
+    for _ in range(10):
+        await mixed()
+    while len(asyncio.all_tasks()) > before + 2:  # a connection more or less
+        await asyncio.sleep(0.01)
