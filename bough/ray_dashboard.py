@@ -120,7 +120,7 @@ class RayDashboard:
                 text = reply.read()
             return json.loads(text) if text else None
         except urllib.error.HTTPError as exc:
-            said = exc.read().decode(errors="replace").strip()[-2000:]
+            said = (exc.read().decode(errors="replace").strip().splitlines() or [""])[-1]  # of a traceback, the error
             kind = ConfigError if exc.code in (400, 401, 403) else Unavailable
             raise kind(f"{self.url}{path}: {exc.code} {said or exc.reason}") from exc
         except (OSError, HTTPException, ValueError) as exc:

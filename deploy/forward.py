@@ -9,12 +9,12 @@ import aiohttp
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-# Of one connection and not of the message; Serve's proxy sets the request's id in the answer itself.
+# Of one connection and not of the message. Serve's proxy sets the request's id, its own name and the date itself.
 HOP_BY_HOP: Final = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
      "upgrade", "host", "content-length"}
 )  # fmt: skip
-NOT_PASSED_BACK: Final = HOP_BY_HOP - {"content-length"} | {"x-request-id"}
+NOT_PASSED_BACK: Final = HOP_BY_HOP - {"content-length"} | {"x-request-id", "date", "server"}
 CONNECT_SECONDS = 5.0
 
 

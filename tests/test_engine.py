@@ -306,6 +306,18 @@ def test_a_call_that_nobody_waits_for_leaves_before_the_next_sweep(engine: Engin
     assert (figures.num_held, engine.num_waiting) == (2, 0)
 
 
+def test_passes_are_counted_so_that_a_stall_can_be_told_from_a_wait(engine: Engine, model: FakeModel) -> None:
+    before = engine.num_passes
+    model.gate.clear()
+    call = engine.verify(verify_call("a", [1]))
+    model.wait_for_sweep()
+    assert (engine.num_running, engine.num_passes) == (1, before), "it is under way, however long that takes"
+    model.gate.set()
+    call.result(5)
+    engine.release("a").result(5)  # on the sweep thread, after the sweep
+    assert engine.num_passes == before + 1
+
+
 def test_a_call_that_is_half_way_leaves_too_and_may_come_again(engine: Engine, model: FakeModel) -> None:
     model.gate.clear()
     long = engine.verify(verify_call("a", list(range(40))))

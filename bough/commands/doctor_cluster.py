@@ -53,7 +53,7 @@ def orchestrators(applications: Sequence[Application]) -> list[str]:
 
 def _print_deployment(deployment: Deployment) -> None:
     running = sum(replica.state == "RUNNING" for replica in deployment.replicas)
-    print(f"  {deployment.name:12}{deployment.status.lower()}, {running} of {deployment.num_wanted} replicas run")
+    print(f"  {deployment.name:13}{deployment.status.lower()}, {running} of {deployment.num_wanted} replicas run")
     for replica in deployment.replicas:
         where = f"on {replica.host}, process {replica.process_id}" if replica.host else "not placed yet"
         print(f"              {replica.state.lower()} {where}")

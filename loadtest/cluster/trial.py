@@ -7,14 +7,16 @@ import json
 import random
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from bough.client import Client
+from bough.generation import GenerateOptions, TextPrompt
 from deploy.check import check, load
-from loadtest.chaos_streams import Streams, Tally, make_scripts, undisturbed
+from loadtest.chaos_streams import Received, Streams, Tally, make_scripts, undisturbed
 from loadtest.cluster.ray_cluster import DRAFT, FRONT, HTTP_PORT, TARGET, RayCluster, ray_cluster
 
 CONFIG = Path(__file__).parent.parent.parent / "deploy" / "two-machines.yaml"
@@ -23,6 +25,8 @@ CUT_SECONDS = 6.0
 CALM_SECONDS = 3.0  # of streams between disturbances
 FEW, MANY = 2, 8  # streams at once
 CALLS_PER_DRAFT = 0.7  # with MANY more trees grow at a moment than that, with FEW fewer
+PROMPT, NUM_TOKENS = "Why is the sky blue?", 24
+HTTP_SECONDS = 120.0
 VOCAB_SIZE = 500  # tokens of prompts: any profile knows more
 
 
@@ -56,25 +60,36 @@ def trial_config() -> dict[str, Any]:
     return config
 
 
+STEPS = (
+    "target_host_cut_off",
+    "draft_host_cut_off",
+    "target_replica_killed",
+    "drafts_scaled_up",
+    "drafts_scaled_down",
+)
+
+
 class Trial:
     """Disturbs a cluster step by step, and notes how long each step took."""
 
     def __init__(self, cluster: RayCluster, make_streams: Callable[[str], Streams]) -> None:
         """`make_streams` is given a name that no other streams of the trial have."""
         self.seconds: dict[str, float] = {}
+        self.cuts_were_cuts = True
         self.tally = Tally()
         self._cluster, self._make_streams = cluster, make_streams
 
     async def run(self) -> None:
         """All steps; each returns when the cluster is whole again."""
-        for name, step in (
-            ("target_host_cut_off", lambda: self._cut_off(TARGET)),
-            ("draft_host_cut_off", lambda: self._cut_off(DRAFT)),
-            ("target_replica_killed", self._kill_target),
-            ("drafts_scaled_up", self._scale_up),
-            ("drafts_scaled_down", self._scale_down),
-        ):
-            await self._step(name, step)
+        acts: tuple[Callable[[], Awaitable[None]], ...] = (
+            lambda: self._cut_off(TARGET),
+            lambda: self._cut_off(DRAFT),
+            self._kill_target,
+            self._scale_up,
+            self._scale_down,
+        )
+        for name, act in zip(STEPS, acts, strict=True):
+            await self._step(name, act)
 
     async def _step(self, name: str, step: Callable[[], Awaitable[None]]) -> None:
         async with self._load(FEW, name):
@@ -87,7 +102,9 @@ class Trial:
 
     async def _cut_off(self, host: str) -> None:
         machine = self._cluster.hosts[host]
+        (worker,) = await self._cluster.workers_in_use(host)
         machine.cut_off()
+        self.cuts_were_cuts &= not await can_connect(worker.address)
         await asyncio.sleep(CUT_SECONDS)
         machine.bring_back()
         await self._whole()
@@ -130,11 +147,14 @@ async def run_trial(seed: int) -> dict[str, Any]:
         placement = await placement_of(cluster)
         async with Client(cluster.address) as client:
             answers = [await undisturbed(client, script) for script in scripts]
+            http_text, text = await asyncio.to_thread(ask_over_http, cluster.http_url), await ask_over_grpc(client)
         trial = Trial(cluster, lambda name: Streams([cluster.address], scripts, answers, name))
         await trial.run()
     tally = trial.tally
     return {
         "placement_is_right": placement,
+        "http_answer_is_equal": http_text == text != "",
+        "cuts_were_cuts": trial.cuts_were_cuts,
         "ready_seconds": round(ready_seconds, 1),
         "steps_seconds": trial.seconds,
         "streams_finished": tally.finished,
@@ -147,6 +167,36 @@ async def run_trial(seed: int) -> dict[str, Any]:
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
     }
+
+
+def ask_over_http(url: str) -> str:
+    """An answer in OpenAI's form through Serve's proxy."""
+    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=HTTP_SECONDS) as reply:
+        return str(json.load(reply)["choices"][0]["text"])
+
+
+async def ask_over_grpc(client: Client) -> str:
+    """The same question, of the orchestrator itself."""
+    received = Received(time.monotonic())
+    options = GenerateOptions(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    await received.take(client, TextPrompt(PROMPT), options)
+    return received.text
+
+
+async def can_connect(address: str) -> bool:
+    """Whether anybody answers there at once."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(1):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 async def placement_of(cluster: RayCluster) -> bool:
@@ -165,7 +215,8 @@ async def placement_of(cluster: RayCluster) -> bool:
 def has_failed(figures: dict[str, Any]) -> bool:
     """Whether anything happened that must not."""
     names = ("failed_streams", "hung_streams", "unequal_streams", "lost_tokens", "repeated_tokens")
-    return not figures["placement_is_right"] or any(figures[name] for name in names)
+    must = ("placement_is_right", "http_answer_is_equal", "cuts_were_cuts")
+    return not all(figures[name] for name in must) or any(figures[name] for name in names)
 
 
 def report(figures: dict[str, Any]) -> int:

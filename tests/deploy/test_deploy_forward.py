@@ -111,7 +111,7 @@ async def test_refusals_are_passed_back_with_their_headers() -> None:
         response = await forwarder.forward(request("/bough/refused", root_path="/bough"))
         assert response.status_code == 429
         assert response.headers["retry-after"] == "3"
-        assert "x-request-id" not in response.headers, "Serve's proxy adds the same one"
+        assert not {"x-request-id", "date", "server"} & {*response.headers}, "Serve's proxy adds its own"
         assert b"".join([piece async for piece in response.body_iterator]) == b'{"error": 1}'
         assert upstream.asked[0][1] == "/refused", "the route's prefix is Serve's alone"
 
