@@ -28,11 +28,14 @@ from deploy.settings import (
     IndexSettings,
     ProgramSettings,
     Role,
+    as_mapping,
     read_fields,
     read_program,
 )
 
 IMPORT_PATH = "deploy.app:build"
+PER_REPLICA = "deploy.policies:PerReplica"
+PORTS = ("port", "http_port", "metrics_port")
 DRAIN_MARGIN_SECONDS = 10.0  # that a replica needs beyond its program's own time to drain
 DICTS: Mapping[str, type[BaseModel]] = {  # fields that Serve takes as plain mappings, and checks later
     "autoscaling_config": AutoscalingConfig,
@@ -147,19 +150,33 @@ def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
         raise ConfigError(
             "Target.num_replicas: must be a number, without autoscaling_config: targets start for minutes"
         )
-    if scaling and scaling.get("policy", {}).get("policy_function") == "deploy.policies:PerReplica":
-        PerReplica(**scaling["policy"].get("policy_kwargs", {}))
-    _require_room_for_port(settings, deployment)
+    if scaling:
+        _check_policy(f"{role.value}.autoscaling_config.policy", scaling.get("policy", {}))
+    _require_room_for_ports(settings, deployment)
 
 
-def _require_room_for_port(settings: ProgramSettings, deployment: Mapping[str, Any]) -> None:
+def _check_policy(where: str, value: Any) -> None:
+    policy = as_mapping(where, value)
+    if policy.get("policy_function") == PER_REPLICA:
+        where = f"{where}.policy_kwargs"
+        kwargs = as_mapping(where, policy.get("policy_kwargs", {}))
+        if {*kwargs} != {"metric", "most"}:
+            raise ConfigError(f"{where}: value was {dict(kwargs)}; must be metric and most")
+        PerReplica(kwargs["metric"], kwargs["most"])
+
+
+def _require_room_for_ports(settings: ProgramSettings, deployment: Mapping[str, Any]) -> None:
     """Two replicas with a fixed port must not meet on a node."""
     several = deployment.get("num_replicas", 1) != 1 or deployment.get("autoscaling_config")
-    if settings.config.port and several and deployment.get("max_replicas_per_node") != 1:
-        raise ConfigError(
-            f"{settings.role.value}.max_replicas_per_node: must be 1 where there may be several replicas "
-            f"and program.port is fixed, {settings.config.port}"
-        )
+    if not several or deployment.get("max_replicas_per_node") == 1:
+        return
+    for name in PORTS:
+        port = getattr(settings.config, name, 0)  # a draft has one port
+        if port > 0:
+            raise ConfigError(
+                f"{settings.role.value}.max_replicas_per_node: must be 1 where there may be several replicas "
+                f"and program.{name} is fixed, {port}"
+            )
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

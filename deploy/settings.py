@@ -121,9 +121,9 @@ def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_
     Raises:
         ConfigError: naming what is not known or cannot be read.
     """
-    rest = dict(user_config)
-    program = _mapping(f"{where}.program", rest.pop("program", {}))
-    environment = _mapping(f"{where}.environment", rest.pop("environment", {}))
+    rest = dict(as_mapping(where, user_config))
+    program = as_mapping(f"{where}.program", rest.pop("program", {}))
+    environment = as_mapping(f"{where}.environment", rest.pop("environment", {}))
     supervision = read_fields(Supervision, rest, where, others=("program", "environment"))
     flags: list[str] = []
     for name, value in program.items():
@@ -131,12 +131,12 @@ def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_
             raise ConfigError(f"{where}.program.{name}: value was {value!r}; must be left to the supervisor")
         if name not in role.settings:
             raise _unknown(f"{where}.program.{name}", sorted(role.settings))
-        flags += ["--" + name.replace("_", "-"), _text(name, value)]
+        flags += ["--" + name.replace("_", "-"), _text(f"{where}.program.{name}", value)]
     try:
         config = parse(role.config, role.module, flags, {})
     except ConfigError as exc:
         raise ConfigError(f"{where}.program: {exc}") from exc
-    pairs = tuple((name, str(value)) for name, value in environment.items())
+    pairs = tuple((name, _variable(f"{where}.environment.{name}", value)) for name, value in environment.items())
     return ProgramSettings(role, tuple(flags), config, str(program.get("host", "")), supervision, pairs)
 
 
@@ -148,11 +148,11 @@ def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others
     """
     known: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # a dataclass
     given = {}
-    for name, value in values.items():
+    for name, value in as_mapping(where, values).items():
         if name not in known:
             raise _unknown(f"{where}.{name}", sorted([*known, *others]))
         try:
-            given[name] = known[name].metadata["parse"](_text(name, value))
+            given[name] = known[name].metadata["parse"](_text(f"{where}.{name}", value))
         except ValueError as exc:
             raise ConfigError(f"{where}.{name}: value was {value!r}; {exc}") from exc
     missing = [name for name, f in known.items() if f.default is MISSING and name not in given]
@@ -174,19 +174,29 @@ def resolved_url(index_url: str, environ: Mapping[str, str]) -> str:
     return environ[index_url[1:]]
 
 
-def _mapping(where: str, value: Any) -> Mapping[str, Any]:
+def as_mapping(where: str, value: Any) -> Mapping[str, Any]:
+    """The value. Raises ConfigError where it is something else, such as what a key without a value has: None."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: value was {value!r}; must be a mapping of names to values")
     return value
 
 
-def _text(name: str, value: Any) -> str:
-    """As the program's flags have it."""
+def _text(where: str, value: Any) -> str:
+    """As the program's flags have it. Raises ConfigError for a name without a value."""
+    if value is None:
+        raise ConfigError(f"{where}: value was None; must be a value, or left out")
     if isinstance(value, list):
         return ",".join(str(part) for part in value)
-    if name == "model" and value == DEMONSTRATION:
+    if where.endswith(".program.model") and value == DEMONSTRATION:
         return str(demonstration_folder())
     return str(value)
+
+
+def _variable(where: str, value: Any) -> str:
+    """Of the program's environment. The program's own settings are not, for its supervisor goes by them as well."""
+    if where.rpartition(".")[2].startswith("BOUGH_"):
+        raise ConfigError(f"{where}: value was {value!r}; must be under program")
+    return _text(where, value)
 
 
 def _unknown(where: str, known: Sequence[str]) -> ConfigError:

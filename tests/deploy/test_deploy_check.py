@@ -68,12 +68,60 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
         (f"{TARGET}.num_replicas", "auto", r"Target\.num_replicas: must be a number"),
         (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metric", "load", "metric: value was 'load'"),
         (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.most", 0, "most: value was 0; must be a number above 0"),
-        (f"{ORCHESTRATOR}.max_replicas_per_node", None, r"Orchestrator\.max_replicas_per_node: must be 1"),
+        (
+            f"{ORCHESTRATOR}.max_replicas_per_node",
+            None,
+            r"Orchestrator\.max_replicas_per_node: must be 1 .* program\.port is fixed, 7411",
+        ),
+        (
+            f"{TARGET}.user_config.program.metrics_port",
+            9400,
+            r"Target\.max_replicas_per_node: .*metrics_port is fixed, 9400",
+        ),
+        (TARGET, {"name": "Target", "user_config": None}, r"Target\.user_config: value was None; must be a mapping"),
+        (
+            f"{TARGET}.user_config.program",
+            {"model": None},
+            r"Target\.user_config\.program\.model: value was None; must",
+        ),
+        (
+            f"{DRAFT}.autoscaling_config.policy.policy_kwargs",
+            None,
+            r"policy_kwargs: value was \{\}; must be metric and most",
+        ),
+        (
+            f"{DRAFT}.autoscaling_config.policy",
+            {"policy_function": "deploy.policies:PerReplica", "policy_kwargs": None},
+            r"Draft\.autoscaling_config\.policy\.policy_kwargs: value was None; must be a mapping",
+        ),
+        (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metrik", "calls", r"policy_kwargs: value was .*'metrik'"),
+        (
+            f"{ORCHESTRATOR}.user_config.environment",
+            {"BOUGH_ORCHESTRATOR_LOOKUP": 0},
+            "LOOKUP: .*must be under program",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(path: str, value: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         check(changed(path, value))
+
+
+def test_each_fixed_port_needs_room() -> None:
+    config = changed(f"{ORCHESTRATOR}.max_replicas_per_node", None)
+    program = config["applications"][0]["deployments"][2]["user_config"]["program"]
+    program |= {"port": 0, "http_port": -1}
+    check(config)
+    program["http_port"] = 8080
+    with pytest.raises(ConfigError, match=r"program\.http_port is fixed, 8080"):
+        check(config)
+
+
+def test_an_index_without_settings_is_refused() -> None:
+    config = yaml.safe_load((FOLDER / "one-machine.yaml").read_text())
+    config["applications"][0]["deployments"][0]["user_config"] = None
+    with pytest.raises(ConfigError, match=r"Index\.user_config: value was None; must be a mapping"):
+        check(config)
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:

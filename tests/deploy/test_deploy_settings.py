@@ -40,6 +40,15 @@ def test_lists_and_the_demonstration_model_are_written_out() -> None:
         ({"program": {}}, r"user_config\.program: --model: missing"),
         ({"program": ["simulate"]}, r"user_config\.program: value was \['simulate'\]; must be a mapping"),
         ({"program": SIMULATED, "environment": "A=1"}, r"user_config\.environment: value was 'A=1'; must be a mapping"),
+        (
+            {"program": SIMULATED, "environment": {"A": None}},
+            r"user_config\.environment\.A: value was None; must be a value",
+        ),
+        (
+            {"program": SIMULATED, "environment": {"BOUGH_TARGET_DRAIN_SECONDS": 5}},
+            r"environment\.BOUGH_TARGET_DRAIN_SECONDS: value was 5; must be under program",
+        ),
+        ({"program": SIMULATED, "log_folder": None}, r"user_config\.log_folder: value was None; must be a value"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_its_name(user_config: dict[str, object], text: str) -> None:
