@@ -33,8 +33,8 @@ OBJECT_STORE_BYTES = 100 * 1000**2  # the least that Ray takes: nothing of ours 
 NUM_RESOURCES = 8  # of each kind that a deployment asks for: on one machine nothing is to be kept apart
 
 
-class Stopped(Exception):
-    """Ctrl-C or SIGTERM."""
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM. Of that class, for asyncio would log any other that a callback raises, and go on."""
 
 
 def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> None:
@@ -90,6 +90,7 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
     names = {name for deployment in _deployments(config) for name in _resources(deployment)}
     print("starting a Ray node", file=sys.stderr, flush=True)
     ray.init(
+        address="local",  # whatever RAY_ADDRESS names, or runs on this machine already
         num_cpus=max(2, os.cpu_count() or 1),
         resources={name: float(NUM_RESOURCES) for name in names},
         object_store_memory=OBJECT_STORE_BYTES,
@@ -114,7 +115,10 @@ def serve(config: Mapping[str, Any], dashboard: RayDashboard) -> None:
     dashboard.deploy(config)
     said, is_ready = "", False
     while True:
-        waiting = waits_for(dashboard.applications(), orchestrator_address(config))
+        try:
+            waiting = waits_for(dashboard.applications(), orchestrator_address(config))
+        except Unavailable as exc:  # what is deployed goes on without the dashboard
+            waiting = str(exc)
         if not waiting and not is_ready:
             is_ready = True
             print(how_to_ask(config, dashboard.url), flush=True)
@@ -182,15 +186,17 @@ bough doctor --address {address} --ray {dashboard} shows nodes, replicas and wor
 
 
 def _nodes_when_known(dashboard: RayDashboard) -> tuple[Node, ...]:
-    """The dashboard comes up after its node."""
+    """The dashboard comes up after its node. Raises Unavailable where it knows of none in time."""
     deadline = time.monotonic() + START_SECONDS
     while True:
+        problem = f"the Ray dashboard at {dashboard.url} knows of no node"
         try:
             if nodes := dashboard.nodes():
                 return nodes
-        except Unavailable:
-            if time.monotonic() > deadline:
-                raise
+        except Unavailable as exc:
+            problem = str(exc)
+        if time.monotonic() > deadline:
+            raise Unavailable(problem)
         time.sleep(POLL_SECONDS)
 
 

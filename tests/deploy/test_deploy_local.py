@@ -1,0 +1,102 @@
+"""`make serve`: that it starts a Ray node of its own, outlives its dashboard's hiccups, and ends by a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("ray")
+
+from bough.errors import ConfigError, Unavailable
+from bough.ray_dashboard import Application, Node, RayDashboard
+from deploy import local
+from deploy.check import load
+
+CONFIG = load(Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml")
+NODE = Node("127.0.0.1", True, {"index": 1, "target_gpu": 1, "draft_gpu": 1, "orchestrator": 1})
+FAILED = Application("bough", "DEPLOY_FAILED", "there is no such model", ())
+
+
+class Dashboard:
+    """Answers with what it was given, in turn; an error is raised."""
+
+    url = "http://127.0.0.1:8265"
+
+    def __init__(self, nodes: list[Any], applications: list[Any]) -> None:
+        self._nodes, self._applications = iter(nodes), iter(applications)
+
+    def nodes(self) -> tuple[Node, ...]:
+        return answer(next(self._nodes))
+
+    def applications(self) -> tuple[Application, ...]:
+        return answer(next(self._applications))
+
+    def deploy(self, config: Any) -> None:
+        """Taken."""
+
+
+def answer(given: Any) -> Any:
+    if isinstance(given, Exception):
+        raise given
+    return given
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "POLL_SECONDS", 0.0)
+
+
+def serve(nodes: list[Any], applications: list[Any]) -> None:
+    local.serve(CONFIG, cast(RayDashboard, Dashboard(nodes, applications)))
+
+
+def test_a_dashboard_that_does_not_answer_once_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="bough: there is no such model"):
+        serve([Unavailable("not up yet"), (), (NODE,)], [Unavailable("a hiccup"), (FAILED,)])
+    assert "waiting: a hiccup\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("said", "text"), [((), "knows of no node"), (Unavailable("not up"), "not up")])
+def test_nodes_are_not_waited_for_without_end(said: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "START_SECONDS", -1.0)
+    with pytest.raises(Unavailable, match=text):
+        serve([said], [])
+
+
+def test_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an address Ray joins what RAY_ADDRESS names, and refuses to be told the resources of its node."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(local.ray, "init", lambda **options: started.append(options))
+    monkeypatch.setattr(local.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(local, "catch_signals", lambda: None)
+    monkeypatch.setattr(local, "_stop", lambda _: None)
+    with local.ray_node(CONFIG, 8265):
+        pass
+    assert [options["address"] for options in started] == ["local"]
+
+
+@pytest.fixture
+def caught() -> Iterator[Callable[[], None]]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield local.catch_signals
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_amid_a_callback_of_asyncio_is_not_lost(caught: Callable[[], None]) -> None:
+    """asyncio logs an Exception that a callback raises, and goes on."""
+
+    async def ask() -> None:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.2)
+
+    caught()
+    with pytest.raises(local.Stopped):
+        asyncio.run(ask())
