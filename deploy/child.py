@@ -53,8 +53,13 @@ def describe_end(child: Child) -> str:
     return f"{child.name} {child.how_it_ended()}; the last lines of {child.log}:\n{child.tail()}"
 
 
-async def stop(child: Child, drain_seconds: float) -> None:
-    """SIGTERM, and as long as the program may drain; then what ends it at once. Its log goes with it."""
+async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None:
+    """SIGTERM, and as long as the program may drain; then what ends it at once.
+
+    Its log goes with it where it leaves as it should, with status 0, and nobody asked for a folder of logs.
+    """
+    if child.has_ended():
+        return
     steps = ((signal.SIGTERM, drain_seconds), (signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, KILL_SECONDS))
     for number, seconds in steps:
         if child.has_ended():
@@ -64,7 +69,8 @@ async def stop(child: Child, drain_seconds: float) -> None:
         deadline = asyncio.get_running_loop().time() + seconds
         while not child.has_ended() and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(POLL_SECONDS)
-    child.log.unlink(missing_ok=True)
+    if child.process.returncode == 0 and not log_folder:
+        child.log.unlink(missing_ok=True)
 
 
 def python(module: str, flags: Sequence[str]) -> list[str]:

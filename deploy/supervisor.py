@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 
+from bough.addresses import bare, joined
 from bough.child import Child
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, ConfigError, Unavailable
@@ -14,6 +14,7 @@ from bough.generation import Loads
 from bough.messages import WorkerInfo
 from bough.rpc import is_serving, open_channel
 from deploy.child import describe_end, python, start, stop
+from deploy.ports import free_port, require_free_port
 from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
 from deploy.stubs import get_loads, get_worker_info
@@ -30,11 +31,11 @@ class Supervisor:
 
     def __init__(self, settings: ProgramSettings, host: str, index_url: str) -> None:
         """`host` is this node's address: the program listens there, and is announced by it."""
-        self.settings, self.host = settings, host
+        self.settings, self.host = settings, bare(host)
         self._index_url = index_url
-        self._port = settings.config.port or _free_port(host)
-        self.http_port = _http_port(settings, host)  # -1 where there is no door for HTTP
-        self._progress = Progress(settings.supervision.stall_seconds)
+        self._port = settings.config.port or free_port(self.host)
+        self.http_port = _http_port(settings, self.host)  # -1 where there is no door for HTTP
+        self._progress = Progress()
         self._child: Child | None = None
         self._channel = open_channel(self.address)
         self._answered: float | None = None  # on the monotonic clock: when it was last heard of; None before it serves
@@ -42,7 +43,7 @@ class Supervisor:
     @property
     def address(self) -> str:
         """Of the program's gRPC services."""
-        return f"{self.host}:{self._port}"
+        return joined(self.host, self._port)
 
     @property
     def role(self) -> Role:
@@ -54,9 +55,11 @@ class Supervisor:
         An orchestrator serves once it answers: whether there is a target to ask is not its doing.
 
         Raises:
-            ConfigError: it has ended instead, with the last lines of its log, or took too long.
+            ConfigError: its port is in use, it has ended instead, with the last lines of its log, or took too long.
         """
         supervision = self.settings.supervision
+        if self.settings.config.port:
+            require_free_port(self.host, self._port)
         command = python(self.role.module, self._flags())
         variables = child_variables(self.settings, self._index_url)
         child = start(self.role.module, command, variables, supervision.niceness, supervision.log_folder)
@@ -106,7 +109,8 @@ class Supervisor:
     async def stop(self) -> None:
         """Lets the program finish what it does, for as long as its own settings say, and ends it."""
         if self._child is not None:
-            await stop(self._child, self.settings.config.drain_seconds + DRAIN_MARGIN_SECONDS)
+            patience_seconds = self.settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
+            await stop(self._child, patience_seconds, self.settings.supervision.log_folder)
         await self._channel.close()
 
     async def _problem(self) -> str:
@@ -117,14 +121,18 @@ class Supervisor:
             return ""
         info = await self.info()
         now = self._answered = time.monotonic()
-        if not self._progress.is_stalled(info, now):
-            return ""
         seconds = self._progress.stalled_seconds(info, now)
+        if seconds < self.settings.supervision.stall_seconds:
+            return ""
         return f"has {info.num_waiting + info.num_running} calls, and no pass has ended for {seconds:.0f} s"
 
     def _flags(self) -> list[str]:
-        """The last of equal flags wins, so what is added here does."""
+        """The last of equal flags wins, so what is added here does.
+
+        How long the program may drain is among it, for `stop` waits as long: the node's environment must not differ.
+        """
         flags = [*self.settings.flags, "--host", self.host, "--port", str(self._port)]
+        flags += ["--drain-seconds", str(self.settings.config.drain_seconds)]
         return flags if self.http_port < 0 else [*flags, "--http-port", str(self.http_port)]
 
 
@@ -138,16 +146,10 @@ def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]
     return {**threads, **dict(settings.environment), name: index_url}
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _http_port(settings: ProgramSettings, host: str) -> int:
     """Of an orchestrator; a free one unless it is set, -1 for none."""
     config = settings.config
     if not isinstance(config, OrchestratorConfig):
         return -1
     port = int(getattr(config, "http_port", -1))
-    return port or _free_port(host)
+    return port or free_port(host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from bough.addresses import is_wildcard, joined
 from bough.config import DEFAULT_PORT
 from bough.errors import BoughError
 from bough.ray_dashboard import Application, Deployment, Node, RayDashboard
@@ -44,10 +45,11 @@ def orchestrators(applications: Sequence[Application]) -> list[str]:
     for application in applications:
         for deployment in application.deployments:
             program = deployment.user_config.get("program", {})
-            port = program.get("port", DEFAULT_PORT)
+            host, port = program.get("host") or "", program.get("port", DEFAULT_PORT)
             if deployment.name == ORCHESTRATOR and port:
                 running = [replica for replica in deployment.replicas if replica.state == "RUNNING"]
-                addresses += [f"{program.get('host') or replica.host}:{port}" for replica in running]
+                hosts = [replica.host if is_wildcard(host) else host for replica in running]
+                addresses += [joined(each, port) for each in hosts]
     return addresses
 
 

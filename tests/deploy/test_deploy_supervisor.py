@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,12 +70,14 @@ async def test_a_program_that_died_is_told_with_its_last_words(index_url: str, t
     program = {"simulate": str(PROFILE), "namespace": "died"}
     async with supervised(Role.DRAFT, index_url, tmp_path, program) as draft:
         os.kill(process_id(draft), signal.SIGKILL)
-        with pytest.raises(Unavailable, match=r"draft_worker was killed by SIGKILL; the last lines of .*\n.*ready at"):
+        with pytest.raises(
+            Unavailable, match=r"draft_worker was killed by SIGKILL; the last lines of .*\n(.|\n)*ready at"
+        ):
             await checked_until_it_fails(draft)
 
 
 async def test_a_program_that_cannot_start_says_why(index_url: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"target_worker ended with status 2;.*\n.*error: .*nowhere"):
+    with pytest.raises(ConfigError, match=r"target_worker ended with status 2;.*\n(.|\n)*error: .*nowhere"):
         async with supervised(Role.TARGET, index_url, tmp_path, {"simulate": "nowhere"}):
             pass
 
@@ -158,6 +161,90 @@ async def test_an_index_is_supervised_as_well(tmp_path: Path) -> None:
             await checked_until_it_fails(index)
     finally:
         await index.stop()
+
+
+async def test_a_stranger_on_a_fixed_port_is_not_taken_for_the_program(index_url: str, tmp_path: Path) -> None:
+    """One of another namespace answers there as ours would, before ours has found its port in use."""
+    stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port()}
+    async with supervised(Role.DRAFT, index_url, tmp_path, stranger):
+        with pytest.raises(ConfigError, match=rf"program\.port: value was {stranger['port']}, which is in use at 127"):
+            async with supervised(Role.DRAFT, index_url, tmp_path, {**stranger, "namespace": "ours"}):
+                pass
+    async with supervised(Role.DRAFT, index_url, tmp_path, stranger) as again:
+        await again.check()
+
+
+async def test_a_program_drains_as_long_as_its_supervisor_waits(
+    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOUGH_DRAFT_DRAIN_SECONDS", "3600")
+    async with supervised(Role.DRAFT, index_url, tmp_path, {"simulate": str(PROFILE), "namespace": "long"}) as draft:
+        assert draft._child is not None
+        flags = draft._child.command
+        assert float(flags[flags.index("--drain-seconds") + 1]) == draft.settings.config.drain_seconds == 25
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_a_node_may_have_an_ipv6_address(tmp_path: Path, host: str) -> None:
+    port = free_port()
+    index = IndexServer(IndexSettings(port=port), host)
+    try:
+        await index.wait()
+        assert index.url == f"redis://[::1]:{port}"
+        settings = read_program(Role.DRAFT, {"program": {"simulate": str(PROFILE)}, "log_folder": str(tmp_path)})
+        draft = Supervisor(settings, host, index.url)
+        registry = Registry(index.url)
+        try:
+            await draft.start()
+            assert draft.address.startswith("[::1]:")
+            assert [record.address for record in await registry.workers()] == [draft.address]
+        finally:
+            await draft.stop()
+            await registry.close()
+    finally:
+        await index.stop()
+
+
+async def test_an_index_that_listens_everywhere_is_known_by_its_nodes_address() -> None:
+    port = free_port()
+    index = IndexServer(IndexSettings(host="0.0.0.0", port=port), HOST)
+    try:
+        await index.wait()
+        assert index.url == f"redis://{HOST}:{port}"
+        elsewhere = Registry(f"redis://127.0.0.2:{port}")
+        await elsewhere.ping()
+        await elsewhere.close()
+    finally:
+        await index.stop()
+
+
+async def test_a_log_is_kept_where_somebody_may_read_it(
+    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    asked_for, temporary = tmp_path / "asked-for", tmp_path / "temporary" / "bough"
+    program = {"simulate": str(PROFILE), "namespace": "logs"}
+    async with supervised(Role.DRAFT, index_url, asked_for, program):
+        pass
+    assert len([*asked_for.glob("draft_worker-*.log")]) == 1
+    settings = read_program(Role.DRAFT, {"program": program})
+    for is_killed in (False, True):
+        draft = Supervisor(settings, HOST, index_url)
+        await draft.start()
+        if is_killed:
+            os.kill(process_id(draft), signal.SIGKILL)
+        await draft.stop()
+        assert len([*temporary.glob("*.log")]) == is_killed, "of one that crashed it is all that is left"
 
 
 async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:

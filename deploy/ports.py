@@ -1,0 +1,39 @@
+"""Ports of this node: one that is free, and whether a fixed one is."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from bough.errors import ConfigError
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listens on at this host, which may be an IPv6 address."""
+    with _bound(host, 0) as probe:
+        return int(probe.getsockname()[1])
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raises ConfigError where something listens there already: it would be taken for the program, and asked.
+
+    Whatever else is wrong with the address is said by the program itself.
+    """
+    try:
+        _bound(host, port).close()
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise ConfigError(f"program.port: value was {port}, which is in use at {host}; must be free") from exc
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen; connections of an earlier program that linger are no hindrance."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    probe = socket.socket(family, kind, protocol)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+    except OSError:
+        probe.close()
+        raise
+    return probe
