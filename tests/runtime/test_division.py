@@ -93,3 +93,11 @@ def test_only_where_the_processor_computes(smollm: Path) -> None:
     simulated = Settings(parse(TargetConfig, "t", ["--simulate", "two-cores"], {}), None, orchestrator)
     assert divided(simulated, said.append) == simulated
     assert len(said) == 1
+
+
+def test_more_than_is_free_is_said_aloud() -> None:
+    """A user who tells the target to take more than there is has it so, and reads what may come of it."""
+    division = divide(8 * GB, target_of("--device-memory", "20GB"), draft_of(), NEEDS, has_index=True)
+    assert division.target.device_memory == 20 * GB
+    assert "more than is free by" in division.lines()[-1]
+    assert "left free" in divide(8 * GB, target_of(), draft_of(), NEEDS, has_index=True).lines()[-1]
