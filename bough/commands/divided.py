@@ -12,7 +12,6 @@ from bough.model.draft_needs import draft_needs
 from bough.runtime.division import divide
 from bough.runtime.machine import free_memory
 
-
 GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu")  # CUDA's, WSL2's, ROCm's, Jetson's, as files in /dev
 
 
