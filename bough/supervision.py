@@ -52,7 +52,12 @@ async def supervised(cluster: Cluster, say: Say, policy: RestartPolicy = DEFAULT
     block = asyncio.current_task()
     assert block is not None, "a coroutine runs in a task"
     watching = asyncio.create_task(Supervisor(cluster, say, policy).run())
-    watching.add_done_callback(lambda task: None if task.cancelled() else block.cancel())
+
+    def cancel_block(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            block.cancel()
+
+    watching.add_done_callback(cancel_block)
     try:
         yield
     except asyncio.CancelledError:
@@ -61,6 +66,7 @@ async def supervised(cluster: Cluster, say: Say, policy: RestartPolicy = DEFAULT
             watching.result()
         raise
     finally:
+        watching.remove_done_callback(cancel_block)  # a block that has ended is not to be cancelled any more
         await end(watching)
 
 

@@ -211,8 +211,8 @@ def models_to_wire(models: Sequence[g.ModelInfo]) -> pb.ModelInfo:
 
 
 def models_from_wire(message: pb.ModelInfo) -> tuple[g.ModelInfo, ...]:
-    """All that are listed."""
-    return tuple(_model_from_wire(model) for model in message.models)
+    """All that are listed; of an orchestrator that lists none, the one that the message itself is."""
+    return tuple(_model_from_wire(model) for model in message.models or [message])
 
 
 def _model_from_wire(message: pb.ModelInfo) -> g.ModelInfo:

@@ -67,6 +67,11 @@ class Known(Generic[AnyClient]):
         return not self.problem and self.health.is_good
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the index lists it no more: it drains, or is about to be forgotten."""
+        return self.num_missing > 1
+
+    @property
     def busyness(self) -> tuple[int, float]:
         """To choose the least of: what this orchestrator runs there, then what all do, as the worker last said."""
         load = self.record.load

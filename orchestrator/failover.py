@@ -136,7 +136,9 @@ class Failover:
         if not usable:
             return None
         need = Need(len(session.tokens), session.num_left, {})
-        target = min(usable, key=lambda known: (known is lost, known.expected_seconds(need), known.busyness))
+        target = min(
+            usable, key=lambda known: (known is lost, known.is_leaving, known.expected_seconds(need), known.busyness)
+        )
         if await _still_answers(target):
             return target
         target.health.lost()

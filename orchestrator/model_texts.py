@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bough.generation import GenerateOptions, Prompt
@@ -23,11 +24,12 @@ class PromptRead(NamedTuple):
     max_context: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelTexts:
     """Speaks of models by their names; the empty one is the only model that is served."""
 
     directory: Directory
+    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # a thread is left to requests
 
     async def tokens(self, prompt: Prompt, model: str) -> PromptRead:
         """A prompt as a request would read it.
@@ -40,7 +42,10 @@ class ModelTexts:
         target = self._target(model)
         info = target.info
         require_size(prompt, target.tokens, info.max_context)
-        token_ids = await self.directory.tokenizing.run(lambda: whole_prompt(prompt, target.tokens, info.vocab_size))
+        async with self._turn:
+            token_ids = await self.directory.tokenizing.run(
+                lambda: whole_prompt(prompt, target.tokens, info.vocab_size)
+            )
         return PromptRead(token_ids, info.max_context)
 
     async def text(self, token_ids: Sequence[int], model: str) -> str:
@@ -51,7 +56,8 @@ class ModelTexts:
             require_tokens("tokens", token_ids, target.info.vocab_size)
             return target.tokens.decode(token_ids)
 
-        return await self.directory.tokenizing.run(decoded)
+        async with self._turn:
+            return await self.directory.tokenizing.run(decoded)
 
     def tokenizer(self, model: str) -> Tokenizer:
         """A model's tokenizer, also while no target with it can be used. Raises as `tokens` does."""

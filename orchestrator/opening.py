@@ -172,11 +172,14 @@ class Opening:
 
 
 def _quickest(targets: Targets, need: Need) -> Known[TargetClient]:
-    """The target where a request would be over first, of those that hold all that it may come to, or most of it."""
+    """The target where a request would be over first, of those that hold all that it may come to, or most of it.
+
+    One that the index lists no more is about to leave, and comes last.
+    """
     longest = max(target.info.max_context for target in targets)
     wanted = min(need.num_tokens + need.num_output, longest)
     fitting = [target for target in targets if target.info.max_context >= wanted]
-    return min(fitting, key=lambda target: (target.expected_seconds(need), target.busyness))
+    return min(fitting, key=lambda target: (target.is_leaving, target.expected_seconds(need), target.busyness))
 
 
 def require_vocabulary(tokens: Sequence[int], vocab_size: int, session_id: str) -> None:

@@ -42,18 +42,14 @@ class Stream:
 
     async def before_end(self, work: Awaitable[Result]) -> Result | None:
         """What it comes to; None where the stream is aborted first, which ends the work. Raises what else ends it."""
-        task, end = asyncio.ensure_future(work), asyncio.ensure_future(self.ended.wait())
+        task, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.ended.wait())
         try:
-            await asyncio.wait((task, end), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
             if self.error is not None:
                 raise self.error
             return task.result() if task.done() else None
         finally:
-            end.cancel()
-            if not task.done():
-                task.cancel()
-            with suppress(asyncio.CancelledError, BoughError):
-                await task
+            await end(task, ending)  # where this task is cancelled meanwhile, that is raised
 
     async def delivered(self, events: AsyncGenerator[Item, None], stalled_seconds: float) -> AsyncGenerator[Item, None]:
         """The same events to a reader that may be slow, or stop reading without a word.

@@ -43,7 +43,8 @@ class Slots:
             BoughError: what the target answers.
         """
         turns = self._turns[session.target_identity]
-        may_ask, num_refused = seat.has_slot or not turns.locked(), 0
+        # A session whose KV the target holds takes no room from those who wait: they may be waiting for its very slot.
+        may_ask, num_refused = seat.has_slot or session.target_held > 0 or not turns.locked(), 0
         while True:
             if may_ask:
                 try:
@@ -131,6 +132,9 @@ class Slots:
         others = [
             target
             for target in self.directory.alike(session.target_identity, session.max_length, num_nodes)
-            if target is not home and target.is_usable_by(session.session_id) and target.expected_seconds(need) <= limit
+            if target is not home
+            and target.is_usable_by(session.session_id)
+            and not target.is_leaving
+            and target.expected_seconds(need) <= limit
         ]
         return [home, *sorted(others, key=lambda target: target.expected_seconds(need))]

@@ -59,7 +59,7 @@ class WorkerClient:
     async def info(self) -> WorkerInfo:
         """What the worker serves."""
         request = common_pb2.GetServerInfoRequest()
-        return wire.info_from_wire(await self._errors(self._stub.GetServerInfo(request, timeout=INFO_TIMEOUT_SECONDS)))
+        return wire.info_from_wire(await self._ask(self._stub.GetServerInfo, request, INFO_TIMEOUT_SECONDS))
 
     async def answers_as(self, worker_id: str) -> bool:
         """Whether this worker is there, and not another process at the same address."""
@@ -71,13 +71,16 @@ class WorkerClient:
     async def release(self, session_id: str, epoch: int) -> None:
         """Lets the worker forget a session, unless it has been placed anew since this epoch. 0 does not care."""
         request = common_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)
-        await self._errors(self._stub.Release(request, timeout=RELEASE_TIMEOUT_SECONDS))
+        await self._ask(self._stub.Release, request, RELEASE_TIMEOUT_SECONDS)
 
-    async def _errors(self, call: Awaitable[Reply]) -> Reply:
+    async def _ask(self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float) -> Reply:
+        """One call. Raises what the worker answers, or Unavailable; also where the channel has been closed."""
         try:
-            reply = await call
+            reply = await method(request, timeout=timeout_seconds)
         except grpc.aio.AioRpcError as exc:
             raise to_error(exc, self.address) from exc
+        except grpc.aio.UsageError as exc:  # of a worker that was forgotten while a request waited for it
+            raise Unavailable(f"{self.address}: the connection was closed") from exc
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -104,7 +107,7 @@ class DraftClient(WorkerClient):
             round_ = context.base_length
             grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan, vocab_size, session.epoch)
             request = wire.grow_call_to_wire(grow)
-            return wire.grow_result_from_wire(await self._errors(self._stub.Grow(request, timeout=timeout_seconds)))
+            return wire.grow_result_from_wire(await self._ask(self._stub.Grow, request, timeout_seconds))
 
         return await _with_context(session, session.draft_held, call)
 
@@ -163,7 +166,7 @@ class TargetClient(WorkerClient):
                 reserves,
             )
             request = wire.verify_call_to_wire(verify)
-            return wire.verify_result_from_wire(await self._errors(self._stub.Verify(request, timeout=timeout_seconds)))
+            return wire.verify_result_from_wire(await self._ask(self._stub.Verify, request, timeout_seconds))
 
         return call
 

@@ -201,3 +201,19 @@ async def test_a_kept_session_waits_in_its_turn_and_keeps_what_it_holds(fakes: F
         target.num_slots = num_slots
         second = await read(client, replace(options, continues=True), TextPrompt("more"))
     assert second.end.usage.cached_tokens == len(SYSTEM) + len(first.token_ids) - 1
+
+
+async def test_a_target_that_is_about_to_leave_gets_no_new_requests(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it empties it looks quicker than any other; it would refuse whatever came."""
+    monkeypatch.setattr(
+        "orchestrator.directory.POLL_SECONDS", 1000.0
+    )  # after the first look the test says who is listed
+    leaving, staying = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
+    requests, process = await fakes.orchestrator(num_targets=2)
+    known = {target.record.worker_id: target for target in requests.directory.targets}
+    known["t0"].num_missing, known["t1"].num_running = 2, 3
+    async with Client(process.address) as client:
+        await read(client, TURN, TokenPrompt(SYSTEM))
+    assert (len(leaving.calls) > 0, len(staying.calls) > 0) == (False, True)

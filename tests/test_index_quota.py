@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_server import Server, served
 
-from bough.errors import Unavailable
+from bough.errors import StaleEpoch, Unavailable
 from bough.records import RequestRecord, SessionRecord
 from bough.registry import Quota, Registry
 from bough.sampling import SamplingParams, StopConditions
@@ -150,3 +150,14 @@ async def _never_exceeded(server: Server, operations: list[tuple[str, int, int]]
             assert len(hashes) <= quota.max_records
             taken = sum([await raw.strlen(key) for key in await raw.keys("{bough}:session-tokens:*")])
             assert taken <= total
+
+
+async def test_a_session_that_was_closed_stays_closed_where_the_index_is_full(server: Server) -> None:
+    """Its epoch ends sooner than others' records; were it the first to go, its old holder could write it again."""
+    async with flushed(server, Quota(max_records=8)) as registry:
+        claim = await registry.claim_session("closed", "me")
+        await registry.close_session("closed")
+        for number in range(20):
+            await record(registry, f"s{number}")
+        with pytest.raises(StaleEpoch):
+            await registry.record_session(replace(SESSION, session_id="closed", epoch=claim.epoch), 0)

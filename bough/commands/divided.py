@@ -12,6 +12,8 @@ from bough.model.draft_needs import draft_needs
 from bough.runtime.division import divide
 from bough.runtime.machine import free_memory
 
+GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu")  # CUDA's, WSL2's, ROCm's, Jetson's, as files in /dev
+
 
 def divided(settings: Settings, report: Callable[[str], None]) -> Settings:
     """The same settings with what each worker may take; `report` hears the plan.
@@ -32,5 +34,5 @@ def divided(settings: Settings, report: Callable[[str], None]) -> Settings:
 
 
 def _may_be_gpu(config: WorkerConfig) -> bool:
-    is_here = any(Path("/dev").glob("nvidia[0-9]*"))
+    is_here = any(path for name in GPU_DEVICES for path in Path("/dev").glob(name))
     return config.device.startswith("cuda") or (config.device == "auto" and is_here)

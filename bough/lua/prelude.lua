@@ -62,10 +62,15 @@ local function enter(ledger, sizes, name, bytes, keep_ms, quota)
         -- A little more than must go goes, or the next entry would have to ask again.
         local num_over, bytes_over = num - quota[1] + math.floor(quota[1] / 64), sum - quota[2] + math.floor(quota[2] / 64)
         local answer, first = {FULL}, redis.call('ZRANGE', ledger, 0, MOST_VICTIMS, 'WITHSCORES')
-        for index = 1, #first, 2 do
-            if first[index] ~= name and (num_over > 0 or bytes_over > 0) then
-                answer[#answer + 1], answer[#answer + 2] = first[index], first[index + 1]
-                num_over, bytes_over = num_over - 1, bytes_over - count(sizes, first[index])
+        -- What holds an epoch alone goes last: without it a session that was closed could be written again.
+        for _, is_bare in ipairs({false, true}) do
+            for index = 1, #first, 2 do
+                local size = count(sizes, first[index])
+                local is_next = first[index] ~= name and (size <= OVERHEAD) == is_bare
+                if is_next and (num_over > 0 or bytes_over > 0) then
+                    answer[#answer + 1], answer[#answer + 2] = first[index], first[index + 1]
+                    num_over, bytes_over = num_over - 1, bytes_over - size
+                end
             end
         end
         return answer

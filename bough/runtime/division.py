@@ -55,10 +55,13 @@ class Division:
     def lines(self) -> Sequence[str]:
         """For people, one a process."""
         left = self.free - sum(share.num_bytes for share in self.shares)
+        last = f"  {'left free':15}{gigabytes(left):>9}"
+        if left < 0:
+            last = f"  more than is free by {gigabytes(-left)}: this machine may swap, or end a process for its memory"
         return [
             f"memory: {gigabytes(self.free)} are free for these processes; at most",
             *(f"  {share}" for share in self.shares),
-            f"  {'left free':15}{gigabytes(left):>9}",
+            last,
         ]
 
 
@@ -87,7 +90,7 @@ def divide(
         raise ConfigError(
             f"--device-memory: of {gigabytes(free)} that are free the other processes take {gigabytes(others)}, and "
             f"{gigabytes(left)} stay free; {gigabytes(max(0, budget))} are left for the target, which must have "
-            f"{gigabytes(LEAST_TARGET_BYTES)} or more"
+            f"{gigabytes(LEAST_TARGET_BYTES)} or more; a smaller --kv-memory, or --draft none, leaves it more"
         )
     remark = f"of which {gigabytes(budget)} for weights, KV and activations"
     shares.append(Share("target worker", WORKER_BYTES + budget, target.threads, remark))

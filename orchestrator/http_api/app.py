@@ -42,7 +42,7 @@ from orchestrator.http_api.spelling import Spell
 from orchestrator.models import largest_context
 from orchestrator.requests import Requests
 
-SESSION_HEADERS = ("x-session-id", "x-correlation-id")  # the second is what AIPerf sends
+SESSION_HEADER = "x-session-id"
 REQUEST_ID = b"x-request-id"
 _NAME = re.compile(rb"[\x21-\x7e]{1,128}")
 GENERATE, TOKENIZE = "Generate", "Tokenize"  # as an Entrance counts them
@@ -187,7 +187,7 @@ def _session_id(request: Request, fields: GenerationFields) -> str:
     """Of the body, or of a header that is there."""
     if fields.session_id:
         return fields.session_id
-    return next((request.headers[name] for name in SESSION_HEADERS if request.headers.get(name)), "")
+    return request.headers.get(SESSION_HEADER, "")
 
 
 @dataclass(frozen=True, slots=True)

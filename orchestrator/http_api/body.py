@@ -64,10 +64,12 @@ class BodyReader:
         """Appends the body as it arrives; all that is in `chunks` is counted."""
         try:
             async with asyncio.timeout(READ_SECONDS):
+                num_bytes = 0
                 async for chunk in request.stream():
                     chunks.append(chunk)
+                    num_bytes += len(chunk)
                     self._num_bytes += len(chunk)
-                    _require_size(sum(map(len, chunks)))
+                    _require_size(num_bytes)
                     self._require_room()
         except TimeoutError as exc:
             message = f"body: not complete after {READ_SECONDS:g} s; must arrive in that time"

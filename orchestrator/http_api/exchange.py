@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -79,8 +80,8 @@ class Exchange:
         await writer.write(b"".join(map(_data, self.answer.last_chunks())))
 
     async def _opened(self, events: AsyncGenerator[Indexed | None]) -> bytes:
-        """What the stream begins with, once all requests have been let in, or it has been silent for long."""
-        beginning = b""
+        """What the stream begins with, once all requests have been let in, or after `SILENT_SECONDS`."""
+        beginning, deadline = b"", time.monotonic() + SILENT_SECONDS
         num_waiting = len(self.answer.choices)
         while num_waiting:
             one = await anext(events)
@@ -88,6 +89,8 @@ class Exchange:
                 return beginning + KEEP_ALIVE
             beginning += self._data(one)
             num_waiting -= isinstance(one.event, Started)
+            if time.monotonic() > deadline:
+                break
         return beginning
 
     def _data(self, one: Indexed) -> bytes:

@@ -67,7 +67,7 @@ def test_without_a_draft_the_target_has_its_part() -> None:
 
 def test_too_little_memory_is_refused_with_the_figures() -> None:
     with pytest.raises(
-        ConfigError, match=r"^--device-memory: of 1\.50 GB that are free .* must have 0\.10 GB or more$"
+        ConfigError, match=r"^--device-memory: of 1\.50 GB that are free .* must have 0\.10 GB or more; "
     ):
         divide(int(1.5 * GB), target_of(), draft_of(), NEEDS, has_index=True)
 
@@ -93,3 +93,11 @@ def test_only_where_the_processor_computes(smollm: Path) -> None:
     simulated = Settings(parse(TargetConfig, "t", ["--simulate", "two-cores"], {}), None, orchestrator)
     assert divided(simulated, said.append) == simulated
     assert len(said) == 1
+
+
+def test_more_than_is_free_is_said_aloud() -> None:
+    """A user who tells the target to take more than there is has it so, and reads what may come of it."""
+    division = divide(8 * GB, target_of("--device-memory", "20GB"), draft_of(), NEEDS, has_index=True)
+    assert division.target.device_memory == 20 * GB
+    assert "more than is free by" in division.lines()[-1]
+    assert "left free" in divide(8 * GB, target_of(), draft_of(), NEEDS, has_index=True).lines()[-1]

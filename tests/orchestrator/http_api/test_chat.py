@@ -181,7 +181,7 @@ async def test_without_a_limit_an_answer_goes_on_to_its_own_end(door: HttpStack)
     assert text_of(answer) == text_of(limited)
 
 
-@pytest.mark.parametrize("ways", [{"x_session_id": "by-header"}, {"x_correlation_id": "by-alias"}, {}])
+@pytest.mark.parametrize("ways", [{"x_session_id": "by-header"}, {}])
 async def test_a_session_is_kept_by_its_header_or_its_field(door: HttpStack, ways: dict[str, str]) -> None:
     body = BODY if ways else BODY | {"session_id": "by-field"}
     name = next(iter(ways.values()), "by-field")

@@ -1,0 +1,178 @@
+"""Clients that others wrote, as their users call them, against a bough that runs beside them: extra `clients`.
+
+Each runs in a process of its own: what it imports, patches and warns of is not the tests' business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 60.0
+CALL_SECONDS = 120.0
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{BIN}:{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it asks the internet at its import
+}
+
+
+class Served(NamedTuple):
+    """Where the two doors are."""
+
+    grpc: str
+    base_url: str  # with /v1
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`bough up` without weights, on free ports."""
+    log = tmp_path_factory.mktemp("clients") / "up.log"
+    command = [sys.executable, "-m", "bough.cli", "up", "--simulate", "l40-70b-4bit", "--port", "0", "--http-port", "0"]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not (found := re.search(r"base URL (\S+/v1)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        address = re.search(r"ready: (\S+)", log.read_text())
+        assert address
+        yield Served(address[1], found[1])
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """What a program prints. Its assertions are the test's."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=CALL_SECONDS, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed: extra `clients`")
+
+
+OPENAI = """
+import sys
+import openai
+client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
+model = client.models.list().data[0].id
+question = [{"role": "user", "content": "Why is the sky blue?"}]
+asked = dict(model=model, messages=question, seed=7, temperature=0.8, max_completion_tokens=24)
+
+whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+text = whole.choices[0].message.content
+assert text and whole.usage.completion_tokens == len(whole.choices[0].logprobs.content)
+assert all(len(each.top_logprobs) == 2 for each in whole.choices[0].logprobs.content)
+
+chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text, "streamed and whole differ"
+assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= 0
+
+assert len({c.message.content for c in client.chat.completions.create(**asked, n=2).choices}) == 2
+completion = client.completions.create(
+    model=model, prompt="The sky is", max_tokens=8, seed=1, extra_body={"ignore_eos": True}
+)
+assert completion.choices[0].finish_reason == "length"
+
+for wanted, changed in (
+    (openai.NotFoundError, dict(model="no-such-model")),
+    (openai.BadRequestError, dict(messages=[])),
+    (openai.BadRequestError, dict(temperature=-1)),
+):
+    try:
+        client.chat.completions.create(**{**asked, **changed})
+    except wanted as exc:
+        assert exc.body["param"] == next(iter(changed)), exc.body
+    else:
+        raise AssertionError(f"{changed} was taken")
+print(text)
+"""
+
+
+@needs("openai")
+def test_openai(served: Served) -> None:
+    """Models, chat whole and streamed, log-probabilities, several choices, completions, and errors by their class."""
+    assert run_python(OPENAI, served.base_url).strip()
+
+
+LANGCHAIN = """
+import sys
+from langchain_openai import ChatOpenAI
+chat = ChatOpenAI(base_url=sys.argv[1], api_key="none", model=sys.argv[2], max_completion_tokens=16, seed=3)
+answer = chat.invoke("Why is the sky blue?")
+assert answer.usage_metadata["output_tokens"] == 16, answer
+assert "".join(piece.text for piece in chat.stream("Why is the sky blue?")) == answer.text
+"""
+LITELLM = """
+import sys, litellm
+asked = dict(model="openai/" + sys.argv[2], api_base=sys.argv[1], api_key="none", max_tokens=16, seed=3,
+             messages=[{"role": "user", "content": "Why is the sky blue?"}])
+answer = litellm.completion(**asked)
+text = "".join(c.choices[0].delta.content or "" for c in litellm.completion(**asked, stream=True))
+assert text and text == answer.choices[0].message.content
+"""
+MODEL = "import sys, openai; print(openai.OpenAI(base_url=sys.argv[1], api_key='none').models.list().data[0].id)"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(LANGCHAIN, marks=needs("langchain_openai"), id="langchain-openai"),
+        pytest.param(LITELLM, marks=needs("litellm"), id="litellm"),
+    ],
+)
+def test_libraries_built_on_it(served: Served, code: str) -> None:
+    """The same seed gives the same text, streamed or not."""
+    run_python(code, served.base_url, run_python(MODEL, served.base_url).strip())
+
+
+@needs("llm")
+def test_llm(served: Served, tmp_path: Path) -> None:
+    """Simon Willison's command, with the model in its extra-openai-models.yaml."""
+    name = run_python(MODEL, served.base_url).strip()
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: bough\n  model_name: {name}\n  api_base: {served.base_url}\n"
+    )
+    command = [str(BIN / "llm"), "-m", "bough", "-o", "max_tokens", "16", "Why is the sky blue?"]
+    environment = {**ENVIRONMENT, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none", "LLM_LOAD_PLUGINS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 3
+
+
+@pytest.mark.skipif(shutil.which("grpcurl", path=ENVIRONMENT["PATH"]) is None, reason="grpcurl is not installed")
+def test_grpcurl(served: Served) -> None:
+    """By reflection alone: services are listed, and a call made, without a .proto file at hand."""
+
+    def call(*arguments: str) -> str:
+        command = ["grpcurl", "-plaintext", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS, env=ENVIRONMENT)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "bough.v1.Generation" in call(served.grpc, "list").split()
+    request = json.dumps({"text": "The sky is", "max_tokens": 8, "seed": 1, "ignore_eos": True})
+    answer = call("-d", request, served.grpc, "bough.v1.Generation/Generate")
+    assert '"finish_reason": "length"' in answer
