@@ -75,7 +75,7 @@ class ChaosCluster:
 
     def restart(self, name: str) -> None:
         """Starts a killed process again, as it was started first."""
-        self._cluster.start(name, self._cluster.children[name].command)
+        self._cluster.start(name, (child := self._cluster.children[name]).command, child.variables)
         self._down.discard(name)
 
     async def pause(self, name: str, seconds: float) -> None:
@@ -134,7 +134,7 @@ class ChaosCluster:
                     print(f"{name} ended with status {child.process.returncode}:\n{child.tail()}", file=sys.stderr)
                     await asyncio.sleep(RESTART_SECONDS)
                     if self._cluster.children[name] is child and name not in self._down:
-                        self._cluster.start(name, child.command)
+                        self._cluster.start(name, child.command, child.variables)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _num_used(self, address: str) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from bough.draft_probs import normalised
 from bough.growth import Scheme, StaticShape, TreePlan
 from bough.messages import Context, VerifyCall
 from bough.model.batch import Batch
-from bough.model.draw import _gumbel, filtered, probabilities
+from bough.model.draw import filtered, gumbel, probabilities
 from bough.model.sample import Purpose, generator, independently, without_replacement
 from bough.pb import common_pb2
 from bough.sampling import SamplingParams
@@ -106,7 +106,7 @@ def of_all_seeds(bits: np.random.BitGenerator, draw: Callable[[], np.ndarray]) -
 def noise(index: int) -> np.ndarray:
     """(NUM_DRAWS, VOCAB) with which the target draws the token of this index."""
     bits = np.random.Philox(key=0, counter=[0, len(PROMPT) + index, 0, 0])
-    return _gumbel(of_all_seeds(bits, lambda: bits.random_raw(VOCAB)))
+    return gumbel(of_all_seeds(bits, lambda: bits.random_raw(VOCAB)))
 
 
 class Replayed:

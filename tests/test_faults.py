@@ -40,7 +40,7 @@ async def cluster(shared: Cluster) -> Cluster:
     """The pipeline for one more test: what others have ended is started again, which is sooner than starting all."""
     for name, child in shared.children.items():
         if child.has_ended():
-            shared.start(name, child.command)
+            shared.restart(name)
     async with asyncio.timeout(60), Client(shared.address) as client:
         while not await is_whole(client, shared):
             await asyncio.sleep(0.1)
@@ -130,7 +130,7 @@ async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster
 async def test_another_target_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster, client: Client) -> None:
     options = replace(LONG, session_id="at the first target")
     undisturbed, _ = await run(client, options, 0, None)
-    cluster.start("second_target", cluster.children["target_worker"].command)
+    cluster.start("second_target", (target := cluster.children["target_worker"]).command, target.variables)
     while len([w for w in (await client.server_info()).workers if w.info.kind == "target"]) < 2:
         await asyncio.sleep(0.1)
     tokens, finished = await asyncio.wait_for(run(client, options, 40, lambda: end(cluster, "target_worker")), 60)
@@ -141,7 +141,8 @@ async def test_another_target_goes_on_with_the_stream_of_one_that_was_killed(clu
 
 
 async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster) -> None:
-    victim = cluster.start("second", cluster.children["orchestrator"].command)
+    orchestrator = cluster.children["orchestrator"]
+    victim = cluster.start("second", orchestrator.command, orchestrator.variables)
     registry = Registry(cluster.index_url)
     while len(addresses := [r.address for r in await registry.workers() if r.kind == "orchestrator"]) < 2:
         await asyncio.sleep(0.1)
@@ -180,7 +181,7 @@ async def test_killing_the_index_stops_no_stream_and_is_told(cluster: Cluster, c
 async def test_a_draft_that_comes_back_is_used_again(cluster: Cluster, client: Client) -> None:
     end(cluster, "draft_worker")
     cluster.children["draft_worker"].process.wait()
-    cluster.start("draft_worker", cluster.children["draft_worker"].command)
+    cluster.restart("draft_worker")
     for _ in range(300):
         _, finished = await run(client, replace(LONG, max_tokens=20), 0, None)
         if finished.speculation.num_degraded_rounds == 0:

@@ -78,7 +78,7 @@ def test_python(namespace: str, number: int) -> None:
     block = blocks("python")[number]
     if "from openai" in block:
         pytest.importorskip("openai")
-    assert len(pasted(namespace, sys.executable, "-c", block).split()) > 3
+    assert pasted(namespace, sys.executable, "-c", block).strip()
 
 
 def test_commands_of_the_shell(namespace: str) -> None:

@@ -100,7 +100,7 @@ def test_slots_without_keys_are_leased_and_forked_as_those_with(pair: SimulatedP
     text = [*range(300, 340)]
     try:
         computed = [engine.verify(verify_call(name, text)).result(10) for name in ("a", "b")]
-        assert [result.cached_length for result in computed] == [0, 39]
+        assert [result.cached_length for result in computed] == [0, 32], "whole blocks of what another holds"
         assert engine.verify(verify_call("a", text)).result(10) is computed[0]
         with pytest.raises(Exhausted):
             engine.verify(verify_call("c", [5] * 50, max_length=250)).result(10)

@@ -255,7 +255,7 @@ def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: lis
         [sys.executable, *MODULE, *command, "--simulate", "no-such"], capture_output=True, text=True, check=False
     )
     assert ran.returncode == 2
-    (line,) = ran.stderr.splitlines()
+    line = ran.stderr.splitlines()[-1]
     assert (
         line == f"error: profile: value was 'no-such'; must be a JSON file, or one of {', '.join(shipped_profiles())}"
     )

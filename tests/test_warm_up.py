@@ -16,7 +16,7 @@ from test_packed import flip
 from test_reproducible import FAMILIES
 from transformers import LlamaConfig
 
-from bough.errors import StreamError, Unavailable
+from bough.errors import StreamError
 from bough.model.checkpoint import Checkpoint
 from bough.model.pack import pack
 from bough.row_counts import RowCounts
@@ -124,41 +124,24 @@ def test_a_damaged_layer_is_named_when_it_comes(twelve_layers: Path, tmp_path: P
 
 
 def test_kernels_are_compiled_once_by_a_process_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
+    compiled: list[str] = []
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(kernels, "_compile_in_a_process", compiled.append)
     for dtype in ("bfloat16", "bfloat16", "float32", "bfloat16"):
         assert kernels.compile_apart(dtype)
-    assert [command[-3:] for command in commands] == [
-        ["-m", "target_worker.kernels", d] for d in ("bfloat16", "float32")
-    ]
+    assert compiled == ["bfloat16", "float32"]
 
 
 def test_a_target_goes_on_where_they_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(command: list[str], **_: bool) -> None:
-        raise subprocess.CalledProcessError(-9, command)
+    def fails(dtype: str) -> None:
+        raise subprocess.CalledProcessError(-9, dtype)
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.setattr(subprocess, "run", fails)
+    monkeypatch.setattr(kernels, "_compile_in_a_process", fails)
     with caplog.at_level(logging.WARNING):
         assert not kernels.compile_apart("bfloat16")
     assert "kernels could not be compiled apart" in caplog.text
-    done = subprocess.CompletedProcess([], 0)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(kernels, "_compile_in_a_process", lambda _: None)
     assert kernels.compile_apart("bfloat16")
-    assert len(list((tmp_path / "compiled").glob("target-bfloat16-*"))) == 2, "it is tried again, and then known"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_what_compiles_runs_through(dtype: torch.dtype) -> None:
-    """As a process of its own would, from what is in the cache."""
-    kernels.compile_here(dtype)
-
-
-def test_a_head_that_makes_no_numbers_is_known_at_the_start(twelve_layers: Path) -> None:
-    with streamed(twelve_layers, torch.bfloat16) as model:
-        model.skeleton.model.get_output_embeddings().weight.data[3] = torch.nan
-        with pytest.raises(Unavailable, match="are not numbers"):
-            model.warm_up(new_slot(model))
