@@ -130,7 +130,7 @@ def drawn_below(tokens: np.ndarray, scheme: Scheme, numbers: np.ndarray) -> np.n
     """(*tokens.shape, 2) children of nodes with these tokens; the first axis is that of texts."""
     call = grow_call(PROMPT, sampling=SamplingParams(temperature=TEMPERATURE), plan=TreePlan(SHAPE, scheme))
     values, ranked = largest(torch.from_numpy(DRAFT), VOCAB)
-    candidates = Guessing.of(call).candidates(values, ranked, np.zeros(VOCAB, np.int32), VOCAB)
+    candidates = Guessing.of(call).candidates(values, ranked, np.zeros(VOCAB, np.int32))
     choices, probs = candidates.tokens[tokens], normalised(weights_of(candidates))[tokens]
     rng: Any = Replayed(numbers)
     if scheme.is_without_replacement:

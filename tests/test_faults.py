@@ -133,9 +133,23 @@ async def test_another_target_goes_on_with_the_stream_of_one_that_was_killed(clu
     cluster.start("second_target", (target := cluster.children["target_worker"]).command, target.variables)
     while len([w for w in (await client.server_info()).workers if w.info.kind == "target"]) < 2:
         await asyncio.sleep(0.1)
-    tokens, finished = await asyncio.wait_for(run(client, options, 40, lambda: end(cluster, "target_worker")), 60)
-    cluster.children.pop("target_worker").process.wait()
-    cluster.children["target_worker"] = cluster.children.pop("second_target")
+    registry, killing = Registry(cluster.index_url), []
+
+    async def kill_its_target() -> None:
+        """Whichever of the two the session is at."""
+        session = await registry.load_session(options.session_id)
+        assert session is not None
+        process_id = int(session.target_id.split("-")[1])
+        (name,) = [name for name, child in cluster.children.items() if child.process.pid == process_id]
+        end(cluster, name)
+        killing.append(name)
+
+    acting = run(client, options, 40, lambda: killing.append(asyncio.ensure_future(kill_its_target())))
+    tokens, finished = await asyncio.wait_for(acting, 60)
+    await registry.close()
+    left = cluster.children.pop("second_target")
+    if killing[1] == "target_worker":
+        cluster.children["target_worker"] = left
     assert tokens == undisturbed
     assert finished.num_failovers == 1
 
