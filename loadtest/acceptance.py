@@ -34,7 +34,6 @@ from typing import NamedTuple
 import numpy as np
 
 from bough.acceptance import Acceptance, by_rank
-from bough.calibration import Calibration
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, parse
 from bough.demonstration import demonstration_folder
@@ -51,6 +50,7 @@ from loadtest import draft_step
 from loadtest.acceptance_bench import RANKS, Bench, Outcome
 from loadtest.acceptance_report import Row, interval, plot, prediction_errors, table, tokens_per_round
 from loadtest.acceptance_target import LazyTarget
+from loadtest.calibration import Calibration
 from loadtest.draft_step import CPU
 from loadtest.drafts import DISTILLED, draft_flags
 from loadtest.prompts import load_prompts

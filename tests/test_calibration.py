@@ -7,13 +7,13 @@ import re
 import numpy as np
 import pytest
 
-from bough.calibration import Calibration
 from bough.cli import argument_parser
 from bough.client import Client
 from bough.commands.doctor import doctor
 from bough.generation import Finished, GenerateOptions, Speculation, TokenPrompt
 from bough.launch import Cluster
 from bough.tree import Tree
+from loadtest.calibration import Calibration
 
 #   0
 #   1  2       tokens 10, 11
