@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN.md, "The repository"), read from the code itself."""
+"""Who may import whom (docs/design.md), read from the code itself."""
 
 from __future__ import annotations
 
