@@ -21,15 +21,18 @@ from bough.process import advertised, new_worker_id, with_advertised_host
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served
+from bough.security.keyring import Keyring
 from bough.tasks import end
 from orchestrator.directory import POLL_SECONDS, Directory
 from orchestrator.http_door import http_door
 from orchestrator.metrics import OrchestratorCollector
 from orchestrator.requests import Requests
 from orchestrator.service import serving_generation
+from orchestrator.tenants import Callers
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 DRAINING = "this orchestrator is draining; ask another orchestrator"
 
 
@@ -39,7 +42,7 @@ class Stopped(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Orchestrator:
-    """The parts of an orchestrator that listens. Another front door needs no more than `requests`."""
+    """The parts of an orchestrator that listens. Another front door needs no more than `callers`."""
 
     config: OrchestratorConfig
     worker_id: str
@@ -47,6 +50,7 @@ class Orchestrator:
     directory: Directory
     requests: Requests
     served: Served  # the gRPC server
+    callers: Callers
 
     @property
     def port(self) -> int:
@@ -83,22 +87,26 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
     Raises:
         Stopped: `stop` was set before the index answered.
         Unavailable: the index does not answer.
-        ConfigError: a port is in use, the URL of the index cannot be read, or no address is found to advertise.
+        ConfigError: a port is in use, the URL of the index or the file of keys cannot be read, or no address is found
+            to advertise.
     """
+    keyring = Keyring(config.keys) if config.keys else None
     registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
     try:
         await _unless_stopped(stop, registry.wait())
         config = await with_advertised_host(config)
         worker_id, directory = new_worker_id("orchestrator"), Directory(registry)
         requests = Requests(config, directory, worker_id)
+        callers = Callers(requests, keyring)
         with closing(serve_metrics(config, requests)) as metrics:
             async with (
                 directory.running(),
                 requests.running(),
-                serving_generation(config, requests) as served,
-                http_door(config, requests, metrics.registry),
+                callers.watching(),
+                serving_generation(config, callers) as served,
+                http_door(config, callers, metrics.registry),
             ):
-                yield Orchestrator(config, worker_id, registry, directory, requests, served)
+                yield Orchestrator(config, worker_id, registry, directory, requests, served, callers)
     finally:
         await registry.close()
 
@@ -107,9 +115,11 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     """What requests have come to, at the port that is set. Raises ConfigError where that is in use."""
     metrics = MetricsServer()
     metrics.registry.register(OrchestratorCollector(requests.figures))
-    metrics.serve(config.host, config.metrics_port)
+    is_local = bool(config.keys) and not config.open_metrics
+    metrics.serve(LOOPBACK if is_local else config.host, config.metrics_port)
     if metrics.port >= 0:
-        requests.metrics_url = f"http://{joined(advertised_host(config), metrics.port)}/metrics"
+        host = LOOPBACK if is_local else advertised_host(config)
+        requests.metrics_url = f"http://{joined(host, metrics.port)}/metrics"
     return metrics
 
 

@@ -31,7 +31,8 @@ from bough.generation import (
     Usage,
 )
 from bough.pb import generation_pb2, generation_pb2_grpc
-from bough.rpc import DETAILS_KEY, ERROR_KEY, MAX_MESSAGE_BYTES, open_channel, to_error
+from bough.rpc import open_channel
+from bough.status import DETAILS_KEY, ERROR_KEY, MAX_MESSAGE_BYTES, to_error
 
 PROMPT = TextPrompt("hello")
 LONG = GenerateOptions(max_tokens=MAX_CONTEXT // 2, temperature=0.0)
