@@ -62,6 +62,7 @@ def http_app(requests: Requests, figures: CollectorRegistry, stalled_seconds: fl
         Route("/detokenize", _Answered(door.detokenize), methods=["POST"]),
         Route("/health", _Answered(door.health), methods=["GET"]),
         Route("/metrics", _Answered(door.metrics), methods=["GET"]),
+        Route("/service-discovery", _Answered(door.service_discovery), methods=["GET"]),
         Route("/version", _Answered(door.version), methods=["GET"]),
     ]
     handlers = {HTTPException: _refused}
@@ -146,6 +147,16 @@ class _Door:
     async def metrics(self, request: Request, entered: ExitStack) -> Response:
         """What Prometheus reads."""
         return Response(await run_in_threadpool(generate_latest, self.figures), media_type=CONTENT_TYPE_LATEST)
+
+    async def service_discovery(self, request: Request, entered: ExitStack) -> Response:
+        """Where every process serves its metrics, as Prometheus' http_sd reads it."""
+        records = await self.requests.directory.registry.workers()
+        told = [
+            {"targets": [record.metrics], "labels": {"kind": record.kind, "worker_id": record.worker_id}}
+            for record in records
+            if record.metrics
+        ]
+        return JSONResponse(told)
 
     async def version(self, request: Request, entered: ExitStack) -> Response:
         """Release of bough."""
