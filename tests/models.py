@@ -40,8 +40,8 @@ def streamed(
 ) -> Iterator[StreamedModel]:
     """A model whose layers stream through two slabs, but for `max_resident` of them.
 
-    With `lanes` there is a device with memory of its own, and in the host's room for `host_layers`. With `staged_rows`
-    keys and values of so many come to it with their layer, over `kv_lanes`. With `expert_slabs` experts are read when they
+    With `lanes` there is a `device` with memory of its own, and in the host's room for `host_layers`. With
+    `staged_rows` keys and values of so many come to it with their layer. With `expert_slabs` experts are read when they
     are chosen.
     """
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)

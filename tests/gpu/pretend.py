@@ -1,8 +1,8 @@
 """A device that pretends to be a GPU: its tensors' bytes are out of the CPU's reach, and all that happens is noted.
 
-torch's Python backend for PrivateUse1 gives it a device type of its own. What a GPU would refuse is refused (operands of
-two devices, numpy), what it would leave to chance is 0xFF (uninitialised memory), and what would stop a stream of work
-is counted (numbers asked for, copies from pageable memory). Operators run at once, one lane; copies run when
+torch's Python backend for PrivateUse1 gives it a device type of its own. What a GPU would refuse is refused (operands
+of two devices, numpy), what it would leave to chance is 0xFF (uninitialised memory), and what would stop a stream of
+work is counted (numbers asked for, copies from pageable memory). Operators run at once, one lane; copies run when
 `pretend_lanes` says.
 """
 
