@@ -188,7 +188,7 @@ async def serve_worker(
         stack.callback(worker.close)
         give_back_now()
         stage("registering")
-        await refuse_misfits(registry, kind, worker.tokenizer)
+        await refuse_misfits(registry, worker.info(), worker.tokenizer)
         servicer.loaded = worker
         record = WorkerRecord(kind, worker_id, advertised(config, served.port))
         async with registered(registry, lambda: replace(record, load=worker.load())):

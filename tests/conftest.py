@@ -10,6 +10,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, as transformers does below
+
 from fake_fleet import Fleet, fleet
 from fake_stage import Orchestrator, Stage, orchestrating, staged
 
@@ -26,9 +30,6 @@ __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import 
 # Time never decides a test: neither an example's, nor that of making them.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 
 @pytest.fixture(scope="session")
