@@ -198,7 +198,7 @@ async def serve_worker(
         stack.callback(worker.close)
         give_back_now()
         stage("registering")
-        await refuse_misfits(registry, kind, worker.tokenizer)
+        await refuse_misfits(registry, worker.info(), worker.tokenizer)
         servicer.loaded = worker
         metrics = metrics_at(config, worker.metrics_port)
         record = WorkerRecord(kind, worker_id, advertised(config, served.port), metrics=metrics)

@@ -20,6 +20,7 @@ from orchestrator.admission import Admission
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory
 from orchestrator.endings import Endings
+from orchestrator.entrance import Entrance
 from orchestrator.failover import Failover
 from orchestrator.limits import require_name, require_size_for_any, require_texts
 from orchestrator.loop_lag import LoopLag
@@ -47,6 +48,7 @@ class Requests:
         """`holder_id` names this orchestrator where it claims sessions."""
         self.directory = directory
         self.admission = Admission(config.max_running, config.max_waiting)
+        self.entrance = Entrance(self.admission, lambda: largest_context(directory))  # of all front doors together
         self._queue_timeout = config.queue_timeout
         self._stalled_timeout = config.stalled_timeout
         self._claims = Claims(directory, holder_id)
