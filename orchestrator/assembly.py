@@ -9,15 +9,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bough import __version__
-from bough.addresses import advertised_host, joined
 from bough.config import OrchestratorConfig
 from bough.errors import Unavailable
 from bough.heartbeat import registered
 from bough.metrics import MetricsServer
-from bough.process import advertised, new_worker_id, with_advertised_host
+from bough.process import advertised, metrics_at, new_worker_id, with_advertised_host
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served
@@ -51,6 +50,7 @@ class Orchestrator:
     requests: Requests
     served: Served  # the gRPC server
     callers: Callers
+    metrics_address: str  # host:port of /metrics; empty where none are served
 
     @property
     def port(self) -> int:
@@ -68,7 +68,8 @@ class Orchestrator:
         What comes through any front door after that is refused as Unavailable. What runs has `drain_seconds` to
         finish. Front doors should stay open until this returns, so that clients get these answers.
         """
-        record = WorkerRecord("orchestrator", self.worker_id, advertised(self.config, self.port))
+        address = advertised(self.config, self.port)
+        record = WorkerRecord("orchestrator", self.worker_id, address, metrics=self.metrics_address)
         async with registered(self.registry, lambda: record):
             logger.info("bough %s: %s at %s", __version__, self.worker_id, record.address)
             while not stop.is_set():
@@ -106,7 +107,8 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
                 serving_generation(config, callers) as served,
                 http_door(config, callers, metrics.registry),
             ):
-                yield Orchestrator(config, worker_id, registry, directory, requests, served, callers)
+                metrics_address = metrics_at(_for_metrics(config), metrics.port)
+                yield Orchestrator(config, worker_id, registry, directory, requests, served, callers, metrics_address)
     finally:
         await registry.close()
 
@@ -115,12 +117,17 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     """What requests have come to, at the port that is set. Raises ConfigError where that is in use."""
     metrics = MetricsServer()
     metrics.registry.register(OrchestratorCollector(requests.figures))
-    is_local = bool(config.keys) and not config.open_metrics
-    metrics.serve(LOOPBACK if is_local else config.host, config.metrics_port)
-    if metrics.port >= 0:
-        host = LOOPBACK if is_local else advertised_host(config)
-        requests.metrics_url = f"http://{joined(host, metrics.port)}/metrics"
+    served = _for_metrics(config)
+    metrics.serve(served.host, config.metrics_port)
+    if address := metrics_at(served, metrics.port):
+        requests.metrics_url = f"http://{address}/metrics"
     return metrics
+
+
+def _for_metrics(config: OrchestratorConfig) -> OrchestratorConfig:
+    """The same settings, for this machine alone where figures are not for everybody."""
+    is_local = bool(config.keys) and not config.open_metrics
+    return replace(config, host=LOOPBACK, advertise=LOOPBACK) if is_local else config
 
 
 async def _unless_stopped(stop: asyncio.Event, step: Awaitable[None]) -> None:

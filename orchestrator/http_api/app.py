@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
-from orchestrator.entrance import Entrance
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
@@ -40,14 +39,13 @@ from orchestrator.http_api.fields import (
 from orchestrator.http_api.guard import Guard, tenant_of
 from orchestrator.http_api.options import Wanted, choices
 from orchestrator.http_api.spelling import Spell
-from orchestrator.models import largest_context
 from orchestrator.requests import Requests
 from orchestrator.tenants import Callers, Tenant
 
 SESSION_HEADER = "x-session-id"
 REQUEST_ID = b"x-request-id"
 _NAME = re.compile(rb"[\x21-\x7e]{1,128}")
-HEALTH, METRICS = "/health", "/metrics"
+HEALTH, METRICS, DISCOVERY = "/health", "/metrics", "/service-discovery"
 GENERATE, TOKENIZE = "Generate", "Tokenize"  # as an Entrance counts them
 Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
@@ -57,8 +55,7 @@ def http_app(
 ) -> Starlette:
     """The ASGI application in front of these callers' requests; `figures` are served at /metrics, to all or to them."""
     requests = callers.requests
-    entrance = Entrance(requests.admission, lambda: largest_context(requests.directory))
-    door = _Door(requests, figures, stalled_seconds, BodyReader(entrance))
+    door = _Door(requests, figures, stalled_seconds, BodyReader(requests.entrance))
     routes = [
         Route("/v1/chat/completions", _Answered(door.chat, chat.FIELD_NAMES), methods=["POST"]),
         Route("/v1/completions", _Answered(door.completions, completions.FIELD_NAMES), methods=["POST"]),
@@ -68,10 +65,11 @@ def http_app(
         Route("/detokenize", _Answered(door.detokenize), methods=["POST"]),
         Route(HEALTH, _Answered(door.health), methods=["GET"]),
         Route(METRICS, _Answered(door.metrics), methods=["GET"]),
+        Route(DISCOVERY, _Answered(door.service_discovery), methods=["GET"]),
         Route("/version", _Answered(door.version), methods=["GET"]),
     ]
     handlers = {HTTPException: _refused}
-    open_paths = {HEALTH, METRICS} if has_open_figures else {HEALTH}
+    open_paths = {HEALTH, METRICS, DISCOVERY} if has_open_figures else {HEALTH}
     layers = [Middleware(_RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
     app.router.redirect_slashes = False  # a client that posts would follow with a GET, or not at all
@@ -154,6 +152,16 @@ class _Door:
     async def metrics(self, request: Request, entered: ExitStack) -> Response:
         """What Prometheus reads."""
         return Response(await run_in_threadpool(generate_latest, self.figures), media_type=CONTENT_TYPE_LATEST)
+
+    async def service_discovery(self, request: Request, entered: ExitStack) -> Response:
+        """Where every process serves its metrics, as Prometheus' http_sd reads it."""
+        records = await self.requests.directory.registry.workers()
+        told = [
+            {"targets": [record.metrics], "labels": {"kind": record.kind, "worker_id": record.worker_id}}
+            for record in records
+            if record.metrics
+        ]
+        return JSONResponse(told)
 
     async def version(self, request: Request, entered: ExitStack) -> Response:
         """Release of bough."""

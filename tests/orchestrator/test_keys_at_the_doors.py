@@ -135,7 +135,10 @@ async def test_a_key_opens_both_doors_as_its_clients_have_it(door: Guarded, monk
 async def test_nothing_over_http_is_answered_without_a_key(door: Guarded, headers: dict[str, str]) -> None:
     """But health; also no path that is not there, and before a body is read."""
     asked = [("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")]
-    asked += [("GET", path) for path in ("/v1/models", "/v1/models/fake", "/metrics", "/version", "/nothing")]
+    asked += [
+        ("GET", path)
+        for path in ("/v1/models", "/v1/models/fake", "/metrics", "/service-discovery", "/version", "/nothing")
+    ]
     async with door.http() as client:
         for method, path in asked:
             response = await client.request(method, path, headers=headers, json=BODY if method == "POST" else None)
