@@ -202,6 +202,12 @@ class OrchestratorConfig(ServiceConfig):
         "", str, "file of API keys, as `bough keys add` writes it, without one of which nobody comes in; read again as "
         "it changes, and at SIGHUP"
     )  # fmt: skip
+    share_prefixes: bool = setting(
+        False,
+        parse_switch,
+        "what is computed of the prompts of one key's holder serves others' too: then cached_tokens and the time of a "
+        "prompt tell each what others have asked",
+    )
     open_metrics: bool = setting(
         False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
     )

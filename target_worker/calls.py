@@ -64,7 +64,7 @@ class Calls:
                 self._reserve(call, session.slot.tokens)
             session.slot.require(context.context_start, context.prefix_hash)
         held = session.slot.tokens[: context.context_start] if session is not None else []
-        text = Text([*held, *context.tokens])
+        text = Text([*held, *context.tokens], context.cache_salt)
         session = self.pool.lease(context.session_id, call.epoch, self._num_rows(call), text)
         self._jobs[context.session_id] = Job(call, session, text, [future], arrived_ns)
 
@@ -143,7 +143,8 @@ class Calls:
 
         When it sends that nobody has taken the room meanwhile; without room nothing need be sent. Raises Exhausted.
         """
-        session = self.pool.lease(call.context.session_id, call.epoch, self._num_rows(call), Text([*held]))
+        text = Text([*held], call.context.cache_salt)
+        session = self.pool.lease(call.context.session_id, call.epoch, self._num_rows(call), text)
         self.pool.rest(session)
 
     def _num_rows(self, call: VerifyCall) -> int:

@@ -86,6 +86,7 @@ class SlotPool:
         if session.state is SlotState.IDLE:
             session.become(SlotState.HELD)
         slot = session.slot
+        session.cache_salt = text.cache_salt
         self._roll_back(session, common_length(slot.tokens, text.tokens))
         self.borrow(session, text)
         return session
@@ -95,16 +96,16 @@ class SlotPool:
         slot = session.slot
         if slot.length == len(text.tokens):
             return
-        match = self._index.longest(text.tokens, text.hashes)
+        match = self._index.longest(text.tokens, text.hashes, text.cache_salt)
         if match is not None and match.length > slot.length:
             match.holder.last_used = self._clock()
             slot.fork(match.holder.slot, match.length)
-            self._index.follow(session, slot.tokens)
+            self._follow(session)
 
     def commit(self, session: HeldSession, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Commits tokens whose keys and values stand in `rows`."""
         session.slot.compact(rows, tokens)
-        self._index.follow(session, session.slot.tokens)
+        self._follow(session)
 
     def rest(self, session: HeldSession) -> None:
         """The session's call is over; its caller is expected back within the lease."""
@@ -170,7 +171,7 @@ class SlotPool:
     def _open(self, session_id: str, num_rows: int, text: Text) -> HeldSession:
         """A slot for a new session: rows of its own, or an idle slot where that loses nothing or no other room is."""
         self._expire()
-        match = self._index.longest(text.tokens, text.hashes)
+        match = self._index.longest(text.tokens, text.hashes, text.cache_salt)
         source, length = match if match is not None else (None, 0)
         idle = source if source is not None and source.state is SlotState.IDLE else None
         is_spare = idle is not None and not idle.session_id and length == whole_blocks(idle.slot.length)
@@ -180,7 +181,7 @@ class SlotPool:
             session = self._take_over(idle, length, num_rows)
         else:
             session = HeldSession("", self._arena.take(num_rows), epoch=-1)
-            self._index.follow(session, session.slot.tokens)
+            self._follow(session)
             session.become(SlotState.HELD)
         session.session_id = session_id
         self._sessions[session_id] = session
@@ -208,7 +209,11 @@ class SlotPool:
     def _roll_back(self, session: HeldSession, length: int) -> None:
         if length < session.slot.length:
             session.slot.roll_back(length)
-            self._index.follow(session, session.slot.tokens)
+            self._follow(session)
+
+    def _follow(self, session: HeldSession) -> None:
+        """The index knows what a session's slot holds now."""
+        self._index.follow(session, session.slot.tokens, session.cache_salt)
 
     def _expire(self) -> None:
         """Sessions whose lease has run out become idle."""
