@@ -12,12 +12,11 @@ from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 
 from bough import __version__
-from bough.addresses import advertised_host, joined
 from bough.config import OrchestratorConfig
 from bough.errors import Unavailable
 from bough.heartbeat import registered
 from bough.metrics import MetricsServer
-from bough.process import advertised, new_worker_id, with_advertised_host
+from bough.process import advertised, metrics_at, new_worker_id, with_advertised_host
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served
@@ -47,6 +46,7 @@ class Orchestrator:
     directory: Directory
     requests: Requests
     served: Served  # the gRPC server
+    metrics_address: str  # host:port of /metrics; empty where none are served
 
     @property
     def port(self) -> int:
@@ -64,7 +64,8 @@ class Orchestrator:
         What comes through any front door after that is refused as Unavailable. What runs has `drain_seconds` to
         finish. Front doors should stay open until this returns, so that clients get these answers.
         """
-        record = WorkerRecord("orchestrator", self.worker_id, advertised(self.config, self.port))
+        address = advertised(self.config, self.port)
+        record = WorkerRecord("orchestrator", self.worker_id, address, metrics=self.metrics_address)
         async with registered(self.registry, lambda: record):
             logger.info("bough %s: %s at %s", __version__, self.worker_id, record.address)
             while not stop.is_set():
@@ -98,7 +99,8 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
                 serving_generation(config, requests) as served,
                 http_door(config, requests, metrics.registry),
             ):
-                yield Orchestrator(config, worker_id, registry, directory, requests, served)
+                metrics_address = metrics_at(config, metrics.port)
+                yield Orchestrator(config, worker_id, registry, directory, requests, served, metrics_address)
     finally:
         await registry.close()
 
@@ -108,8 +110,8 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     metrics = MetricsServer()
     metrics.registry.register(OrchestratorCollector(requests.figures))
     metrics.serve(config.host, config.metrics_port)
-    if metrics.port >= 0:
-        requests.metrics_url = f"http://{joined(advertised_host(config), metrics.port)}/metrics"
+    if address := metrics_at(config, metrics.port):
+        requests.metrics_url = f"http://{address}/metrics"
     return metrics
 
 

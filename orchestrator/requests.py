@@ -11,7 +11,7 @@ from dataclasses import replace
 from bough import __version__
 from bough.acceptance import SchemeAcceptance
 from bough.config import OrchestratorConfig
-from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
 from bough.messages import PROTOCOL_VERSION
 from bough.sizing.decision import Decision, DraftCalibration
@@ -20,6 +20,7 @@ from orchestrator.admission import Admission
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory
 from orchestrator.endings import Endings
+from orchestrator.entrance import Entrance
 from orchestrator.failover import Failover
 from orchestrator.limits import require_name, require_size_for_any, require_texts
 from orchestrator.loop_lag import LoopLag
@@ -29,6 +30,7 @@ from orchestrator.models import largest_context, served_models
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
 from orchestrator.recorder import Recorder
+from orchestrator.request_totals import RequestTotals, RequestWatch
 from orchestrator.round import Rounds
 from orchestrator.running import Running, Stream
 from orchestrator.session import Session, never_begun
@@ -46,6 +48,7 @@ class Requests:
         """`holder_id` names this orchestrator where it claims sessions."""
         self.directory = directory
         self.admission = Admission(config.max_running, config.max_waiting)
+        self.entrance = Entrance(self.admission, lambda: largest_context(directory))  # of all front doors together
         self._queue_timeout = config.queue_timeout
         self._stalled_timeout = config.stalled_timeout
         self._claims = Claims(directory, holder_id)
@@ -56,6 +59,7 @@ class Requests:
         failover = Failover(config, directory, self._claims, self._slots)
         self._rounds = Rounds(config, directory, self.sizer, failover, self._recorder, AcceptanceCounter())
         self.loop_lag = LoopLag()
+        self.totals = RequestTotals()
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
@@ -87,9 +91,15 @@ class Requests:
         stream = Stream(options.request_id, options.session_id)
         patience = Patience.of(timeout_seconds, self._queue_timeout)
         placed = patience.bound(self._placed(stream, prompt, options, patience))
-        async with aclosing(stream.delivered(placed, self._stalled_timeout)) as events:
-            async for event in events:
-                yield event
+        watch = RequestWatch(self.totals)
+        try:
+            async with aclosing(stream.delivered(placed, self._stalled_timeout)) as events:
+                async for event in events:
+                    watch.note(event)
+                    yield event
+        except BoughError as exc:
+            watch.failed(exc)
+            raise
 
     async def _placed(
         self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Patience
@@ -248,7 +258,13 @@ class Requests:
         num_waiting = self._num_waiting
         num_running = len(self._running) - num_waiting
         return Figures(
-            self._model_name, num_running, num_waiting, self._num_tokens, self.sizer.totals, self.loop_lag.tally
+            self._model_name,
+            num_running,
+            num_waiting,
+            self._num_tokens,
+            self.totals,
+            self.sizer.totals,
+            self.loop_lag.tally,
         )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:

@@ -16,7 +16,6 @@ from bough.pb import generation_pb2 as pb
 from bough.rpc import Served, service_name, serving
 from bough.sampling import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.wire_costs import decisions_to_wire
-from orchestrator.entrance import Entrance
 from orchestrator.models import largest_context
 from orchestrator.requests import Requests
 
@@ -106,7 +105,7 @@ def serving_generation(config: OrchestratorConfig, requests: Requests) -> Abstra
         config.port,
         service_name(pb.DESCRIPTOR, "Generation"),
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
-        Entrance(requests.admission, lambda: largest_context(requests.directory)),
+        requests.entrance,
         config.stalled_timeout,
         max_connection_age=config.max_connection_age,
     )

@@ -127,7 +127,7 @@ class Slots:
         limit = at_home + max(waited_seconds, expected_wait(home.pace, home.num_running, at_home))
         others = [
             target
-            for target in self.directory.alike(session.target_identity, session.max_length, num_nodes)
+            for target in self.directory.alike(*session.ground, session.max_length, num_nodes)
             if target is not home
             and target.is_usable_by(session.session_id)
             and not target.is_leaving

@@ -61,13 +61,6 @@ class WorkerClient:
         request = common_pb2.GetServerInfoRequest()
         return wire.info_from_wire(await self._ask(self._stub.GetServerInfo, request, INFO_TIMEOUT_SECONDS))
 
-    async def answers_as(self, worker_id: str) -> bool:
-        """Whether this worker is there, and not another process at the same address."""
-        try:
-            return (await self.info()).worker_id == worker_id
-        except BoughError:
-            return False
-
     async def release(self, session_id: str, epoch: int) -> None:
         """Lets the worker forget a session, unless it has been placed anew since this epoch. 0 does not care."""
         request = common_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)

@@ -167,4 +167,5 @@ class SimulatedTarget(ServedTarget):
             bough_version=__version__,
             arithmetic="simulated: text by seed and position",
             cost=self._engine.cost,
+            weights_hash=self._pair.fingerprint,  # there are no other bytes of it
         )

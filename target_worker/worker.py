@@ -38,6 +38,7 @@ from target_worker.streamed_sweeper import StreamedSweeper
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers, lanes_of
 from target_worker.weights import LayerExperts, plan_apart, plan_layer, sizes_apart
+from target_worker.weights_hash import WeightsHash
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class TargetWorker(ServedTarget):
         checkpoint = Checkpoint.open(config.model)
         super().__init__(config, worker_id, config.model_name or checkpoint.folder.name)
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
+        self._weights_hash = WeightsHash(place.file for place in checkpoint.tensors.values())
         self._fingerprint = checkpoint.fingerprint()
         self._device = choose_device(config.device)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
@@ -82,6 +84,9 @@ class TargetWorker(ServedTarget):
             StreamedSweeper(self._model), pool, self._limits, config.max_waiting, config.gather, self._metrics.observe
         )
         self._start_engine(lambda: compute_reproducibly_with(config.threads))
+        self._weights_hash.require_unchanged()
+        self._resources.callback(self._weights_hash.close)
+        self._weights_hash.start(lambda: self._engine.idle_seconds)
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
@@ -114,6 +119,7 @@ class TargetWorker(ServedTarget):
             bough_version=__version__,
             arithmetic=", ".join(ground),
             cost=self._engine.cost,
+            weights_hash=self._weights_hash.value,
         )
 
     def _notes(self) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ class FakeWorker:
 
     def __init__(self, worker_id: str, tokenizer: TokenizerFiles, fingerprint: str = "fake") -> None:
         self.worker_id, self.tokenizer, self.fingerprint = worker_id, tokenizer, fingerprint
-        self.arithmetic, self.model_name = "", "fake"
+        self.arithmetic, self.model_name, self.weights_hash = "", "fake", ""
         self.law = Law(Tokenizer(tokenizer))
         self.held: dict[str, list[int]] = {}
         self.released: list[str] = []
@@ -75,6 +75,7 @@ class FakeWorker:
         info = WorkerInfo(
             self.kind, self.worker_id, self.model_name, "a fake", self.fingerprint, self.tokenizer.fingerprint, VOCAB,
             MAX_CONTEXT, MAX_NODES, 8, bough_version=__version__, arithmetic=self.arithmetic,
+            weights_hash=self.weights_hash,
         )  # fmt: skip
         return wire.info_to_wire(info)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from fake_stage import MAX_CONTEXT, Orchestrator, Stage, orchestrating, staged, until
+from fake_stage import LONG, PROMPT, SHORT, Orchestrator, Stage, config_of, orchestrating, until
 
 from bough.client import Client
-from bough.config import OrchestratorConfig, parse
 from bough.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from bough.generation import (
     ChatPrompt,
@@ -27,27 +24,6 @@ from bough.generation import (
 )
 from orchestrator.assembly import Stopped, assembled
 from orchestrator.requests import Requests
-
-PROMPT = TextPrompt("hello")
-LONG = GenerateOptions(max_tokens=MAX_CONTEXT // 2, temperature=0.0)
-SHORT = replace(LONG, max_tokens=3)
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with staged(tmp_path) as stage:
-        yield stage
-
-
-@pytest.fixture
-async def orchestrator(stage: Stage) -> AsyncIterator[Orchestrator]:
-    async with orchestrating(stage) as orchestrator:
-        yield orchestrator
-
-
-def config(stage: Stage, *flags: str) -> OrchestratorConfig:
-    everywhere = ["--index-url", stage.index_url, "--draft", "none", "--port", "0", "--metrics-port", "-1"]
-    return parse(OrchestratorConfig, "o", [*everywhere, *flags], {})
 
 
 async def finish(requests: Requests, prompt: Prompt = PROMPT, options: GenerateOptions = SHORT) -> list[Event]:
@@ -64,7 +40,7 @@ async def kinds(stage: Stage) -> set[str]:
 async def test_it_serves_until_the_stop_event_and_leaves_signals_alone(stage: Stage) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     stop = asyncio.Event()
-    async with assembled(config(stage), stop) as orchestrator:
+    async with assembled(config_of(stage), stop) as orchestrator:
         await until(lambda: orchestrator.is_ready)
         assert "orchestrator" not in await kinds(stage)  # it listens, and is not announced yet
         serving = asyncio.create_task(orchestrator.serve(stop))
@@ -85,7 +61,7 @@ async def test_it_serves_until_the_stop_event_and_leaves_signals_alone(stage: St
 
 async def test_two_of_them_live_in_one_event_loop(stage: Stage) -> None:
     stop = asyncio.Event()
-    async with assembled(config(stage), stop) as one, assembled(config(stage), stop) as other:
+    async with assembled(config_of(stage), stop) as one, assembled(config_of(stage), stop) as other:
         await until(lambda: one.is_ready and other.is_ready)
         assert one.port != other.port
         for orchestrator in (one, other):
@@ -94,7 +70,7 @@ async def test_two_of_them_live_in_one_event_loop(stage: Stage) -> None:
 
 async def test_told_to_stop_before_the_index_answers_it_does_not_begin(stage: Stage) -> None:
     stop = asyncio.Event()
-    nowhere = replace(config(stage), index_url="redis://127.0.0.1:1")
+    nowhere = replace(config_of(stage), index_url="redis://127.0.0.1:1")
     entering = asyncio.create_task(assembled(nowhere, stop).__aenter__())
     await asyncio.sleep(0.3)
     assert not entering.done()
@@ -109,7 +85,7 @@ async def test_told_to_stop_before_the_index_answers_it_does_not_begin(stage: St
 async def test_draining_lets_a_caller_without_grpc_finish(stage: Stage) -> None:
     stage.target.may_answer.clear()
     stop = asyncio.Event()
-    async with assembled(config(stage), stop) as orchestrator:
+    async with assembled(config_of(stage), stop) as orchestrator:
         await until(lambda: orchestrator.is_ready)
         serving = asyncio.create_task(orchestrator.serve(stop))
         running = asyncio.create_task(finish(orchestrator.requests))
@@ -127,7 +103,7 @@ async def test_draining_lets_a_caller_without_grpc_finish(stage: Stage) -> None:
 @pytest.mark.parametrize("is_reading", [True, False])
 async def test_what_does_not_finish_in_time_is_freed_whether_it_is_read_or_not(stage: Stage, is_reading: bool) -> None:
     stop = asyncio.Event()
-    async with assembled(config(stage, "--drain-seconds", "0.3"), stop) as orchestrator:
+    async with assembled(config_of(stage, "--drain-seconds", "0.3"), stop) as orchestrator:
         await until(lambda: orchestrator.is_ready)
         serving = asyncio.create_task(orchestrator.serve(stop))
         events = orchestrator.requests.generate(PROMPT, LONG)
@@ -146,7 +122,7 @@ async def test_what_does_not_finish_in_time_is_freed_whether_it_is_read_or_not(s
 
 
 async def test_the_end_of_the_block_frees_what_nobody_drained(stage: Stage) -> None:
-    async with assembled(config(stage), asyncio.Event()) as orchestrator:
+    async with assembled(config_of(stage), asyncio.Event()) as orchestrator:
         await until(lambda: orchestrator.is_ready)
         events = orchestrator.requests.generate(PROMPT, LONG)
         await anext(events)

@@ -154,7 +154,7 @@ def test_the_youngest_gives_way_first_and_from_its_end(clock: Clock) -> None:
     use(pool, "a", 90, epoch=0)
     assert lengths(pool, *"abcd") == [90, 60, 50, 0]
     assert (pool.figures().num_preemptions, pool.figures().num_evictions) == (1, 1)
-    with pytest.raises(Preempted, match="KV memory: .* try again, or start with more --kv-memory"):
+    with pytest.raises(Preempted, match=r"KV memory: .* try again, or start with more --kv-memory"):
         use(pool, "d", 50, epoch=3)
     pool.check_integrity()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import combinations
 
 from bough import __version__
 from bough.client import Client
@@ -55,6 +56,12 @@ def find_problems(server: ServerInfo) -> list[str]:
     problems += [
         f"{worker.info.worker_id} is not used: {worker.problem}" for worker in server.workers if worker.problem
     ]
+    pairs = combinations([worker.info for worker in server.workers], 2)
+    problems += [
+        f"{contradiction}; sessions do not move between them: put the same files in both places and start again"
+        for first, second in pairs
+        if (contradiction := first.contradiction(second))
+    ]
     usable = {worker.info.kind for worker in server.workers if not worker.problem}
     if "target" not in usable:
         problems.append("no target worker: nothing can be generated")
@@ -84,6 +91,8 @@ def _print_worker(worker: WorkerStatus) -> None:
     info = worker.info
     print(f"{info.kind:13} {worker.address}, {info.worker_id}, bough {info.bough_version}")
     print(f"              {info.model_name} ({info.model_description}), fingerprint {info.model_fingerprint}")
+    if info.kind == "target":
+        print(f"              weights {info.weights_hash or 'are still being read for a hash over all of them'}")
     print(
         f"              context {info.max_context}, trees up to {info.max_nodes} nodes, "
         f"{info.num_sessions} sessions held, KV {info.kv_used_bytes / 1e9:.2f} of {info.kv_bytes / 1e9:.2f} GB"

@@ -63,7 +63,7 @@ def _gathered(paths: Paths, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         in_tail = (positions - bases).clamp(0, width - 1)
         where = torch.where(positions < bases, where, paths.tails.gather(1, in_tail))
     visible = (positions < lengths) & (positions >= (lengths - window if window else 0))
-    return torch.where(visible, where, 0), visible
+    return torch.where(visible, where, paths.rows[:, None]), visible  # a row that is written: NaN times 0 is NaN
 
 
 def tree_attention(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from bough.config import TargetConfig
 from bough.errors import ConfigError
 
-
 KV_STEP = 256  # enough that slots seldom move to grow, and little beside the context of a session
 
 

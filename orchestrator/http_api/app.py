@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
-from orchestrator.entrance import Entrance
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
@@ -39,7 +38,6 @@ from orchestrator.http_api.fields import (
 )
 from orchestrator.http_api.options import Wanted, choices
 from orchestrator.http_api.spelling import Spell
-from orchestrator.models import largest_context
 from orchestrator.requests import Requests
 
 SESSION_HEADER = "x-session-id"
@@ -51,8 +49,7 @@ Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
 def http_app(requests: Requests, figures: CollectorRegistry, stalled_seconds: float) -> Starlette:
     """The ASGI application in front of these requests; `figures` are served at /metrics."""
-    entrance = Entrance(requests.admission, lambda: largest_context(requests.directory))
-    door = _Door(requests, figures, stalled_seconds, BodyReader(entrance))
+    door = _Door(requests, figures, stalled_seconds, BodyReader(requests.entrance))
     routes = [
         Route("/v1/chat/completions", _Answered(door.chat, chat.FIELD_NAMES), methods=["POST"]),
         Route("/v1/completions", _Answered(door.completions, completions.FIELD_NAMES), methods=["POST"]),
@@ -62,6 +59,7 @@ def http_app(requests: Requests, figures: CollectorRegistry, stalled_seconds: fl
         Route("/detokenize", _Answered(door.detokenize), methods=["POST"]),
         Route("/health", _Answered(door.health), methods=["GET"]),
         Route("/metrics", _Answered(door.metrics), methods=["GET"]),
+        Route("/service-discovery", _Answered(door.service_discovery), methods=["GET"]),
         Route("/version", _Answered(door.version), methods=["GET"]),
     ]
     handlers = {HTTPException: _refused}
@@ -146,6 +144,16 @@ class _Door:
     async def metrics(self, request: Request, entered: ExitStack) -> Response:
         """What Prometheus reads."""
         return Response(await run_in_threadpool(generate_latest, self.figures), media_type=CONTENT_TYPE_LATEST)
+
+    async def service_discovery(self, request: Request, entered: ExitStack) -> Response:
+        """Where every process serves its metrics, as Prometheus' http_sd reads it."""
+        records = await self.requests.directory.registry.workers()
+        told = [
+            {"targets": [record.metrics], "labels": {"kind": record.kind, "worker_id": record.worker_id}}
+            for record in records
+            if record.metrics
+        ]
+        return JSONResponse(told)
 
     async def version(self, request: Request, entered: ExitStack) -> Response:
         """Release of bough."""
