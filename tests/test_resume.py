@@ -94,7 +94,8 @@ async def test_a_resumed_request_takes_over_from_a_stream_that_still_runs(fakes:
     (_, first), (_, second) = await fakes.orchestrator(*flags), await fakes.orchestrator(*flags)
     gate = asyncio.Event()
     target.before = once(gate.wait, 5)
-    async with Client(first.address) as old, Client(first.address if is_same else second.address) as new:
+    address = first.address if is_same else second.address
+    async with Client(first.address) as old, Client(address, patience_seconds=0.0) as new:
         running = asyncio.create_task(read(old))
         await until(lambda: len(target.calls) == 4)
         while await fakes.registry.load_request("r") is None:
