@@ -73,7 +73,16 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("response_format", {"type": "json_object"}),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy"}),
-        ("web_search_options", {"x": 1}),
+        ("web_search_options", {}),
+        ("tools", {}),
+        ("tool_choice", {"type": "function", "function": {"name": "x"}}),
+        ("min_tokens", 1),
+        ("min_tokens", False),
+        ("length_penalty", 2),
+        ("skip_special_tokens", False),
+        ("skip_special_tokens", 1),
+        ("continue_final_message", True),
+        ("chat_template_kwargs", {"enable_thinking": False}),
     ],
 )
 async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str, value: Any) -> None:
@@ -84,6 +93,63 @@ async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str,
         assert (status, error["type"]) == (400, "invalid_request_error"), error
         assert error["param"].startswith(field), error
         assert error["message"].startswith(f"{error['param']}: ")
+
+
+OF_BOTH = """model stream stream_options temperature top_p n seed stop logit_bias max_tokens presence_penalty
+    frequency_penalty user logprobs min_tokens session_id top_k speculation""".split()
+OF_CHAT = """max_completion_tokens top_logprobs response_format tools tool_choice functions function_call modalities
+    audio web_search_options metadata store service_tier reasoning_effort""".split()
+
+
+async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
+    """Of fields that bough does not know, too: nobody misspells what he does not ask for."""
+    nulls: Json = dict.fromkeys(["guided_json", *OF_BOTH])
+    message = USER | dict.fromkeys(["name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"])
+    answer = await door.answer(CHAT, nulls | dict.fromkeys(OF_CHAT) | {"messages": [message], "max_tokens": 3})
+    assert answer["usage"]["completion_tokens"] <= 3
+    assert (await door.answer(COMPLETIONS, nulls | dict.fromkeys(["echo", "best_of", "suffix"]) | {"prompt": "x"}))[
+        "id"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("tool_choice", "auto"),
+        ("functions", []),
+        ("function_call", "none"),
+        ("response_format", {"type": "text"}),
+        ("modalities", ["text"]),
+        ("n", 1),
+        ("user", "somebody"),
+        ("store", False),
+        ("metadata", {"a": "b"}),
+        ("parallel_tool_calls", True),
+        ("service_tier", "auto"),
+        ("stream_options", {}),
+        ("stop", []),
+        ("logit_bias", {}),
+        ("top_logprobs", 0),
+        ("logprobs", False),
+        ("temperature", 1),
+        ("top_k", -1),
+        ("reasoning_effort", "low"),
+        ("min_tokens", 0),
+        ("length_penalty", 1.0),
+        ("skip_special_tokens", True),
+        ("add_generation_prompt", True),
+        ("continue_final_message", False),
+        ("chat_template_kwargs", {}),
+        ("messages", [{"role": "developer", "content": "Be short."}, USER]),
+        ("messages", [USER | {"name": "ann", "tool_calls": []}]),
+        ("messages", [USER | {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]),
+        ("messages", [USER, {"role": "assistant", "content": "b", "refusal": None, "annotations": []}, USER]),
+    ],
+)
+async def test_what_says_nothing_new_is_accepted(door: HttpStack, field: str, value: Any) -> None:
+    assert (await door.answer(CHAT, {"messages": [USER]} | SHORT | {field: value}))["choices"]
 
 
 @pytest.mark.parametrize(
