@@ -25,6 +25,7 @@ from bough.values import (
     parse_rates,
     parse_seconds,
     parse_speed,
+    parse_switch,
 )
 
 DEFAULT_PORT = 7411
@@ -196,6 +197,13 @@ class OrchestratorConfig(ServiceConfig):
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     http_port: int = setting(
         0, number(int, -1, 65535), "port that OpenAI's clients speak HTTP to; 0 takes a free one, -1 serves none"
+    )
+    keys: str = setting(
+        "", str, "file of API keys, as `bough keys add` writes it, without one of which nobody comes in; read again as "
+        "it changes, and at SIGHUP"
+    )  # fmt: skip
+    open_metrics: bool = setting(
+        False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
     )
     max_running: int = setting(64, parse_count, "requests that are generated at once; others wait for a place")
     max_waiting: int = setting(

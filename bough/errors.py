@@ -4,6 +4,7 @@
     ├── InvalidRequest       the caller's fault: names the field, the value and what would do
     │   ├── InvalidTree      names the node
     │   └── InvalidCurve     names the entry of a curve of costs
+    ├── Unauthenticated      a caller without a key that is known here
     ├── NotFound             no such session or request
     ├── PrefixMissing        the worker does not hold what the caller stands on; carries what it does hold
     ├── StaleEpoch           the session has been placed anew since
@@ -36,6 +37,10 @@ class InvalidTree(InvalidRequest):
 
 class InvalidCurve(InvalidRequest):
     """A curve of seconds by rows breaks one of its rules."""
+
+
+class Unauthenticated(BoughError):
+    """A caller without a key that is known here; which part of it is wrong is not told."""
 
 
 class NotFound(BoughError):

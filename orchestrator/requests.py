@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
 
 from bough import __version__
 from bough.acceptance import SchemeAcceptance
@@ -22,7 +20,7 @@ from orchestrator.directory import Directory
 from orchestrator.endings import Endings
 from orchestrator.entrance import Entrance
 from orchestrator.failover import Failover
-from orchestrator.limits import require_name, require_size_for_any, require_texts
+from orchestrator.limits import require_size_for_any
 from orchestrator.loop_lag import LoopLag
 from orchestrator.metrics import Figures
 from orchestrator.model_texts import ModelTexts
@@ -73,7 +71,7 @@ class Requests:
     async def generate(
         self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
     ) -> AsyncGenerator[Event]:
-        """The events of one request, which waits for its turn first. Closed half-way it frees all that it holds.
+        """The events of one request, which has a name. It waits for its turn first, and frees all when closed half-way.
 
         Raises:
             InvalidRequest: naming the field.
@@ -86,8 +84,6 @@ class Requests:
         """
         tokenizers = {target.tokens for target in self.directory.targets}
         require_size_for_any(prompt, tokenizers, largest_context(self.directory))
-        require_texts(prompt, options)
-        options = replace(options, request_id=options.request_id or uuid.uuid4().hex)
         stream = Stream(options.request_id, options.session_id)
         patience = Patience.of(timeout_seconds, self._queue_timeout)
         placed = patience.bound(self._placed(stream, prompt, options, patience))
@@ -199,7 +195,6 @@ class Requests:
         """
         if not session_id:
             raise InvalidRequest("session_id: empty; the session to close would do")
-        require_name("session_id", session_id)
         stream = self._running.in_session(session_id)
         if stream is not None:
             stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
@@ -282,6 +277,10 @@ class Requests:
         if not decisions:
             raise NotFound(f"session_id: value was {name!r}; must be a session, or a request, with rounds here lately")
         return decisions
+
+    def last_request(self, prefix: str) -> str:
+        """The name of the request that began last of those whose name begins so; empty where there is none."""
+        return next((name for name in reversed(self._sessions) if name.startswith(prefix)), "") if prefix else ""
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
         """What each draft worker's trees were expected to come to, and what they came to."""

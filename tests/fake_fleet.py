@@ -31,6 +31,7 @@ from bough.tree import Tree
 from orchestrator.directory import Directory
 from orchestrator.requests import Requests
 from orchestrator.service import GenerationService
+from orchestrator.tenants import Callers
 from target_worker.verify import walk
 
 VOCAB, MAX_CONTEXT, MAX_NODES = 262, 512, 32
@@ -240,7 +241,7 @@ class Fleet:
         config = parse(OrchestratorConfig, "o", ["--draft", "none", *flags], {})
         directory = Directory(self.registry)
         requests = Requests(config, directory, f"orchestrator-{id(directory)}")
-        service = GenerationService(requests)
+        service = GenerationService(Callers(requests))
         process = await self._process()
         await process.stack.enter_async_context(directory.running())
         await process.stack.enter_async_context(requests.running())

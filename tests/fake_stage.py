@@ -27,6 +27,7 @@ from bough.rpc import Served, service_name, serving
 from bough.tokenizer import TokenizerFiles
 from orchestrator.assembly import assembled
 from orchestrator.requests import Requests
+from orchestrator.tenants import Callers
 
 MAX_CONTEXT = 100_000
 TOKEN = 65  # what it always says
@@ -146,6 +147,7 @@ class Orchestrator:
     requests: Requests
     served: Served
     client: Client
+    callers: Callers
 
     @property
     def address(self) -> str:
@@ -164,7 +166,7 @@ async def orchestrating(stage: Stage, *flags: str) -> AsyncIterator[Orchestrator
     async with assembled(config_of(stage, *flags), asyncio.Event()) as assembly:
         await until(lambda: assembly.directory.has_target)
         async with Client(f"127.0.0.1:{assembly.port}", patience_seconds=0.0) as client:
-            yield Orchestrator(assembly.requests, assembly.served, client)
+            yield Orchestrator(assembly.requests, assembly.served, client, assembly.callers)
         await until(lambda: not assembly.requests.loads().num_requests_running)
 
 

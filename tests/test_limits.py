@@ -39,7 +39,8 @@ from bough.generation import (
     Usage,
 )
 from bough.pb import generation_pb2, generation_pb2_grpc
-from bough.rpc import DETAILS_KEY, ERROR_KEY, MAX_MESSAGE_BYTES, open_channel, to_error
+from bough.rpc import open_channel
+from bough.status import DETAILS_KEY, ERROR_KEY, MAX_MESSAGE_BYTES, to_error
 
 
 def request(options: GenerateOptions = LONG) -> generation_pb2.GenerateRequest:
