@@ -58,7 +58,7 @@ class DraftWorker(ServedDraft):
         self.vocab_size = self._model.skeleton.vocab_size
         draft, sharpnesses = ModelDraft(self._model, self.vocab_size), Sharpnesses(config.sharpness)
         self._engine = Engine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, sharpnesses)
-        self._start_thread(lambda: compute_with(config.threads))
+        self._start_thread(self._name, lambda: compute_with(config.threads))
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
@@ -76,6 +76,7 @@ class DraftWorker(ServedDraft):
                 else []
             ),
             *self._engine.sharpnesses.notes(),
+            *self._metrics_note(),
             *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
         )
         return WorkerInfo(

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, as transformers does below
 
 from fake_fleet import Fleet, fleet
+from fake_stage import Orchestrator, Stage, orchestrating, staged
 
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
@@ -95,3 +96,17 @@ async def fakes(index_url: str, byte_tokenizer: TokenizerFiles, request: pytest.
     """Nobody yet, in a namespace of the test's own."""
     async with fleet(index_url, byte_tokenizer, request.node.nodeid) as running:
         yield running
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    """An index, and a fake target that is registered in it."""
+    async with staged(tmp_path) as stage:
+        yield stage
+
+
+@pytest.fixture
+async def orchestrator(stage: Stage) -> AsyncIterator[Orchestrator]:
+    """One before the fake target."""
+    async with orchestrating(stage) as orchestrator:
+        yield orchestrator
