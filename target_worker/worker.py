@@ -156,7 +156,8 @@ class TargetWorker(ServedTarget):
             self._resources.callback(self._kv_lanes.close)
             memory = shape.within(self._kv_lanes.host_memory(num_bytes), num_rows)
             home = KVStage(shape, num_rows, self._kv_lanes)
-        return SlotPool(KVArena(shape, memory), self._config.lease_seconds, time.monotonic), home
+        arena = KVArena(shape, memory)
+        return SlotPool(arena, self._config.lease_seconds, time.monotonic, self._limits.kv_step), home
 
     def _place(self) -> Placement:
         """Decides where each layer lives, and says so."""
