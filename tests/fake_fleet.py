@@ -26,8 +26,9 @@ from bough.prefix import prefix_hash
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import serving
-from bough.tokenizer import Tokenizer, TokenizerFiles
+from bough.tokenizer import Tokenizer
 from bough.tree import Tree
+from bough.vocabulary import TokenizerFiles
 from orchestrator.directory import Directory
 from orchestrator.requests import Requests
 from orchestrator.service import GenerationService
