@@ -29,6 +29,7 @@ from bough.values import (
 )
 
 DEFAULT_PORT = 7411
+KEY_FILE_VARIABLE = "BOUGH_WORKER_KEY_FILE"
 ADVERTISE_AUTO = "auto"
 PLANNERS = ("self", "fixed")
 
@@ -52,6 +53,22 @@ class ServiceConfig:
         "Redis or Valkey server that is the index; redis+cluster:// for a cluster of them",
     )
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
+    worker_key_file: str = setting(
+        "",
+        str,
+        "file of a secret, `openssl rand -hex 32`: workers answer only who shows it, and it is shown to them; "
+        f"{KEY_FILE_VARIABLE} for all processes",
+        shared=KEY_FILE_VARIABLE,
+    )
+    insecure: bool = setting(
+        False,
+        parse_switch,
+        "listen where others reach this process, though nothing keeps them out",
+        shared="BOUGH_INSECURE",
+    )
+    open_metrics: bool = setting(
+        False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
+    )
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
     drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")
     max_connection_age: float = setting(
@@ -207,9 +224,6 @@ class OrchestratorConfig(ServiceConfig):
         parse_switch,
         "what is computed of the prompts of one key's holder serves others' too: then cached_tokens and the time of a "
         "prompt tell each what others have asked",
-    )
-    open_metrics: bool = setting(
-        False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
     )
     max_running: int = setting(64, parse_count, "requests that are generated at once; others wait for a place")
     max_waiting: int = setting(

@@ -15,6 +15,7 @@ from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import open_channel
+from bough.security.access import OPEN, Access
 from bough.vocabulary import TokenizerFiles, first_difference
 
 logger = logging.getLogger(__name__)
@@ -22,14 +23,18 @@ logger = logging.getLogger(__name__)
 PEER_TIMEOUT_SECONDS = 10.0
 
 
-async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str) -> TokenizerFiles:
+async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str, access: Access = OPEN) -> TokenizerFiles:
     """The tokenizer of a draft or target worker. Raises grpc.aio.AioRpcError."""
     stub = draft_pb2_grpc.DraftStub(channel) if kind == "draft" else target_pb2_grpc.TargetStub(channel)
-    call = stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=PEER_TIMEOUT_SECONDS)
+    call = stub.GetTokenizer(
+        common_pb2.GetTokenizerRequest(), timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials
+    )
     return wire.tokenizer_from_wire([chunk async for chunk in call])
 
 
-async def refuse_misfits(registry: Registry, mine: WorkerInfo, tokenizer: TokenizerFiles) -> None:
+async def refuse_misfits(
+    registry: Registry, mine: WorkerInfo, tokenizer: TokenizerFiles, access: Access = OPEN
+) -> None:
     """Compares a starting worker with every worker that is up and that it may work with, or take sessions from.
 
     Raises:
@@ -38,16 +43,16 @@ async def refuse_misfits(registry: Registry, mine: WorkerInfo, tokenizer: Tokeni
     compared = []
     for record in await registry.workers():
         if {mine.kind, record.kind} == {"draft", "target"}:
-            compared.append(_compare_tokenizers(record, mine.kind, tokenizer))
+            compared.append(_compare_tokenizers(record, mine.kind, tokenizer, access))
         elif mine.kind == record.kind == "target" and mine.weights_hash:
-            compared.append(_compare_weights(record, mine))
+            compared.append(_compare_weights(record, mine, access))
     await asyncio.gather(*compared)
 
 
-async def _compare_tokenizers(record: WorkerRecord, kind: str, mine: TokenizerFiles) -> None:
+async def _compare_tokenizers(record: WorkerRecord, kind: str, mine: TokenizerFiles, access: Access) -> None:
     try:
         async with open_channel(record.address) as channel:
-            theirs = await fetch_tokenizer(channel, record.kind)
+            theirs = await fetch_tokenizer(channel, record.kind, access)
     except grpc.aio.AioRpcError as exc:
         logger.warning("%s at %s does not tell its tokenizer: %s", record.worker_id, record.address, exc.details())
         return
@@ -57,11 +62,12 @@ async def _compare_tokenizers(record: WorkerRecord, kind: str, mine: TokenizerFi
         raise PairingError(f"tokenizers differ from that of {record.worker_id} at {record.address}: {difference}")
 
 
-async def _compare_weights(record: WorkerRecord, mine: WorkerInfo) -> None:
+async def _compare_weights(record: WorkerRecord, mine: WorkerInfo, access: Access) -> None:
     try:
         async with open_channel(record.address) as channel:
             request = common_pb2.GetServerInfoRequest()
-            call = target_pb2_grpc.TargetStub(channel).GetServerInfo(request, timeout=PEER_TIMEOUT_SECONDS)
+            stub = target_pb2_grpc.TargetStub(channel)
+            call = stub.GetServerInfo(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
             theirs = wire.info_from_wire(await call)
     except grpc.aio.AioRpcError as exc:
         logger.warning("%s at %s does not tell its weights: %s", record.worker_id, record.address, exc.details())

@@ -30,6 +30,8 @@ from bough.records import WorkerLoad, WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, serving
 from bough.runtime.allocator import give_back_now, give_memory_back
+from bough.security.access import Access, require_guarded
+from bough.security.worker_key import SETTING
 from bough.startup import ready, stage
 from bough.tasks import end
 from bough.vocabulary import TokenizerFiles
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Config = TypeVar("Config", bound=ServiceConfig)
 
+LOOPBACK = "127.0.0.1"
 EXIT_CONFIG = 2
 EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
 
@@ -100,6 +103,12 @@ def advertised(config: ServiceConfig, port: int) -> str:
 def metrics_at(config: ServiceConfig, port: int) -> str:
     """Address at which others read a process's metrics; empty where it serves none (a port under 0)."""
     return joined(advertised_host(config), port) if port >= 0 else ""
+
+
+def for_metrics(config: Config, guard: str) -> Config:
+    """The same settings, for this machine alone where a `guard` keeps others out and figures are not for everybody."""
+    is_local = bool(guard) and not config.open_metrics
+    return replace(config, host=LOOPBACK, advertise=LOOPBACK) if is_local else config
 
 
 async def with_advertised_host(config: Config) -> Config:
@@ -182,7 +191,8 @@ async def serve_worker(
     Raises:
         ConfigError, CheckpointError, PairingError, Unavailable: it could not start.
     """
-    stop = stop_event()
+    require_guarded(config, config.worker_key_file, SETTING)
+    stop, access = stop_event(), Access.of(config)
     gate = SessionGate("Verify", "Grow")
     async with AsyncExitStack() as stack:
         registry = Registry(config.index_url, config.namespace)
@@ -191,16 +201,20 @@ async def serve_worker(
         await unless_stopped(stop, registry.wait())
         config = await unless_stopped(stop, with_advertised_host(config))
         age, add_servicer = config.max_connection_age, lambda server: add(servicer, server)
-        serves = serving(config.host, config.port, service, add_servicer, gate, max_connection_age=age)
+        doorkeepers = access.doorkeepers
+        serves = serving(
+            config.host, config.port, service, add_servicer, gate, max_connection_age=age, doorkeepers=doorkeepers
+        )
+        await stack.enter_async_context(access.watching())
         served = await stack.enter_async_context(serves)
         stage("loading the model")
         worker = await unless_stopped(stop, asyncio.to_thread(load))
         stack.callback(worker.close)
         give_back_now()
         stage("registering")
-        await refuse_misfits(registry, worker.info(), worker.tokenizer)
+        await refuse_misfits(registry, worker.info(), worker.tokenizer, access)
         servicer.loaded = worker
-        metrics = metrics_at(config, worker.metrics_port)
+        metrics = metrics_at(for_metrics(config, config.worker_key_file), worker.metrics_port)
         record = WorkerRecord(kind, worker_id, advertised(config, served.port), metrics=metrics)
         async with registered(registry, lambda: replace(record, load=worker.load())):
             await served.set_ready(True)

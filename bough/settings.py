@@ -15,12 +15,13 @@ ENV_PREFIX = "BOUGH"
 Config = TypeVar("Config")
 
 
-def setting(default: Any, parse: Callable[[str], Any], text: str, instead: str = "") -> Any:
+def setting(default: Any, parse: Callable[[str], Any], text: str, instead: str = "", shared: str = "") -> Any:
     """A field of a settings class; without a default where that is MISSING.
 
+    `shared` is a variable that sets it for every service whose own variable does not.
     `instead` names another field: exactly one of the two is to be given, and this one is empty beside the other.
     """
-    return field(default=default, metadata={"parse": parse, "help": text, "instead": instead})
+    return field(default=default, metadata={"parse": parse, "help": text, "instead": instead, "shared": shared})
 
 
 def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -86,7 +87,9 @@ def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> di
     for name in ours:
         if name not in known:
             raise ConfigError(f"{name}: no such setting; {', '.join(sorted(known))} are known")
-    return {known[name].name: _read(name, known[name], text) for name, text in ours.items()}
+    shared = {f.metadata["shared"]: f for f in _fields(cls) if f.metadata["shared"] in environ}
+    values = {f.name: _read(name, f, environ[name]) for name, f in shared.items()}
+    return values | {known[name].name: _read(name, known[name], text) for name, text in ours.items()}
 
 
 def _from_flags(cls: type, service: str, argv: Sequence[str]) -> dict[str, Any]:

@@ -11,22 +11,27 @@ from bough.pb import common_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_
 from bough.status import to_error
 from deploy.settings import Role
 
+Credentials = tuple[tuple[str, str], ...]
 
-async def get_loads(channel: grpc.aio.Channel, address: str, timeout_seconds: float) -> Loads:
+
+async def get_loads(channel: grpc.aio.Channel, address: str, timeout_seconds: float, shown: Credentials) -> Loads:
     """What an orchestrator is doing. Raises the error that its answer, or its silence, means."""
     stub = generation_pb2_grpc.GenerationStub(channel)
     try:
-        reply = await stub.GetLoads(generation_pb2.GetLoadsRequest(), timeout=timeout_seconds)
+        reply = await stub.GetLoads(generation_pb2.GetLoadsRequest(), timeout=timeout_seconds, metadata=shown)
     except grpc.aio.AioRpcError as exc:
         raise to_error(exc, address) from exc
     return wire_generation.loads_from_wire(reply)
 
 
-async def get_worker_info(channel: grpc.aio.Channel, role: Role, address: str, timeout_seconds: float) -> WorkerInfo:
+async def get_worker_info(
+    channel: grpc.aio.Channel, role: Role, address: str, timeout_seconds: float, shown: Credentials
+) -> WorkerInfo:
     """What a worker is doing. Raises the error that its answer, or its silence, means."""
     stub = target_pb2_grpc.TargetStub(channel) if role is Role.TARGET else draft_pb2_grpc.DraftStub(channel)
     try:
-        reply = await stub.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=timeout_seconds)
+        request = common_pb2.GetServerInfoRequest()
+        reply = await stub.GetServerInfo(request, timeout=timeout_seconds, metadata=shown)
     except grpc.aio.AioRpcError as exc:
         raise to_error(exc, address) from exc
     return wire.info_from_wire(reply)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.generation import Loads
 from bough.messages import WorkerInfo
 from bough.rpc import is_serving, open_channel
+from bough.security.access import Access
 from deploy.child import describe_end, python, start, stop
 from deploy.ports import free_port, require_free_port
 from deploy.progress import Progress
@@ -37,6 +39,7 @@ class Supervisor:
         self._port = settings.config.port or free_port(self.host)
         self.http_port = _http_port(settings, self.host)  # -1 where there is no door for HTTP
         self._progress = Progress()
+        self._access = Access.of(settings.config, os.environ)
         self._child: Child | None = None
         self._channel = open_channel(self.address)
         self._answered: float | None = None  # on the monotonic clock: when it was last heard of; None before it serves
@@ -101,11 +104,11 @@ class Supervisor:
 
     async def loads(self) -> Loads:
         """What an orchestrator is doing."""
-        return await get_loads(self._channel, self.address, CALL_SECONDS)
+        return await get_loads(self._channel, self.address, CALL_SECONDS, self._access.credentials)
 
     async def info(self) -> WorkerInfo:
         """What a worker is doing."""
-        return await get_worker_info(self._channel, self.role, self.address, CALL_SECONDS)
+        return await get_worker_info(self._channel, self.role, self.address, CALL_SECONDS, self._access.credentials)
 
     async def stop(self) -> None:
         """Lets the program finish what it does, for as long as its own settings say, and ends it."""

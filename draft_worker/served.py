@@ -17,6 +17,7 @@ from bough.errors import Exhausted, Unavailable
 from bough.futures import Unanswered, settle
 from bough.messages import GrowCall, GrowResult, WorkerInfo
 from bough.metrics import MetricsServer, metrics_note
+from bough.process import for_metrics
 from bough.records import WorkerLoad
 from bough.vocabulary import TokenizerFiles
 from draft_worker.engine import Engine, Request
@@ -46,7 +47,8 @@ class ServedDraft(ABC):
             ConfigError: the port for metrics is in use.
         """
         self._metrics.registry.register(DraftCollector(model_name, self._figures))
-        self._metrics.serve(self._config.host, self._config.metrics_port)
+        host = for_metrics(self._config, self._config.worker_key_file).host
+        self._metrics.serve(host, self._config.metrics_port)
         self._inbox.put(prepare)
         self._thread = Thread(target=self._work, name="draft", daemon=True)  # a process that fails must end
         self._thread.start()

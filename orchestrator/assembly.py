@@ -9,17 +9,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bough import __version__
 from bough.config import OrchestratorConfig
 from bough.errors import Unavailable
 from bough.heartbeat import registered
 from bough.metrics import MetricsServer
-from bough.process import advertised, metrics_at, new_worker_id, with_advertised_host
+from bough.process import advertised, for_metrics, metrics_at, new_worker_id, with_advertised_host
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served
+from bough.security.access import Access, require_guarded
 from bough.security.keyring import Keyring
 from bough.tasks import end
 from orchestrator.directory import POLL_SECONDS, Directory
@@ -31,7 +32,6 @@ from orchestrator.tenants import Callers
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 DRAINING = "this orchestrator is draining; ask another orchestrator"
 
 
@@ -91,23 +91,25 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
         ConfigError: a port is in use, the URL of the index or the file of keys cannot be read, or no address is found
             to advertise.
     """
-    keyring = Keyring(config.keys) if config.keys else None
+    require_guarded(config, config.keys, "--keys")
+    keyring, access = Keyring(config.keys) if config.keys else None, Access.of(config)
     registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
     try:
         await _unless_stopped(stop, registry.wait())
         config = await with_advertised_host(config)
-        worker_id, directory = new_worker_id("orchestrator"), Directory(registry)
+        worker_id, directory = new_worker_id("orchestrator"), Directory(registry, access)
         requests = Requests(config, directory, worker_id)
-        callers = Callers(requests, keyring, config.share_prefixes)
+        callers = Callers(requests, keyring, config.share_prefixes, access.key)
         with closing(serve_metrics(config, requests)) as metrics:
             async with (
                 directory.running(),
                 requests.running(),
                 callers.watching(),
+                access.watching(),
                 serving_generation(config, callers) as served,
                 http_door(config, callers, metrics.registry),
             ):
-                metrics_address = metrics_at(_for_metrics(config), metrics.port)
+                metrics_address = metrics_at(for_metrics(config, config.keys), metrics.port)
                 yield Orchestrator(config, worker_id, registry, directory, requests, served, callers, metrics_address)
     finally:
         await registry.close()
@@ -117,17 +119,11 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     """What requests have come to, at the port that is set. Raises ConfigError where that is in use."""
     metrics = MetricsServer()
     metrics.registry.register(OrchestratorCollector(requests.figures))
-    served = _for_metrics(config)
+    served = for_metrics(config, config.keys)
     metrics.serve(served.host, config.metrics_port)
     if address := metrics_at(served, metrics.port):
         requests.metrics_url = f"http://{address}/metrics"
     return metrics
-
-
-def _for_metrics(config: OrchestratorConfig) -> OrchestratorConfig:
-    """The same settings, for this machine alone where figures are not for everybody."""
-    is_local = bool(config.keys) and not config.open_metrics
-    return replace(config, host=LOOPBACK, advertise=LOOPBACK) if is_local else config
 
 
 async def _unless_stopped(stop: asyncio.Event, step: Awaitable[None]) -> None:

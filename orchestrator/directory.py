@@ -23,6 +23,7 @@ from bough.pairing import fetch_tokenizer
 from bough.records import WorkerRecord
 from bough.registry import LEASE_SECONDS, Registry
 from bough.rpc import open_channel
+from bough.security.access import OPEN, Access
 from bough.tasks import end
 from bough.tokenizer import Tokenizer
 from bough.vocabulary import TokenizerFiles, first_difference
@@ -101,8 +102,9 @@ class Known(Generic[AnyClient]):
 class Directory:
     """Keeps the list of workers fresh while it runs."""
 
-    def __init__(self, registry: Registry) -> None:
-        self.registry = registry
+    def __init__(self, registry: Registry, access: Access = OPEN) -> None:
+        """`access` is how it comes to workers."""
+        self.registry, self._access = registry, access
         self.tokenizing = Tokenizing()
         self.index_problem = ""
         self._targets: dict[str, Known[TargetClient]] = {}
@@ -240,13 +242,14 @@ class Directory:
         """A new worker is asked what it is; who had its address before has left it."""
         try:
             if record.kind == "target":
-                client = TargetClient(record.address, record.worker_id)
-                known = await _introduce(record, client, self.tokenizing)
+                client = TargetClient(record.address, record.worker_id, self._access)
+                known = await self._introduce(record, client)
                 known.usual = self._usual
                 self._targets[record.worker_id] = known
                 self.model_names.add(known.info.model_name)
             elif record.kind == "draft":
-                self._drafts[record.worker_id] = await _introduce(record, DraftClient(record.address), self.tokenizing)
+                draft = DraftClient(record.address, self._access)
+                self._drafts[record.worker_id] = await self._introduce(record, draft)
             else:
                 return
         except BoughError as exc:
@@ -259,6 +262,24 @@ class Directory:
             if other.record.address == record.address and other.record.worker_id != record.worker_id:
                 other.problem = f"{record.worker_id} is at its address now"
         logger.info("%s at %s", record.worker_id, record.address)
+
+    async def _introduce(self, record: WorkerRecord, client: AnyClient) -> Known[AnyClient]:
+        """Asks a worker what it is. Raises Unavailable where it does not answer, or not with sense."""
+        try:
+            info = await client.info()
+            if info.worker_id != record.worker_id:
+                raise Unavailable(f"{info.worker_id} is at its address")
+            async with open_channel(record.address) as channel:
+                files = await fetch_tokenizer(channel, record.kind, self._access)
+            known = Known(record, client, info, await self.tokenizing.shared(files))
+        except BaseException as exc:
+            await client.close()
+            if isinstance(exc, BoughError | grpc.aio.AioRpcError):
+                raise Unavailable(f"it does not tell what it serves: {exc}") from exc
+            raise
+        if info.protocol_version != PROTOCOL_VERSION:
+            known.problem = f"it speaks protocol version {info.protocol_version}; this is version {PROTOCOL_VERSION}"
+        return known
 
     async def _forget_unlisted(self) -> None:
         """Not by the clock: an index that comes back empty, or a pause of this process, has nobody forgotten."""
@@ -277,22 +298,3 @@ class Directory:
 def _fit(draft: Known[DraftClient] | Known[TargetClient], target: Known[TargetClient]) -> bool:
     """Whether a token means the same to both; a draft of which that is not so should have refused to start."""
     return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint
-
-
-async def _introduce(record: WorkerRecord, client: AnyClient, tokenizing: Tokenizing) -> Known[AnyClient]:
-    """Asks a worker what it is. Raises Unavailable where it does not answer, or not with sense."""
-    try:
-        info = await client.info()
-        if info.worker_id != record.worker_id:
-            raise Unavailable(f"{info.worker_id} is at its address")
-        async with open_channel(record.address) as channel:
-            files = await fetch_tokenizer(channel, record.kind)
-        known = Known(record, client, info, await tokenizing.shared(files))
-    except BaseException as exc:
-        await client.close()
-        if isinstance(exc, BoughError | grpc.aio.AioRpcError):
-            raise Unavailable(f"it does not tell what it serves: {exc}") from exc
-        raise
-    if info.protocol_version != PROTOCOL_VERSION:
-        known.problem = f"it speaks protocol version {info.protocol_version}; this is version {PROTOCOL_VERSION}"
-    return known

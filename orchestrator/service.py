@@ -113,5 +113,5 @@ def serving_generation(config: OrchestratorConfig, callers: Callers) -> Abstract
         requests.entrance,
         config.stalled_timeout,
         max_connection_age=config.max_connection_age,
-        doorkeepers=[] if callers.keyring is None else [Doorkeeper(callers.tenant)],
+        doorkeepers=[] if callers.keyring is None else [Doorkeeper(callers.admit)],
     )

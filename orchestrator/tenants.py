@@ -16,6 +16,7 @@ from bough.errors import BoughError
 from bough.generation import Event, Finished, GenerateOptions, Prompt, Started
 from bough.security.api_keys import ApiKey
 from bough.security.keyring import Keyring
+from bough.security.worker_key import WorkerKey
 from bough.sizing.decision import Decision
 from orchestrator.limits import require_name, require_texts
 from orchestrator.requests import Requests
@@ -99,6 +100,7 @@ class Callers:
     requests: Requests
     keyring: Keyring | None = None  # None lets everybody in, as one tenant
     share_prefixes: bool = False  # what is computed of one tenant's prompts serves others too
+    worker_key: WorkerKey | None = None  # its holders, who watch over processes, may ask how all is, and nothing else
     _usage: Usage = field(default_factory=Usage)
 
     @asynccontextmanager
@@ -111,6 +113,12 @@ class Callers:
         """Reads the keys again, where there are any. What runs goes on, whoever has begun it."""
         if self.keyring is not None:
             self.keyring.file.refresh(is_forced=True)
+
+    def admit(self, authorization: Iterable[str | bytes]) -> None:
+        """Raises Unauthenticated for who is neither a tenant nor one of bough's own processes."""
+        shown = list(authorization)
+        if self.worker_key is None or not self.worker_key.is_shown(shown):
+            self.tenant(shown)
 
     def tenant(self, authorization: Iterable[str | bytes]) -> Tenant:
         """Who calls, by all values of that header.

@@ -17,6 +17,7 @@ from bough.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResu
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.prefix import prefix_hash
 from bough.rpc import open_channel
+from bough.security.access import OPEN, Access
 from bough.status import to_error
 from orchestrator.session import Session
 from orchestrator.sizing.plans import Proposal
@@ -48,8 +49,8 @@ class Reserved(NamedTuple):
 class WorkerClient:
     """What both kinds of worker are to the orchestrator: an address, a channel, and what it said of itself."""
 
-    def __init__(self, address: str, make_stub: Callable[[grpc.aio.Channel], Any]) -> None:
-        self.address = address
+    def __init__(self, address: str, make_stub: Callable[[grpc.aio.Channel], Any], access: Access) -> None:
+        self.address, self._access = address, access
         self._channel = open_channel(address)
         self._stub = make_stub(self._channel)
 
@@ -70,7 +71,7 @@ class WorkerClient:
     async def _ask(self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float) -> Reply:
         """One call. Raises what the worker answers, or Unavailable; also where the channel has been closed."""
         try:
-            reply = await method(request, timeout=timeout_seconds)
+            reply = await method(request, timeout=timeout_seconds, metadata=self._access.credentials)
         except grpc.aio.AioRpcError as exc:
             raise to_error(exc, self.address) from exc
         except grpc.aio.UsageError as exc:  # of a worker that was forgotten while a request waited for it
@@ -88,8 +89,8 @@ class WorkerClient:
 class DraftClient(WorkerClient):
     """bough.v1.Draft at an address."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(address, draft_pb2_grpc.DraftStub)
+    def __init__(self, address: str, access: Access = OPEN) -> None:
+        super().__init__(address, draft_pb2_grpc.DraftStub, access)
 
     async def grow(
         self, session: Session, plan: TreePlan, vocab_size: int, timeout_seconds: float
@@ -109,8 +110,8 @@ class DraftClient(WorkerClient):
 class TargetClient(WorkerClient):
     """bough.v1.Target at an address."""
 
-    def __init__(self, address: str, worker_id: str) -> None:
-        super().__init__(address, target_pb2_grpc.TargetStub)
+    def __init__(self, address: str, worker_id: str, access: Access = OPEN) -> None:
+        super().__init__(address, target_pb2_grpc.TargetStub, access)
         self._worker_id, self._caller = worker_id, uuid.uuid4().hex
 
     async def verify(

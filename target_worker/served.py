@@ -12,6 +12,7 @@ from bough.config import TargetConfig
 from bough.errors import Unavailable
 from bough.messages import VerifyCall, VerifyResult, WorkerInfo
 from bough.metrics import metrics_note
+from bough.process import for_metrics
 from bough.records import WorkerLoad
 from bough.startup import stage
 from bough.vocabulary import TokenizerFiles
@@ -44,7 +45,8 @@ class ServedTarget(ABC):
         self._engine.start(prepare)
         self._resources.callback(self._engine.stop)
         self._resources.callback(self._metrics.close)
-        self._metrics.serve(self._config.host, self._config.metrics_port)
+        host = for_metrics(self._config, self._config.worker_key_file).host
+        self._metrics.serve(host, self._config.metrics_port)
         stage("warming up")
         self._engine.warm_up().result()
 

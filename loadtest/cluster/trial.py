@@ -35,7 +35,7 @@ def trial_config() -> dict[str, Any]:
     config = load(CONFIG)
     config["http_options"] = {"host": "0.0.0.0", "port": HTTP_PORT}
     for deployment in config["applications"][0]["deployments"]:
-        name, program = deployment["name"], {"simulate": str(PROFILE)}
+        name, program = deployment["name"], {"simulate": str(PROFILE), "insecure": True}
         deployment["ray_actor_options"].pop("num_gpus", None)
         if name == "Target":
             deployment["user_config"] = {"program": {**program, "drain_seconds": 5}}
@@ -55,7 +55,9 @@ def trial_config() -> dict[str, Any]:
                 },
             }
         elif name == "Orchestrator":
-            deployment["user_config"]["program"] |= {"draft_timeout": 2, "failover_timeout": 300}
+            program = deployment["user_config"]["program"]
+            program |= {"draft_timeout": 2, "failover_timeout": 300, "insecure": True}
+            del program["keys"]
     check(config)
     return config
 

@@ -1,0 +1,50 @@
+"""What processes of one bough show one another: a secret of their own, without which a worker answers nobody."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+
+from bough.errors import ConfigError
+from bough.security.api_keys import hash_of
+from bough.security.bearer import MAX_KEY_LENGTH, credentials, key_in, refusal, require_key
+from bough.security.watched_file import WatchedFile
+
+SETTING = "--worker-key-file"
+LEAST_LENGTH = 32  # characters: 128 bits in hexadecimal digits
+
+
+class WorkerKey:
+    """The keys of a file, one a line: the first is shown, each is accepted, so that they can be changed one by one."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError for a file that cannot be used."""
+        self.file: WatchedFile[tuple[str, ...]] = WatchedFile(SETTING, path, read_secrets)
+
+    @property
+    def credentials(self) -> tuple[tuple[str, str], ...]:
+        """What a call carries."""
+        return credentials(self.file.value[0])
+
+    def require(self, authorization: Iterable[str | bytes]) -> None:
+        """Raises Unauthenticated for a call that does not show the key, by all values of its header."""
+        if not self.is_shown(authorization):
+            raise refusal()
+
+    def is_shown(self, authorization: Iterable[str | bytes]) -> bool:
+        """Whether a call shows one of the keys, in a time that tells nothing of them."""
+        shown, is_known = hash_of(key_in(authorization)), False
+        for secret in self.file.value:
+            is_known |= hmac.compare_digest(hash_of(secret), shown)
+        return is_known
+
+
+def read_secrets(where: str, text: str) -> tuple[str, ...]:
+    """Keys as a file has them. Raises ConfigError, which tells none of them."""
+    secrets = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not secrets or min(map(len, secrets)) < LEAST_LENGTH:
+        raise ConfigError(
+            f"{where}: must have a key a line, each of {LEAST_LENGTH} to {MAX_KEY_LENGTH} characters, such as "
+            "`openssl rand -hex 32` makes"
+        )
+    return tuple(require_key(where, secret) for secret in secrets)
