@@ -113,8 +113,8 @@ def _warm_up(folder: Path, dtype: torch.dtype) -> None:
 
 
 def _ground() -> str:
-    """What numba tells what it has compiled apart by: its own version, the processor, the files and their place."""
-    hash_ = hashlib.sha256(f"{numba.__version__} {get_host_cpu_name()} {__file__}".encode())
+    """What numba tells what it has compiled apart by: its own version, the processor and the files."""
+    hash_ = hashlib.sha256(f"{numba.__version__} {get_host_cpu_name()}".encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         hash_.update(file.read_bytes())
     return hash_.hexdigest()[:12]
