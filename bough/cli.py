@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 
 from bough import __version__
 from bough.commands.simulate_flags import add_simulate
 from bough.commands.speculation import add_speculation, speculation_from
-from bough.config import DEFAULT_PORT, PLANNERS, DistillConfig, PlanConfig
+from bough.config import DEFAULT_PORT, PLANNERS, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions
 from bough.growth import Scheme
@@ -24,7 +24,7 @@ PLAN_SETTINGS = (
     "experts", "max_context", "max_nodes", "max_sweep_tokens", "rows", "dtype", "bits", "threads", "link_threads",
     "link_speed", "host_link_speed", "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
-COMPUTING = frozenset({"pack", "distill", "plan", "shape", "simulate"})
+COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
@@ -57,8 +57,6 @@ def _command(name: str) -> Command:
         from bough.commands.doctor import doctor as command
     elif name == "pack":
         from bough.commands.pack import pack as command
-    elif name == "distill":
-        from bough.commands.distill import distill as command
     elif name == "plan":
         from bough.commands.plan import plan as command
     elif name == "shape":
@@ -108,7 +106,6 @@ def argument_parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser("demo", help="everything from nothing: build the model, start, compare"))
     _add_up(commands.add_parser("up", help="start the index, the workers and the orchestrator, and keep them running"))
     _add_pack(commands.add_parser("pack", help="write a smaller checkpoint, in 4 or 8 bits, or a draft"))
-    _add_distill(commands.add_parser("distill", help="make a draft of a target that has no small sibling"))
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", help="what to answer; - reads standard input")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
@@ -144,10 +141,6 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="workers without weights: a shipped profile's name or a JSON file (docs/simulated-workers.md)",
     )
     parser.add_argument("--drop-layers", help="layers that a substitute leaves out, such as 12-15")
-    parser.add_argument(
-        "--draft-adapter",
-        help="a substitute that `bough distill` made: its folder; embedded is SmolLM2-135M's, which bough brings along",
-    )
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="data type of the target (default bfloat16)")
     parser.add_argument("--max-context", help="most tokens of a session, prompt and output (default 2048)")
     parser.add_argument("--device-memory", help="memory for the target, KV and all (default: most of what is free)")
@@ -173,7 +166,6 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder or cached hub id, in 16 or 32 bits")
     parser.add_argument("--draft", action="store_true", help="write a draft: it shares embeddings and head with MODEL")
     parser.add_argument("--drop-layers", help="of a draft: layers to leave out, such as 3,14")
-    parser.add_argument("--adapter", help="of a draft: what `bough distill` made of MODEL, a folder, or embedded")
     parser.add_argument(
         "--bits", type=float,
         help="for a weight: 4 (default) or 8; of a draft the average, scales included (default 6.5)",
@@ -182,16 +174,6 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
         "--whole", action="store_true", help="of a draft: copy what it would share, to use it elsewhere"
     )
     parser.add_argument("--out", help="folder to write, continue or repair; MODEL-4bit or MODEL-draft here by default")
-
-
-def _add_distill(parser: argparse.ArgumentParser) -> None:
-    for setting in fields(DistillConfig):
-        if setting.name == "target":
-            parser.add_argument("target", metavar="TARGET", help=setting.metadata["help"])
-            continue
-        default = "" if setting.default in (MISSING, "", ()) else f" (default {setting.default})"
-        flag = "--" + setting.name.replace("_", "-")
-        parser.add_argument(flag, required=setting.default is MISSING, help=setting.metadata["help"] + default)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

@@ -88,9 +88,6 @@ class DraftConfig(WorkerConfig):
     drop_layers: tuple[int, ...] = setting(
         (), parse_layers, "make a substitute draft: the model without these layers, such as 12-15"
     )
-    adapter: str = setting(
-        "", str, "folder that `bough distill` wrote: layers to leave out, and corrections to the rest; or embedded"
-    )
     bits: str = setting(
         "auto",
         one_of(*DRAFT_BITS),
@@ -210,33 +207,3 @@ class OrchestratorConfig(ServiceConfig):
     stalled_timeout: float = setting(
         60.0, parse_seconds, "seconds after which a stream ends whose client has stopped reading; its session is kept"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistillConfig:
-    """Settings of `bough distill`."""
-
-    target: str = setting(MISSING, str, "model folder, or hub id in the local cache")
-    out: str = setting(MISSING, str, "folder for the draft; a run that was interrupted is gone on with")
-    data: str = setting("", str, "folder for the text that the target writes; OUT-text by default")
-    drop_layers: tuple[int, ...] = setting((), parse_layers, "layers to leave out, such as 12-15; chosen by default")
-    num_layers: int = setting(0, number(int, 0), "layers to keep, where they are chosen; 0 is four fifths of all")
-    rank: int = setting(32, parse_count, "of the corrections: their size, and what they can mend")
-    tokens: int = setting(1_000_000, parse_count, "tokens to train on, some of them more than once")
-    text_tokens: int = setting(400_000, parse_count, "tokens that the target writes")
-    text_rows: int = setting(96, parse_count, "conversations that are written at once")
-    row_tokens: int = setting(384, number(int, 16), "tokens of a row of text: the longest conversation")
-    batch_rows: int = setting(2, parse_count, "rows of a training step")
-    learning_rate: float = setting(1e-3, number(float, 1e-9), "the highest, after the warm-up")
-    check_steps: int = setting(100, parse_count, "training steps between checkpoints, each with the held-out agreement")
-    held_out: str = setting(
-        "", str, "JSONL file of questions to measure on, `text` or `turns`; the target's by default"
-    )
-    seed: int = setting(0, number(int, 0), "equal seeds give equal text and, on one machine, equal drafts")
-    dtype: str = setting(
-        "auto",
-        one_of("auto", *DTYPE_NAMES),
-        "data type to compute in; auto is bfloat16, or on a CPU what it multiplies faster",
-    )
-    device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
-    threads: int = setting(usable_cpus(), parse_count, "CPU threads; one is faster where others compute too")

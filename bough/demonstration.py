@@ -9,8 +9,6 @@ from pathlib import Path
 EXPANSION_NAME = "bough_expansion.json"  # beside a block-expanded checkpoint: which of its layers change anything
 DEMONSTRATION_COPIES = 9  # of each of the 30 blocks: 300 layers, 2.1 GB
 SUBSTITUTE_DROPS = "3,14"  # layers that a substitute does best without, of those tried in docs/measurements.md
-EMBEDDED = "embedded"  # in place of an adapter's folder: that of `EMBEDDED_DRAFT`
-EMBEDDED_DRAFT = Path(__file__).parent / "data" / "smollm2-135m-draft"  # made by `bough distill`; its card says how
 
 
 def cache_folder() -> Path:

@@ -37,7 +37,7 @@ class BestFirst(NamedTuple):
     """The most probable paths first (SpecExec, arXiv 2406.02532, section 4.2), while they are worth their price.
 
     With lambda tokens per second, a node costs lambda times the seconds that it adds to a sweep, a step lambda times
-    its own (DESIGN.md, rule 5).
+    its own (docs/design.md, rule 5).
     """
 
     budget: int  # nodes, the root included

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from bough.distill.adapter import Adapter
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint
 from bough.model.layers import kept_layers
 from bough.model.lean_parts import can_int8
-from bough.model.loading import DTYPES, Skeleton, build_skeleton, uncorrected
+from bough.model.loading import DTYPES, Skeleton, build_skeleton
 from bough.model.operands import LINE
 from bough.model.runner import ResidentModel
 from bough.model.vectors import multiplies_bytes
@@ -20,25 +19,18 @@ def load_draft(
     drop_layers: tuple[int, ...],
     dtype: str,
     device: torch.device,
-    adapter: Adapter | None = None,
     bits: str = "16",
 ) -> ResidentModel:
     """Loads the draft model for good. `drop_layers` makes it a substitute; they are counted without identity copies.
 
-    With an adapter, it decides which layers are left out, and corrects the others. Products are made in 8 or 16 bits,
-    or as is faster ("auto"); in 8 bits the draft guesses a little otherwise.
+    Products are made in 8 or 16 bits, or as is faster ("auto"); in 8 bits the draft guesses a little otherwise.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: a layer to drop is not there, the adapter is another model's, or 8 bits are not possible.
+        ConfigError: a layer to drop is not there or 8 bits are not possible.
     """
-    if adapter is not None:
-        adapter.require_base(checkpoint)
-        drop_layers = adapter.manifest.dropped_layers
     skeleton = build_skeleton(checkpoint, DTYPES[dtype], kept_layers(checkpoint, drop_layers))
-    return ResidentModel(
-        skeleton, device, adapter.correct if adapter is not None else uncorrected, _is_int8(skeleton, device, bits)
-    )
+    return ResidentModel(skeleton, device, _is_int8(skeleton, device, bits))
 
 
 def _is_int8(skeleton: Skeleton, device: torch.device, bits: str) -> bool:

@@ -6,7 +6,6 @@ import torch
 
 from bough import __version__
 from bough.config import DraftConfig
-from bough.distill.adapter import open_adapter
 from bough.errors import ConfigError
 from bough.growth import MAX_EXPANSIONS
 from bough.messages import WorkerInfo
@@ -39,15 +38,13 @@ class DraftWorker(ServedDraft):
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
         self._fingerprint = checkpoint.fingerprint()
         self._name = config.model_name or checkpoint.folder.name
-        adapter = open_adapter(config.adapter, config.drop_layers) if config.adapter else None
-        self._dropped = adapter.manifest.dropped_layers if adapter else config.drop_layers
         device = choose_device(config.device)
         self._ahead_steps = num_steps(config.ahead_steps, device.type)
 
         def load() -> SessionPool:
             compute_with(config.threads)
             try:
-                self._model = load_draft(checkpoint, config.drop_layers, config.dtype, device, adapter, config.bits)
+                self._model = load_draft(checkpoint, config.drop_layers, config.dtype, device, config.bits)
                 return self._make_pool()
             except torch.OutOfMemoryError as exc:
                 raise ConfigError(
@@ -63,10 +60,9 @@ class DraftWorker(ServedDraft):
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
-        dropped, device = self._dropped, self._model.device
+        dropped, device = self._config.drop_layers, self._model.device
         notes = (
             *([f"substitute draft: layers {', '.join(map(str, dropped))} left out"] if dropped else []),
-            *([f"weights corrected by {self._config.adapter}"] if self._config.adapter else []),
             *(
                 [f"sees at most the last {self._max_context} tokens of a session: --kv-memory holds no more"]
                 if self._max_context < min(self._config.max_context, self._model.skeleton.max_positions)

@@ -36,8 +36,7 @@ import numpy as np
 from bough.acceptance import Acceptance, by_rank
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, parse
-from bough.demonstration import demonstration_folder
-from bough.distill.adapter import open_adapter
+from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
 from bough.growth import BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
 from bough.model.checkpoint import Checkpoint
 from bough.model.threads import compute_with
@@ -52,7 +51,7 @@ from loadtest.acceptance_report import Row, interval, plot, prediction_errors, t
 from loadtest.acceptance_target import LazyTarget
 from loadtest.calibration import Calibration
 from loadtest.draft_step import CPU
-from loadtest.drafts import DISTILLED, draft_flags
+from loadtest.drafts import draft_flags
 from loadtest.prompts import load_prompts
 
 LEVELS = 18  # of shapes and chains, at most
@@ -219,8 +218,7 @@ def main() -> None:
     if arguments.plot:
         plot(rows, arguments.plot)
     compute_with(arguments.threads)
-    adapter = open_adapter(config.adapter, ()) if config.adapter else None
-    model = load_draft(Checkpoint.open(folder), config.drop_layers, config.dtype, CPU, adapter, config.bits)
+    model = load_draft(Checkpoint.open(folder), config.drop_layers, config.dtype, CPU, config.bits)
     timed = draft_step.measure({arguments.bits: model}, (1, 2, 4, 8, 16), STEP_TURNS)
     step_ratio = timed.ratios(arguments.bits)
     figures: dict[str, object] = {"tokens_per_round": tokens_per_round(rows), "draft_step_ratio": step_ratio}
@@ -267,9 +265,7 @@ def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=int, default=2, help="of the schemes whose texts depend on the trees, with other seeds"
     )
-    parser.add_argument(
-        "--drop-layers", default=DISTILLED, help=f"of a substitute draft, such as 3,14; {DISTILLED} is what bough ships"
-    )
+    parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="of the substitute draft (default %(default)s)")
     parser.add_argument("--bits", choices=["auto", "8", "16"], default="auto", help="of the draft's products")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="one is best where others compute too")

@@ -1,11 +1,11 @@
 """How often a draft's guess is the target's token, what the draft takes on disk, and how fast it loads and steps.
 
     bough pack ~/.cache/bough/smollm2-135m --draft --drop-layers 3,14 --out DRAFT
-    python -m loadtest.draft_agreement drop:3,14 DRAFT adapter:bough/data/smollm2-135m-draft
+    python -m loadtest.draft_agreement drop:3,14 DRAFT
 
 Teacher-forced: the target (SmolLM2 as it is, bfloat16, unless --target names another) answers bough's prompts greedily,
 and each draft says at every place of these answers what it would have guessed. `drop:3,14` is the target without these
-layers, `drop:` the target itself, `adapter:FOLDER` what `bough distill` made of it; anything else is a model folder.
+layers, `drop:` the target itself; anything else is a model folder.
 Ends with one JSON line.
 """
 
@@ -26,7 +26,6 @@ import torch
 
 from bough.commands.up import ensure_demonstration
 from bough.demonstration import demonstration_folder
-from bough.distill.adapter import Adapter
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
 from bough.model.kv import KVSlot
@@ -41,7 +40,7 @@ from loadtest.draft_step import timed
 from loadtest.prompts import load_prompts
 
 CPU = torch.device("cpu")
-DROP, ADAPTER = "drop:", "adapter:"
+DROP = "drop:"
 NUM_GUESSES = 4
 NUM_STEPS = 30  # that are timed
 
@@ -89,17 +88,15 @@ def hits(model: ResidentModel, said: Answer) -> np.ndarray:
 
 def measure(name: str, bits: str, target: Path, said: Sequence[Answer]) -> Row:
     """One draft on all answers."""
-    is_part = name.startswith((DROP, ADAPTER))
+    is_part = name.startswith(DROP)
     checkpoint = Checkpoint.open(target if is_part else name)
-    drops = parse_layers(name.removeprefix(DROP)) if name.startswith(DROP) else ()
-    adapter = Adapter.open(name.removeprefix(ADAPTER)) if name.startswith(ADAPTER) else None
+    drops = parse_layers(name.removeprefix(DROP)) if is_part else ()
     began = time.perf_counter()
-    model = load_draft(checkpoint, drops, "bfloat16", CPU, adapter, bits)
+    model = load_draft(checkpoint, drops, "bfloat16", CPU, bits)
     load_seconds = time.perf_counter() - began
     model.warm_up(model.skeleton.kv_shape().empty(1, CPU))
     all_hits = np.concatenate([hits(model, one) for one in said])
-    folder = Path(name.removeprefix(ADAPTER)) if adapter else checkpoint.folder
-    own_bytes = 0 if name.startswith(DROP) else sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    own_bytes = 0 if is_part else sum(file.stat().st_size for file in checkpoint.folder.glob("*.safetensors"))
     top1, top4 = all_hits[:, 0].mean(), all_hits.any(axis=1).mean()
     return Row(name, bits, own_bytes, load_seconds, 1e3 * step_seconds(model, said[0]), top1, top4, len(all_hits))
 
@@ -117,7 +114,7 @@ def step_seconds(model: ResidentModel, said: Answer) -> float:
 def main() -> None:
     """Prints a table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafts", nargs="+", help="model folders, drop:LAYERS, or adapter:FOLDER")
+    parser.add_argument("drafts", nargs="+", help="model folders, or drop:LAYERS")
     parser.add_argument("--target", type=Path, help="SmolLM2 as it is by default")
     parser.add_argument("--bits", nargs="+", choices=DRAFT_BITS, default=["16"], help="of each draft's products")
     parser.add_argument("--num", type=int, default=24, help="prompts")

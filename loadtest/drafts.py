@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, TargetConfig, parse
-from bough.demonstration import EMBEDDED_DRAFT, demonstration_folder
+from bough.demonstration import demonstration_folder
 from bough.growth import BestFirst, TreePlan
 from bough.messages import Context, GrowCall, VerifyCall
 from bough.sampling import SamplingParams
@@ -24,8 +24,6 @@ from bough.tokenizer import Tokenizer
 from draft_worker.worker import DraftWorker
 from loadtest.prompts import load_prompts
 from target_worker.worker import TargetWorker
-
-DISTILLED = "distilled"  # instead of layers to leave out: the draft that bough ships
 
 
 class Tally(NamedTuple):
@@ -89,7 +87,7 @@ def main() -> None:
         f"{'drops':>12} {'budget':>6} {'width':>5} {'depth':>5} "
         f"{'tokens/round':>12} {'first guess':>11} {'steps':>6} ms/step"
     )
-    for drops in (*arguments.drops, *([DISTILLED] if arguments.distilled else [])):
+    for drops in arguments.drops:
         flags = ["--model", folder, *draft_flags(drops)]
         draft = DraftWorker(parse(DraftConfig, "bench", flags, {}), "bench")
         for sizes in itertools.product(arguments.budgets, arguments.widths, arguments.depths):
@@ -120,16 +118,13 @@ def main() -> None:
 
 
 def draft_flags(drops: str) -> list[str]:
-    """A draft worker's, for a substitute without these layers, none, or DISTILLED."""
-    if drops == DISTILLED:
-        return ["--adapter", str(EMBEDDED_DRAFT)]
+    """A draft worker's, for a substitute without these layers, or without leaving out any ("none")."""
     return ["--drop-layers", "" if drops == "none" else drops]
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drops", nargs="+", default=["3,14,25", "12-15"], help="substitutes: layers left out")
-    parser.add_argument("--distilled", action="store_true", help="the draft that bough ships as well")
     parser.add_argument("--budgets", nargs="+", type=int, default=[16, 32, 64], help="nodes of a tree")
     parser.add_argument("--widths", nargs="+", type=int, default=[8], help="nodes that a draft step expands")
     parser.add_argument("--depths", nargs="+", type=int, default=[12], help="levels of a tree")

@@ -6,9 +6,7 @@ Each MLP is divided into experts by its inner neurons, of which every row choose
 arXiv 2110.01786, which chooses some). An expert's output is scaled by their number, which the router's equal weights
 take away again: with a power of two no bit of a weight is lost. So its size is SmolLM2's, and what it says is the same
 but for rounding.
-
-`bough distill FOLDER --out DRAFT ...`, beside the same of the dense model, then tells what training around experts
-heals, and `bough up --target FOLDER --draft-adapter DRAFT` serves both.
+`bough up --target FOLDER --drop-layers 3,14` serves it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Collection, Mapping, Sequence
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from loadtest.ratios import geometric_mean, ratio
 
 LLAMA_PLAIN, LLAMA_DRAFT, LLAMA_4_BIT = "llama_cpp_plain", "llama_cpp_draft", "llama_cpp_plain_4_bit"
 BOUGH_PLAIN, BOUGH = "bough_plain", "bough"
@@ -19,8 +18,6 @@ RATIOS = {  # ours over theirs
     "plain": (BOUGH_PLAIN, LLAMA_PLAIN),
     "over_4_bit": (BOUGH, LLAMA_4_BIT),  # of which the weights are others, and fewer bytes
 }
-NUM_RESAMPLES = 4000
-INTERVAL = (2.5, 97.5)  # percent
 
 
 class Halves(NamedTuple):
@@ -52,39 +49,10 @@ def best_length(rates: Mapping[int, Sequence[float]]) -> int:
     return max(sorted(rates), key=lambda length: geometric_mean(rates[length]))
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    """Of numbers above 0.
-
-    Raises:
-        ValueError: none, or one that is not above 0.
-    """
-    if not values or min(values) <= 0:
-        raise ValueError(f"rates: value was {list(values)}; must be at least one, all above 0")
-    return math.exp(fmean(map(math.log, values)))
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
     low, middle, high = np.percentile(values, (25, 50, 75))
     return {"median": round(float(middle), 3), "q1": round(float(low), 3), "q3": round(float(high), 3)}
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int) -> dict[str, Any]:
-    """Ours over theirs, paired by prompt: geometric mean, its 95 % bootstrap interval over prompts, and both ends.
-
-    Raises:
-        ValueError: they are not as many, or one is not above 0.
-    """
-    pairs = [geometric_mean([a]) / geometric_mean([b]) for a, b in zip(ours, theirs, strict=True)]
-    rng = random.Random(seed)
-    means = [geometric_mean(rng.choices(pairs, k=len(pairs))) for _ in range(NUM_RESAMPLES)]
-    low, high = np.percentile(means, INTERVAL)
-    return {
-        "geomean": round(geometric_mean(pairs), 3),
-        "interval": [round(float(low), 3), round(float(high), 3)],
-        "worst": round(min(pairs), 3),
-        "best": round(max(pairs), 3),
-    }
 
 
 def first_difference(left: Sequence[int], right: Sequence[int], eos_ids: Collection[int]) -> int | None:

@@ -1,4 +1,4 @@
-"""A sizer and a target that decide by chance alone: whatever sizes are, tokens must be the same (DESIGN.md, rule 2)."""
+"""A sizer and a target that decide by chance: whatever sizes are, tokens stay the same (docs/design.md, rule 2)."""
 
 from __future__ import annotations
 

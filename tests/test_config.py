@@ -13,8 +13,7 @@ from bough.client import Client
 from bough.commands.demo import UP_DEFAULTS
 from bough.commands.up import settings_from
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
-from bough.demonstration import EMBEDDED_DRAFT, demonstration_folder
-from bough.distill.adapter import Adapter, open_adapter
+from bough.demonstration import demonstration_folder
 from bough.errors import ConfigError
 from bough.tether import MODULE
 from bough.values import parse_bytes, parse_layers
@@ -71,7 +70,7 @@ def test_the_orchestrator_has_a_known_port() -> None:
 @pytest.mark.parametrize(
     ("flags", "environ", "target", "draft", "drops"),
     [
-        ([], {}, "x10", "x10", ()),
+        ([], {}, "x10", "x10", (3, 14)),
         (["--drop-layers", "3,14"], {}, "x10", "x10", (3, 14)),
         (["--target", "T", "--draft", "D"], {}, "T", "D", ()),
         (["--target", "T"], {"BOUGH_DRAFT_DROP_LAYERS": "1"}, "T", "T", (1,)),
@@ -121,7 +120,7 @@ def test_a_draft_that_is_asked_for_is_used_whatever_the_environment_says(monkeyp
 
 
 def test_no_draft_with_layers_left_out_is_a_contradiction() -> None:
-    with pytest.raises(ConfigError, match=r"--drop-layers: 3, but --draft none"):
+    with pytest.raises(ConfigError, match=r"--drop-layers: value was 3; must not be given beside --draft none"):
         settings_from(argument_parser().parse_args(["up", "--draft", "none", "--drop-layers", "3"]))
 
 
@@ -176,13 +175,11 @@ def test_trees_size_themselves_unless_up_is_told_otherwise(workers: list[str]) -
         parser.parse_args(["up", "--planner", "guess"])
 
 
-@pytest.mark.parametrize("flags", [[], ["--draft-adapter", "embedded"]])
-def test_the_draft_that_is_shipped_is_the_demonstrations(flags: list[str]) -> None:
-    settings = settings_from(argument_parser().parse_args(["up", *flags]))
+def test_the_demonstration_drafts_with_itself_less_two_layers() -> None:
+    settings = settings_from(argument_parser().parse_args(["up"]))
     assert settings.draft is not None
-    adapter = open_adapter(settings.draft.adapter, settings.draft.drop_layers)
-    assert adapter.manifest == Adapter.open(EMBEDDED_DRAFT).manifest
-    assert adapter.manifest.top1 >= 0.70
+    assert settings.draft.model == str(demonstration_folder())
+    assert settings.draft.drop_layers == (3, 14)
 
 
 def test_a_draft_sees_as_much_as_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

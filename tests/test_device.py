@@ -12,7 +12,7 @@ import bough.model.device
 from bough.config import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.architecture import load_config
-from bough.model.device import choose_device, choose_dtype, device_name
+from bough.model.device import choose_device, device_name
 from bough.model.kv import KVShape
 from bough.model.memory import fixed_bytes
 from bough.placement import Fixed, Tier
@@ -106,24 +106,6 @@ def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:
         choose_places([1_700_000_000] * 80, Fixed(0, 0, 0, 0), gpu_settings("--host-memory", "1GB"), GPU)
     with pytest.raises(ConfigError, match=r"--host-memory: 4\.00 GB; .* must hold 2: 5\.40 GB or more would do"):
         choose_places([1_700_000_000] * 80, Fixed(0, 0, 0, 0, 2 * GB), gpu_settings("--host-memory", "4GB"), GPU)
-
-
-@pytest.mark.parametrize(
-    ("is_fast", "has_tiles", "device", "chosen"),
-    [
-        (True, False, "cpu", "bfloat16"),
-        (False, True, "cpu", "bfloat16"),
-        (False, False, "cpu", "float32"),
-        (False, False, "cuda", "bfloat16"),
-    ],
-)
-def test_auto_trains_in_what_the_device_multiplies_faster(
-    is_fast: bool, has_tiles: bool, device: str, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bough.model.device, "multiplies_pairs", lambda: is_fast)
-    monkeypatch.setattr(bough.model.device, "HAS_TILES", has_tiles)
-    assert choose_dtype("auto", torch.device(device)) == chosen
-    assert choose_dtype("bfloat16", torch.device("cpu")) == "bfloat16"
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])

@@ -1,4 +1,4 @@
-"""Speculation is invisible (DESIGN.md, rule 2): every way to speculate gives plain decoding's output, over services.
+"""Speculation is invisible (docs/design.md, rule 2): any way to speculate gives plain decoding's output, over services.
 
 Tokens, pieces of text, log-probabilities and the way it ends, compared for equality. Sampling is varied together with
 temperature and seed so that every setting meets every way to speculate, and meets greedy decoding and chance.

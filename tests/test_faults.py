@@ -97,7 +97,7 @@ async def test_killing_the_draft_changes_nothing_in_the_stream(cluster: Cluster,
 
 
 async def test_without_a_draft_guesses_come_from_the_text_itself(cluster: Cluster, client: Client) -> None:
-    """The degrade ladder of DESIGN.md: draft, lookup, plain."""
+    """Guesses come from the draft, else from the text, else not at all."""
     options = replace(LONG, logit_bias={65: 50.0, 66: 50.0})  # who says only two words has said most before
     undisturbed, _ = await run(client, options, 0, None)
     tokens, finished = await run(client, options, 20, lambda: end(cluster, "draft_worker"))

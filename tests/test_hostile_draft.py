@@ -1,4 +1,4 @@
-"""A draft worker that answers with nonsense costs a round its guesses (DESIGN.md, rule 1)."""
+"""A draft worker that answers with nonsense costs a round its guesses (docs/design.md, rule 1)."""
 
 from __future__ import annotations
 

@@ -212,7 +212,6 @@ def test_the_command(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["--bits", "5"], "error: --bits: 5; 4 or 8 would do, or --draft"),
         (["--drop-layers", "3"], "error: --drop-layers: 3; of a draft only"),
         (["--whole"], "error: --whole: of a draft only"),
-        (["--adapter", "embedded"], "error: --adapter: embedded; of a draft only"),
         (["--draft", "--drop-layers", "x"], "error: --drop-layers: 'x': layers such as 12-15,20 would do"),
     ],
 )

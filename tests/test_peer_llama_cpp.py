@@ -33,12 +33,11 @@ from loadtest.peer_llama_cpp_summary import (
     best_length,
     differences,
     first_difference,
-    geometric_mean,
     halves,
-    ratio,
     spread,
     summary,
 )
+from loadtest.ratios import geometric_mean, ratio
 
 EOS = (2,)
 

@@ -1,4 +1,4 @@
-"""DESIGN.md, rule 2, on the streamed model: a row's logits are the same bits in any tree, batch and place."""
+"""docs/design.md, rule 2, on the streamed model: a row's logits are the same bits in any tree, batch and place."""
 
 from __future__ import annotations
 

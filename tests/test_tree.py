@@ -86,7 +86,7 @@ def test_wire_round_trip(tree: Tree) -> None:
 
 
 def test_a_256_node_tree_is_small_on_the_wire() -> None:
-    """DESIGN.md promises about 1 KB for tokens and parents; log-probabilities are 4 bytes each on top."""
+    """A tree of 256 nodes takes about 1 KB for tokens and parents; log-probabilities are 4 bytes each on top."""
     tree = Tree.of(range(1000, 1256), [-1, *range(255)], [0.0] + [-1.0] * 255)
     assert wire.tree_to_wire(tree).ByteSize() < 2200
 

@@ -7,12 +7,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from bough.distill.adapter import open_adapter
 from bough.errors import ConfigError
-from bough.model.checkpoint import Checkpoint, resolve
+from bough.model.checkpoint import resolve
 from bough.model.hub import fetch
 from bough.model.pack import pack as write_packed
-from bough.model.pack_draft import Healed, pack_draft
+from bough.model.pack_draft import pack_draft
 from bough.values import parse_layers
 
 BITS, DRAFT_BITS = 4.0, 6.5  # by default
@@ -31,8 +30,6 @@ async def pack(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--drop-layers: {arguments.drop_layers}; of a draft only: --draft would do")
     if arguments.whole:
         raise ConfigError("--whole: of a draft only: --draft would do")
-    if arguments.adapter:
-        raise ConfigError(f"--adapter: {arguments.adapter}; of a draft only: --draft would do")
     fetch(arguments.model)
     folder = _folder(arguments, f"{bits:g}bit")
     write_packed(arguments.model, int(bits), folder)
@@ -48,8 +45,7 @@ def _pack_draft(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--drop-layers: {arguments.drop_layers!r}: {exc}") from exc
     fetch(arguments.model)
     folder = _folder(arguments, "draft")
-    healed, drops = _healed(arguments, drops)
-    written = pack_draft(arguments.model, drops, bits, folder, is_whole=arguments.whole, healed=healed)
+    written = pack_draft(arguments.model, drops, bits, folder, is_whole=arguments.whole)
     numbers = Counter(written.layouts.values())
     kinds = ", ".join(f"{numbers[kind]} in {kind.bits} bits by {kind.group_size}" for kind in sorted(numbers))
     rest = "" if arguments.whole else f"; the rest stays in {arguments.model}"
@@ -58,19 +54,6 @@ def _pack_draft(arguments: argparse.Namespace) -> None:
         "Use it as --draft",
         file=sys.stderr,
     )
-
-
-def _healed(arguments: argparse.Namespace, drops: tuple[int, ...]) -> tuple[Healed | None, tuple[int, ...]]:
-    """The corrections of the adapter that is asked for, and the layers that it leaves out.
-
-    Raises:
-        ConfigError: it is none, of another model, or leaves out other layers than the flags say.
-    """
-    if not arguments.adapter:
-        return None, drops
-    adapter = open_adapter(arguments.adapter, drops)
-    adapter.require_base(Checkpoint.open(arguments.model))
-    return Healed(adapter.fingerprint(), adapter.corrected), adapter.manifest.dropped_layers
 
 
 def _folder(arguments: argparse.Namespace, suffix: str) -> Path:

@@ -17,12 +17,7 @@ from bough.client import Client
 from bough.commands.divided import divided
 from bough.commands.progress import Progress, tell
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.demonstration import (
-    DEMONSTRATION_COPIES,
-    EMBEDDED,
-    demonstration_folder,
-    is_written,
-)
+from bough.demonstration import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.errors import ConfigError
 from bough.index_url import without_passwords
 from bough.launch import Settings, launched
@@ -36,7 +31,7 @@ HTTP_PORT = 8000  # where servers of this kind are looked for
 INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
 NO_DRAFT = "none"
 MODEL_FLAGS = (
-    "target", "drop_layers", "draft_adapter", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
+    "target", "drop_layers", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
     "draft_device", "draft_dtype",
 )  # fmt: skip
 
@@ -82,12 +77,11 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     target = arguments.target or os.environ.get("BOUGH_TARGET_MODEL")
     draft = arguments.draft or os.environ.get("BOUGH_DRAFT_MODEL")
     drops = arguments.drop_layers or os.environ.get("BOUGH_DRAFT_DROP_LAYERS")
-    adapter = arguments.draft_adapter or os.environ.get("BOUGH_DRAFT_ADAPTER")
-    if draft is None and drops is None and adapter is None:
+    if draft is None and drops is None:
         if os.environ.get("BOUGH_ORCHESTRATOR_DRAFT") == NO_DRAFT:
             draft = NO_DRAFT
         elif target is None:
-            adapter = EMBEDDED
+            drops = SUBSTITUTE_DROPS
     target = target or str(demonstration_folder())
     target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
     for name in ("max_context", "device_memory", "kv_memory", "host_memory"):
@@ -97,7 +91,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)
     return Settings(
         target=target_config,
-        draft=_draft_config(arguments, target_config, draft, drops, adapter),
+        draft=_draft_config(arguments, target_config, draft, drops),
         orchestrator=_orchestrator_config(arguments, has_draft=draft != NO_DRAFT),
         index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
     )
@@ -156,21 +150,19 @@ def free_port(host: str, wanted: int) -> int:
 
 
 def _draft_config(
-    arguments: argparse.Namespace, target: TargetConfig, draft: str | None, drops: str | None, adapter: str | None
+    arguments: argparse.Namespace, target: TargetConfig, draft: str | None, drops: str | None
 ) -> DraftConfig | None:
     """Settings of the draft worker; None where there is to be none."""
     if draft == NO_DRAFT:
-        for flag, value in (("--drop-layers", drops), ("--draft-adapter", adapter)):
-            if value is not None:
-                raise ConfigError(f"{flag}: {value}, but --draft none has no layers; one of the two would do")
+        if drops is not None:
+            raise ConfigError(f"--drop-layers: value was {drops}; must not be given beside --draft none")
         return None
-    if drops is None and draft is None and adapter is None:
+    if drops is None and draft is None:
         raise ConfigError(
-            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, "
-            "--draft-adapter with what `bough distill` made of the target, or --drop-layers for a substitute as it is; "
-            "or none, to guess from a session's own text only"
+            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, or --drop-layers "
+            "for the target itself with layers left out; or none, to guess from a session's own text only"
         )
-    flags = ["--model", draft or target.model, *_given("--drop-layers", drops), *_given("--adapter", adapter)]
+    flags = ["--model", draft or target.model, *_given("--drop-layers", drops)]
     flags += [*_given("--device", arguments.draft_device), *_given("--dtype", arguments.draft_dtype)]
     flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
     if "BOUGH_DRAFT_MAX_CONTEXT" not in os.environ:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bough.errors import CheckpointError
-from bough.model.contents import SAMPLE_BYTES, samples_digest
+from bough.model.contents import samples_digest
 from bough.model.hub import cached, is_hub_id
 from bough.model.origin import Origin
 from bough.model.pack_manifest import read_checksums
@@ -37,15 +37,6 @@ class TensorPlace:
     num_bytes: int
     dtype: str  # as safetensors spells it: "BF16", "F32", ...
     shape: tuple[int, ...]
-
-    def first_bytes(self) -> bytes:
-        """At most SAMPLE_BYTES of it, to know it by. Raises CheckpointError."""
-        try:
-            with self.file.open("rb") as stream:
-                stream.seek(self.offset)
-                return stream.read(min(SAMPLE_BYTES, self.num_bytes))
-        except OSError as exc:
-            raise CheckpointError(f"{self.file}: tensor {self.name} cannot be read: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,16 +31,6 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def choose_dtype(name: str, device: torch.device) -> str:
-    """The data type of a setting to train in: `auto` is bfloat16 but on a CPU whose products of float32 are faster.
-
-    A rule and no measurement: a run that is gone on with must come to the same.
-    """
-    if name != "auto":
-        return name
-    return "bfloat16" if device.type != "cpu" or HAS_TILES or multiplies_pairs() else "float32"
-
-
 def device_name(device: torch.device) -> str:
     """What it is; of a CPU the instructions that torch's kernels are chosen by, and how ours multiply bfloat16."""
     if device.type == "cpu":

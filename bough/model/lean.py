@@ -18,7 +18,7 @@ from bough.model.lean_layer import LOOPS, LayerWeights
 from bough.model.lean_parts import Matrices, Vectors, biases, floats, sizes_of, window
 from bough.model.lean_rooms import Rooms, code_rows, num_blocks, word_rows
 from bough.model.lean_step import Weights, run_step
-from bough.model.loading import Correction, ParameterSlot, Skeleton, bind_resident, uncorrected
+from bough.model.loading import ParameterSlot, Skeleton, bind_resident
 from bough.model.shares import counters
 from bough.model.stacks import Int8Stack, Stack
 from bough.model.vectors import LANES
@@ -30,15 +30,12 @@ CPU = torch.device("cpu")
 class LeanDecoder:
     """A model whose weights stand in a few arrays, as compiled code reads them; it keeps no other copy of them."""
 
-    def __init__(self, skeleton: Skeleton, correct: Correction = uncorrected, is_int8: bool = False) -> None:
-        """Loads the weights, layer by layer; `correct` may change a layer's before they are put there.
-
-        With `is_int8` matrices are kept, and multiplied, in 8 bits.
-        """
+    def __init__(self, skeleton: Skeleton, is_int8: bool = False) -> None:
+        """Loads the weights, layer by layer; with `is_int8` matrices are kept, and multiplied, in 8 bits."""
         self._rotary = skeleton.model.get_decoder().rotary_emb
         self._vocab_size = skeleton.vocab_size
         self._sizes = sizes_of(skeleton)
-        self._weights = _load(skeleton, correct, Int8Stack if is_int8 else Stack)
+        self._weights = _load(skeleton, Int8Stack if is_int8 else Stack)
         self._cos = self._sin = np.zeros((0, self._sizes.head_dim), np.float32)
         self._rooms = Rooms(skeleton, code_rows if is_int8 else word_rows)
         self._logits = np.zeros((0, len(self._weights.head_bias)), np.float32)
@@ -82,7 +79,7 @@ class LeanDecoder:
             self._cos, self._sin = cos[0].float().numpy(), sin[0].float().numpy()
 
 
-def _load(skeleton: Skeleton, correct: Correction, stack: type[Stack] | type[Int8Stack]) -> Weights:
+def _load(skeleton: Skeleton, stack: type[Stack] | type[Int8Stack]) -> Weights:
     """Layer by layer, so that no more than one layer is there twice."""
     bind_resident(skeleton, skeleton.resident_slots, CPU)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
@@ -95,9 +92,8 @@ def _load(skeleton: Skeleton, correct: Correction, stack: type[Stack] | type[Int
     head_bias = biases(head)
     _release(skeleton.resident_slots)
     stacks, vectors, windows = Matrices(*(stack(len(skeleton.layers)) for _ in Matrices._fields)), [], []
-    for index, (layer, slots) in enumerate(zip(skeleton.layers, skeleton.layer_slots, strict=True)):
+    for layer, slots in zip(skeleton.layers, skeleton.layer_slots, strict=True):
         bind_resident(skeleton, slots, CPU)
-        correct(index, layer)
         for own, matrix in zip(stacks, Matrices.of(layer), strict=True):
             own.put(matrix)
         vectors.append(Vectors.of(layer))

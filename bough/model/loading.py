@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,6 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CONVERTED_BYTES = 16_000_000  # of a tensor that are read at once where it stays in another data type
 NUM_NAMED = 3  # unused tensors that a warning names
-
-
-Correction = Callable[[int, nn.Module], None]  # of the weights of a layer with this number, in place
-
-
-def uncorrected(_index: int, _layer: nn.Module) -> None:
-    """Leaves weights as they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +250,11 @@ def _convert(place: TensorPlace, out: torch.Tensor, checksums: Mapping[str, int]
     require_checksum(place, checksum, checksums)
 
 
-def bind_all(skeleton: Skeleton, device: torch.device, correct: Correction = uncorrected) -> None:
-    """Loads a whole model for good; `correct` may change each layer's weights when they are there."""
+def bind_all(skeleton: Skeleton, device: torch.device) -> None:
+    """Loads a whole model for good."""
     bind_resident(skeleton, skeleton.resident_slots, device)
-    for index, slots in enumerate(skeleton.layer_slots):
+    for slots in skeleton.layer_slots:
         bind_resident(skeleton, slots, device)
-        correct(index, skeleton.layers[index])
     move_buffers(skeleton.model, device)
 
 

@@ -8,10 +8,9 @@ it (`bough.model.origin`). Or it is copied, for a draft worker that runs where t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -20,7 +19,7 @@ from bough.demonstration import EXPANSION_NAME
 from bough.errors import ConfigError
 from bough.model.checkpoint import Checkpoint, TensorPlace, resolve
 from bough.model.layers import kept_layers
-from bough.model.loading import Skeleton, build_skeleton, read_place
+from bough.model.loading import build_skeleton, read_place
 from bough.model.mixed import LAYOUTS, Option, choose
 from bough.model.naming import MIXED, PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.origin import Origin
@@ -30,13 +29,6 @@ from bough.model.quantize import SHRUNKEN, Layout, quantize, rounding_error
 from bough.model.source import typed
 
 SAMPLE_ROWS = 256  # of a matrix, on which the error of a layout is measured
-
-
-class Healed(NamedTuple):
-    """Weights that are not packed as the target has them, but as a distilled draft does."""
-
-    fingerprint: str  # of the corrections
-    corrected: Callable[[int, str, torch.Tensor], torch.Tensor]  # place among kept layers, module in it, its weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +47,10 @@ def pack_draft(
     folder: Path,
     *,
     is_whole: bool = False,
-    healed: Healed | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Written:
     """Writes the draft, or goes on where an interrupted run has left off. `bits` is for a weight, scales included;
-    a whole draft has copies of what it would share. Layers that are `healed` are corrected before they are packed.
+    a whole draft has copies of what it would share.
 
     Raises:
         CheckpointError: the model cannot be read.
@@ -77,17 +68,15 @@ def pack_draft(
     matrices = {place.name: place for place in tensors.packed}
     fingerprint = checkpoint.fingerprint()
     origin = {"draft": True, "bits": bits, "kept_layers": list(kept), "source": fingerprint, "whole": is_whole}
-    origin["corrections"] = healed.fingerprint if healed else None
-    read = _reader(skeleton, healed)
     written = PackFolder.begin(folder, checkpoint, origin)
-    layouts = _chosen(written, matrices, bits, read)
+    layouts = _chosen(written, matrices, bits)
     places = dict.fromkeys(place for slot in slots for place in slot.source.places)
     shared = dict.fromkeys(place for slot in skeleton.resident_slots for place in slot.source.places)
     written.write_all(
         "draft",
         shards_of([*places, *(shared if is_whole else ())], shard_bytes),
         num_bytes=lambda place: _num_bytes(place, layouts.get(place.name)),
-        convert=lambda place: _tensors(place.name, read(place), layouts.get(place.name)),
+        convert=lambda place: _tensors(place.name, _read(place), layouts.get(place.name)),
     )
     borrowed = () if is_whole else tuple(place.name for place in shared)
     Origin(_reference(model), fingerprint, kept, borrowed).save(folder)
@@ -97,25 +86,8 @@ def pack_draft(
     return Written(sum(written.manifest["shards"].values()), packed_bits / weights, layouts)
 
 
-def _reader(skeleton: Skeleton, healed: Healed | None) -> Callable[[TensorPlace], torch.Tensor]:
-    """Reads tensors, and corrects those that are a module's weight in a healed layer."""
-    modules: dict[str, tuple[int, str]] = {}
-    for index, (layer, slots) in enumerate(zip(skeleton.layers, skeleton.layer_slots, strict=True)):
-        paths = {module: path for path, module in layer.named_modules()}
-        modules |= {
-            place.name: (index, paths[slot.module])
-            for slot in slots
-            if slot.key == "weight"
-            for place in slot.source.places
-        }
-
-    def read(place: TensorPlace) -> torch.Tensor:
-        value = typed(read_place(place), place)
-        if healed is None or place.name not in modules:
-            return value
-        return healed.corrected(*modules[place.name], value)
-
-    return read
+def _read(place: TensorPlace) -> torch.Tensor:
+    return typed(read_place(place), place)
 
 
 def _layouts(place: TensorPlace) -> list[Layout]:
@@ -127,12 +99,11 @@ def _chosen(
     written: PackFolder,
     matrices: Mapping[str, TensorPlace],
     bits: float,
-    read: Callable[[TensorPlace], torch.Tensor],
 ) -> dict[str, Layout]:
     """A layout for each matrix, chosen once and then kept with what is being written."""
     if "layouts" not in written.manifest:
         bar = tqdm(matrices.items(), desc="measuring", unit=" matrices")
-        options = {name: _options(place, read(place)) for name, place in bar}
+        options = {name: _options(place, _read(place)) for name, place in bar}
         weights = sum(math.prod(place.shape) for place in matrices.values())
         written.manifest["layouts"] = choose(options, bits, weights)
         written.save()

@@ -1,4 +1,4 @@
-"""A row's result is the same bits at any place in any batch (DESIGN.md, rule 2), and what that takes.
+"""A row's result is the same bits at any place in any batch (docs/design.md, rule 2), and what that takes.
 
 A library's matrix products round differently for different numbers of rows. So either products are our own, in which
 no row knows of any other, or all of them have one number of rows, padding included. What works on one number at a time

@@ -10,7 +10,7 @@ from bough.model.graphs import Capture, GpuCapture, GraphedSteps, graphed_steps
 from bough.model.kv import KVMemory, KVSlot
 from bough.model.lean import LeanDecoder
 from bough.model.lean_parts import is_lean
-from bough.model.loading import Correction, Skeleton, bind_all, uncorrected
+from bough.model.loading import Skeleton, bind_all
 from bough.tree import Tree
 
 
@@ -20,17 +20,15 @@ class ResidentModel:
     Through transformers' own modules, or where the architecture and the device allow it through a leaner path of ours.
     """
 
-    def __init__(
-        self, skeleton: Skeleton, device: torch.device, correct: Correction = uncorrected, is_int8: bool = False
-    ) -> None:
+    def __init__(self, skeleton: Skeleton, device: torch.device, is_int8: bool = False) -> None:
         """`is_int8` makes products in 8 bits, where `bough.model.lean_parts.can_int8` says that it is possible."""
         self.skeleton = skeleton
         self.is_int8 = is_int8
         self.device = device
         self._steps: GraphedSteps | None = None
-        self._lean = LeanDecoder(skeleton, correct, is_int8) if is_lean(skeleton, device) else None
+        self._lean = LeanDecoder(skeleton, is_int8) if is_lean(skeleton, device) else None
         if self._lean is None:
-            bind_all(skeleton, device, correct)
+            bind_all(skeleton, device)
 
     def warm_up(self, memory: KVMemory, capture: Capture | None = None) -> None:
         """Runs one token in the first row of a memory, so that what is compiled at its first use (seconds) is there.

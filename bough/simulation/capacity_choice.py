@@ -1,4 +1,4 @@
-"""The size of a round's tree: most expected tokens per second (DESIGN.md, rule 5), plain decoding included.
+"""The size of a round's tree: most expected tokens per second (docs/design.md, rule 5), plain decoding included.
 
 A session's round takes drafting, two calls and a sweep, in which its riders' trees are computed too; where more
 sessions run than ride together, it cannot take less than as many sweeps as those need. Prompts are read beside trees:

@@ -1,7 +1,7 @@
 """What a round brings by size: expected tokens, and how they are distributed, of best-first trees under a law.
 
 Sizes are means: below a threshold of path probability nodes are left out, and the threshold is where so many nodes are
-left on average. That is what a price of a node does (DESIGN.md, rule 5), and where positions do not differ it is
+left on average. That is what a price of a node does (docs/design.md, rule 5), and where positions do not differ it is
 exactly the best shape. Values are kept in bins of their logarithm, so that a level of a tree is one convolution.
 """
 

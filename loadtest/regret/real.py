@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bough.demonstration import cache_folder
+from bough.demonstration import SUBSTITUTE_DROPS, cache_folder
 from bough.tether import start
 from loadtest.limits import limited
 from loadtest.regret.scoring import geomean, interval, score
@@ -30,7 +30,7 @@ class RealRegime:
 
     name: str
     target_flags: tuple[str, ...] = STREAMED
-    draft_flags: tuple[str, ...] = ("--adapter", "embedded")
+    draft_flags: tuple[str, ...] = ("--drop-layers", SUBSTITUTE_DROPS)
     temperature: float = 0.0
     num_sessions: int = 1
     read_megabytes_per_second: int = 0  # of the disk; 0 is as fast as it is

@@ -2,13 +2,18 @@
 
     python -m loadtest.served
     python -m loadtest.served --parts doors carrying
+    python -m loadtest.served --parts doors --requests 10 --no-proxy
+    python -m loadtest.served --parts demonstration --prompts 12 --answer-tokens 24 --repeats 2
     python -m loadtest.served --parts soak --soak-seconds 600
 
 Parts, each on processes of its own on this machine. All but `demonstration` have simulated workers, whose seconds are
-round numbers, so that what is measured is bough's own. Ends with one JSON line:
+round numbers, so that what is measured is bough's own:
 
-doors           gRPC beside the HTTP door, sweeps of 50 ms, each request through both, in an order that is drawn:
-                `added_ttft_ms`, `added_chunk_ms` (medians), `ttft_ratio`, `tpot_ratio` (geometric means)
+doors           gRPC straight to an orchestrator beside that orchestrator's own HTTP port (`http`) and Ray Serve's HTTP
+                proxy (`proxy`), sweeps of 50 ms, each request through all of them, in an order that is drawn:
+                `ttft_ratio`, `tpot_ratio` (geometric means over requests, with 95 % intervals), `added_ttft_ms`,
+                `added_chunk_ms` (medians, with theirs). Ray Serve is started as `make serve` does; --no-proxy leaves
+                it out
 demonstration   the same on the 2 GB demonstration model
 carrying        streams on sweeps of one second until the event loop's p99 lag passes 50 ms, with one orchestrator and
                 with two; the load comes from the same machine
@@ -16,6 +21,15 @@ overload        five times as many requests as are served at the peak: `goodput_
                 soon the rest is refused, and with what delay
 restarts        orchestrators, drafts and targets replaced one after another under load: failed requests, other texts
 soak            minutes at a high rate: errors, latency early and late, growth of each process by figure
+
+Ends with one JSON line: each part's figures by its name, and
+
+ttft_ratio      by door, over direct gRPC: `geomean`, `interval`; `of` says which part they are from: `demonstration`
+tpot_ratio      where that was run, else `doors`; null where neither was
+overload_goodput_ratio   of `overload`; null where that was not run
+failed_requests of all parts; refusals under overload are none
+unequal_texts   answers that were not what another door, or an undisturbed run, gave
+clients         who asked at once in `restarts` and `soak`
 """
 
 from __future__ import annotations
@@ -31,6 +45,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bough.errors import BoughError
 from bough.launch import launched
 from loadtest.prompts import load_prompts
 from loadtest.served.carrying import carry
@@ -41,36 +56,55 @@ from loadtest.served.restarts import restarts
 from loadtest.served.soak import soak
 from loadtest.served.stack import stack
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor
+from loadtest.served.under_ray import Addresses, under_ray
+from loadtest.served.verdict import verdict
 from loadtest.stacks import http_url_of, stack_settings
 
 PARTS = ("doors", "demonstration", "carrying", "overload", "restarts", "soak")
 SWEEP_SECONDS = 0.05  # of `doors`
 
 
-async def between_doors(address: str, arguments: argparse.Namespace, asks: Sequence[Ask]) -> dict[str, Any]:
-    """What HTTP adds at one orchestrator, and what other URLs add that lead to the same one."""
-    grpc_door, http_door = GrpcDoor(address), HttpDoor(await http_url_of(address))
-    doors: dict[str, Door] = {DIRECT: grpc_door, "http": http_door}
+async def between_doors(addresses: Addresses, arguments: argparse.Namespace, asks: Sequence[Ask]) -> dict[str, Any]:
+    """What each way to one orchestrator adds to gRPC straight to it."""
+    grpc_door = GrpcDoor(addresses.grpc)
+    urls = {"http": addresses.http, "proxy": addresses.proxy}
+    http_doors = {name: HttpDoor(url, name) for name, url in urls.items() if url}
+    doors: dict[str, Door] = {DIRECT: grpc_door, **http_doors}
     try:
-        return door_figures(await compare_doors(doors, asks, arguments.seed))
+        return door_figures(await compare_doors(doors, asks, arguments.seed), arguments.seed)
     finally:
         await grpc_door.close()
-        await http_door.close()
+        for door in http_doors.values():
+            await door.close()
 
 
 async def doors(arguments: argparse.Namespace) -> dict[str, Any]:
     """On simulated workers."""
     asks = [Ask(f"question {number}", 32, seed=number) for number in range(arguments.requests)]
     with TemporaryDirectory() as folder:
-        async with stack(write_profile(Path(folder), SWEEP_SECONDS)) as running:
-            return await between_doors(running.addresses("orchestrator")[0], arguments, asks)
+        profile = write_profile(Path(folder), SWEEP_SECONDS)
+        if arguments.proxy:
+            async with under_ray(profile) as addresses:
+                return await between_doors(addresses, arguments, asks)
+        async with stack(profile) as running:
+            address = running.addresses("orchestrator")[0]
+            return await between_doors(await without_proxy(address), arguments, asks)
 
 
 async def demonstration(arguments: argparse.Namespace) -> dict[str, Any]:
     """On the demonstration models."""
-    asks = [Ask(text, 24) for text in load_prompts()[: arguments.prompts]]
+    prompts = load_prompts()[: arguments.prompts] * arguments.repeats
+    asks = [Ask(text, arguments.answer_tokens) for text in prompts]
+    if arguments.proxy:
+        async with under_ray() as addresses:
+            return await between_doors(addresses, arguments, asks)
     async with launched(stack_settings(), lambda _: None) as cluster:
-        return await between_doors(cluster.address, arguments, asks)
+        return await between_doors(await without_proxy(cluster.address), arguments, asks)
+
+
+async def without_proxy(address: str) -> Addresses:
+    """Of an orchestrator that no Ray Serve stands before."""
+    return Addresses(address, await http_url_of(address), "")
 
 
 async def carrying(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -98,28 +132,36 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         figures[name] = await parts[name]()
         _report(f"{name}: {json.dumps(figures[name])}")
     machine = {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()}
-    return {**figures, **machine, "settings": vars(arguments)}
+    return {**verdict(figures, arguments.clients), **figures, **machine, "settings": vars(arguments)}
 
 
 def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main() -> None:
+def main() -> int:
     """Prints progress, and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     add("--requests", type=int, default=100, help="doors: through each of them")
     add("--prompts", type=int, default=6, help="demonstration: through each door")
+    add("--repeats", type=int, default=1, help="demonstration: of all prompts")
+    add("--answer-tokens", type=int, default=24, help="demonstration: of each answer")
+    add("--proxy", action=argparse.BooleanOptionalAction, default=True, help="doors, demonstration: through Serve too")
     add("--streams", nargs="+", type=int, default=[50, 100, 200, 300, 400], help="carrying: at once, ascending")
     add("--carry-seconds", type=float, default=20.0, help="carrying: of each number")
     add("--overload-seconds", type=float, default=20.0, help="overload: of the peak, and of the overload")
     add("--clients", type=int, default=16, help="restarts, soak: who ask at once")
     add("--soak-seconds", type=float, default=600.0)
     add("--seed", type=int, default=1)
-    print(json.dumps(asyncio.run(run(parser.parse_args()))))
+    try:
+        print(json.dumps(asyncio.run(run(parser.parse_args()))))
+    except BoughError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

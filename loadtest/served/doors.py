@@ -2,64 +2,93 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from loadtest.ratios import interval, ratio
 from loadtest.served.streams import Answered, Ask, Door
 
 DIRECT = "grpc"
+NUM_DIGITS = 4
 
 
-async def compare_doors(doors: Mapping[str, Door], asks: Sequence[Ask], seed: int) -> dict[str, list[Answered]]:
-    """Every request through every door, in an order that is drawn anew for each; by door, in the order of `asks`.
+@dataclass(slots=True)
+class Comparison:
+    """Answers by door, in one order for all; a request that failed at any door is in none of them."""
+
+    answers: dict[str, list[Answered]]
+    failures: list[str] = field(default_factory=list)
+    num_unequal: int = 0  # requests that doors gave different texts for
+
+
+async def compare_doors(doors: Mapping[str, Door], asks: Sequence[Ask], seed: int) -> Comparison:
+    """Every request through every door, one after another, in an order that is drawn anew for each.
 
     Each is asked once beforehand and not counted, so that its prompt's KV is there for all alike.
-
-    Raises:
-        RuntimeError: a request failed, or a door gave another text than the others.
     """
     rng = random.Random(seed)
-    answers: dict[str, list[Answered]] = {name: [] for name in doors}
+    found = Comparison({name: [] for name in doors})
     for ask in asks:
         await doors[DIRECT](ask)
-        for name in rng.sample([*doors], len(doors)):
-            answered = await doors[name](ask)
-            if answered.sample.error:
-                raise RuntimeError(f"{name}: {answered.sample.error}")
-            answers[name].append(answered)
-        texts = {name: each[-1].text for name, each in answers.items()}
-        if len(set(texts.values())) > 1:
-            raise RuntimeError(f"the doors give different texts: {texts}")
-    return answers
-
-
-def door_figures(answers: Mapping[str, Sequence[Answered]]) -> dict[str, Any]:
-    """Ratios (geometric means over requests, each paired with the same request over gRPC) and what a door adds."""
-    direct = [answered.sample for answered in answers[DIRECT]]
-    figures = {}
-    for name, each in answers.items():
-        if name == DIRECT:
+        answered = {name: await doors[name](ask) for name in rng.sample([*doors], len(doors))}
+        failures = [f"{name}: {each.sample.error}" for name, each in answered.items() if each.sample.error]
+        found.failures += failures
+        if failures:
             continue
-        samples = [answered.sample for answered in each]
-        pairs = list(zip(samples, direct, each, strict=True))
-        added_chunk = [
-            (s.seconds - s.first_token_seconds - d.seconds + d.first_token_seconds) / max(1, a.num_events - 1)
-            for s, d, a in pairs
-        ]
-        figures[name] = {
-            "ttft_ratio": _geomean([s.first_token_seconds / d.first_token_seconds for s, d, _ in pairs]),
-            "tpot_ratio": _geomean([s.token_seconds / d.token_seconds for s, d, _ in pairs if d.token_seconds > 0]),
-            "added_ttft_ms": round(
-                1000 * statistics.median(s.first_token_seconds - d.first_token_seconds for s, d, _ in pairs), 3
-            ),
-            "added_chunk_ms": round(1000 * statistics.median(added_chunk), 3),
-            "requests": len(pairs),
-        }
+        found.num_unequal += len({each.text for each in answered.values()}) > 1
+        for name, each in answered.items():
+            found.answers[name].append(each)
+    return found
+
+
+def door_figures(found: Comparison, seed: int) -> dict[str, Any]:
+    """By door, each request paired with the same one over gRPC; 95 % intervals over requests."""
+    direct = found.answers[DIRECT]
+    figures: dict[str, Any] = {
+        "requests": len(direct),
+        "failed": len(found.failures),
+        "failures": sorted({*found.failures})[:5],
+        "unequal": found.num_unequal,
+        "grpc_first_token_seconds": _median([each.sample.first_token_seconds for each in direct]),
+        "grpc_token_seconds": _median([each.sample.token_seconds for each in direct]),
+    }
+    for name, answers in found.answers.items():
+        if name != DIRECT and answers:
+            figures[name] = _beside_direct(answers, direct, seed)
     return figures
 
 
-def _geomean(ratios: Sequence[float]) -> float:
-    return round(math.exp(statistics.fmean(math.log(ratio) for ratio in ratios)), 4) if ratios else 1.0
+def _beside_direct(answers: Sequence[Answered], direct: Sequence[Answered], seed: int) -> dict[str, Any]:
+    pairs = [*zip(answers, direct, strict=True)]
+    firsts = [(a.sample.first_token_seconds, d.sample.first_token_seconds) for a, d in pairs]
+    # An answer that came in one piece has no time per token.
+    tokens = [(a.sample.token_seconds, d.sample.token_seconds) for a, d in pairs]
+    tokens = [pair for pair in tokens if min(pair) > 0]
+    chunks = [(_later(a) - _later(d)) / max(1, a.num_events - 1) for a, d in pairs]
+    return {
+        "ttft_ratio": _ratio(firsts, seed),
+        "tpot_ratio": _ratio(tokens, seed) if tokens else None,
+        "added_ttft_ms": _added([own - other for own, other in firsts], seed),
+        "added_chunk_ms": _added(chunks, seed),
+    }
+
+
+def _ratio(pairs: Sequence[tuple[float, float]], seed: int) -> dict[str, Any]:
+    return ratio([own for own, _ in pairs], [direct for _, direct in pairs], seed, NUM_DIGITS)
+
+
+def _later(answered: Answered) -> float:
+    """Seconds after the first token."""
+    return answered.sample.seconds - answered.sample.first_token_seconds
+
+
+def _added(seconds: Sequence[float], seed: int) -> dict[str, Any]:
+    milliseconds = [1000 * each for each in seconds]
+    return {"median": _median(milliseconds), "interval": interval(milliseconds, statistics.median, seed)}
+
+
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), NUM_DIGITS) if values else 0.0

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 import grpc
 import httpx
 
 from bough import wire_generation as wire
-from bough.errors import BoughError, Exhausted
-from bough.generation import ChatPrompt, GenerateOptions, Message, Tokens
+from bough.generation import ChatPrompt, GenerateOptions, Message
 from bough.pb import generation_pb2_grpc
 from bough.rpc import open_channel, to_error
-from loadtest.locust.samples import Arrivals, Sample
+from loadtest.locust.reading import CHAT_PATH, OK, Reading, chat_body
+from loadtest.locust.samples import Sample
 
-TOO_MANY_REQUESTS = 429
 HTTP_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=512)
 
 
@@ -42,40 +39,13 @@ class Answered:
     text: str = ""
     num_events: int = 0  # with tokens
 
+    @staticmethod
+    def of(reading: Reading) -> Answered:
+        """Of a stream that is over."""
+        return Answered(reading.sample(), reading.text, reading.num_events)
+
 
 Door = Callable[[Ask], Awaitable[Answered]]
-
-
-@dataclass(slots=True)
-class _Reading:
-    """A stream under way."""
-
-    door: str
-    arrivals: Arrivals = field(default_factory=lambda: Arrivals(time.monotonic()))
-    text: list[str] = field(default_factory=list)
-    num_events: int = 0
-
-    def take(self, num_tokens: int, text: str) -> None:
-        if num_tokens > 0:
-            self.num_events += 1
-            self.arrivals.take(time.monotonic(), num_tokens)
-        self.text.append(text)
-
-    def answered(self, error: str = "", is_refused: bool = False, retry_seconds: float = 0.0) -> Answered:
-        arrivals = self.arrivals
-        sample = Sample(
-            self.door,
-            arrivals.began,
-            time.monotonic() - arrivals.began,
-            arrivals.first_token_seconds,
-            arrivals.token_seconds,
-            arrivals.longest_gap,
-            arrivals.num_tokens,
-            error=error or ("" if arrivals.num_tokens else "no token came"),
-            is_refused=is_refused,
-            retry_seconds=retry_seconds,
-        )
-        return Answered(sample, "".join(self.text), self.num_events)
 
 
 class GrpcDoor:
@@ -95,23 +65,13 @@ class GrpcDoor:
             temperature=ask.temperature, seed=ask.seed, max_tokens=ask.max_tokens, ignore_eos=True
         )
         request = wire.request_to_wire(ChatPrompt((Message("user", ask.text),)), options)
-        reading = _Reading("grpc")
+        reading = Reading("grpc")
         try:
             async for message in self._stub.Generate(request, timeout=ask.timeout_seconds):
-                event = wire.event_from_wire(message)
-                if isinstance(event, Tokens):
-                    reading.take(len(event.token_ids), event.text)
-                elif hasattr(event, "text"):
-                    reading.take(0, event.text)
+                reading.take_event(message)
         except grpc.aio.AioRpcError as exc:
-            return _failed(reading, to_error(exc, self._address))
-        return reading.answered()
-
-
-def _failed(reading: _Reading, error: BoughError) -> Answered:
-    if isinstance(error, Exhausted):
-        return reading.answered(str(error), True, error.retry_seconds or 0.0)
-    return reading.answered(str(error))
+            reading.fail(to_error(exc, self._address))
+        return Answered.of(reading)
 
 
 class HttpDoor:
@@ -119,7 +79,7 @@ class HttpDoor:
 
     def __init__(self, url: str, name: str = "http") -> None:
         """`url` is without /v1."""
-        self._url, self._name = f"{url.rstrip('/')}/v1/chat/completions", name
+        self._url, self._name = f"{url.rstrip('/')}{CHAT_PATH}", name
         self._client = httpx.AsyncClient(limits=HTTP_LIMITS, trust_env=False)
 
     async def close(self) -> None:
@@ -128,42 +88,22 @@ class HttpDoor:
 
     async def __call__(self, ask: Ask) -> Answered:
         """Reads one answer to its end."""
-        body = {
-            "model": "",
-            "messages": [{"role": "user", "content": ask.text}],
-            "max_completion_tokens": ask.max_tokens,
+        body = chat_body([Message("user", ask.text)], ask.max_tokens) | {
             "temperature": ask.temperature,
             "seed": ask.seed,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-        reading = _Reading(self._name)
+        reading = Reading(self._name)
         try:
             async with self._client.stream("POST", self._url, json=body, timeout=ask.timeout_seconds) as response:
-                if response.status_code != httpx.codes.OK:
-                    error = (await response.aread()).decode(errors="replace")
-                    delay = float(response.headers.get("retry-after") or 0.0)
-                    return reading.answered(error, response.status_code == TOO_MANY_REQUESTS, delay)
-                async for chunk in _chunks(response):
-                    if "error" in chunk:
-                        return reading.answered(str(chunk["error"].get("message")))
-                    num_tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
-                    text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
-                    reading.take(num_tokens - reading.arrivals.num_tokens, text)
+                if response.status_code != OK:
+                    text = (await response.aread()).decode(errors="replace")
+                    reading.take_status(response.status_code, text, response.headers.get("retry-after"))
+                else:
+                    async for line in response.aiter_lines():
+                        reading.take_line(line)
         except (httpx.HTTPError, ValueError) as exc:
-            return reading.answered(f"{type(exc).__name__}: {exc}")
-        return reading.answered()
-
-
-async def _chunks(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each `data:` line up to [DONE]. Raises ValueError where the stream ends before that."""
-    async for line in response.aiter_lines():
-        if line == "data: [DONE]":
-            return
-        if line.startswith("data: "):
-            yield json.loads(line.removeprefix("data: "))
-    raise ValueError("the stream ended before [DONE]")
+            reading.error = f"{type(exc).__name__}: {exc}"
+        return Answered.of(reading)
 
 
 async def closed_loop(

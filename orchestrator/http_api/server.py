@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from http import HTTPStatus
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from bough.errors import ConfigError
+from bough.errors import ConfigError, Unavailable
+from orchestrator.http_api.errors import api_error
 
-IDLE_SECONDS = 75  # after which a connection without a request is closed; balancers keep theirs for a minute
+IDLE_SECONDS = 75  # after which a connection without a whole head is closed; balancers keep theirs for a minute
+MAX_CONNECTIONS = 4096
 GRACE_SECONDS = 2  # that answers may take to be sent when the server ends; requests have ended before
 
 
@@ -75,15 +79,58 @@ class _Server(uvicorn.Server):
         yield
 
 
+def most_connections() -> int:
+    """Open at once: at most half of the descriptors that this process may have, as workers and gRPC need some too."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // 2)
+
+
 class _Protocol(H11Protocol):
-    """Lets a request end its connection at once, and ends those that nobody uses."""
+    """Lets a request end its connection at once, and ends connections that nobody uses, or that are too many.
+
+    A connection is idle, and its timer runs, until the head of a request is whole. What arrives meanwhile does not put
+    that off: a byte now and then would hold it for ever. How long a body may take is known to who reads it.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A connection that never asks for anything is closed like one that has ceased to."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, "abort": transport.abort}
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        if len(self.connections) > most_connections():
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        """Keeps the timer, which the base class would stop, unless a request has begun."""
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            if timer is not None:
+                timer.cancel()
+        elif self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = timer
 
     def timeout_keep_alive_handler(self) -> None:
         """Closing would wait until the peer has read what was sent before; it had the time."""
         self.transport.abort()
+
+    def _make_room(self) -> None:
+        """The connection that has been idle for longest gives way; where all others are busy this one is refused."""
+        ours = [each for each in self.connections if isinstance(each, _Protocol)]
+        idle = [(timer.when(), each) for each in ours if (timer := each.timeout_keep_alive_task) is not None]
+        _, longest = min(idle, key=lambda one: one[0])  # this one is idle too, and the youngest
+        self.connections.discard(longest)  # at once: it would be chosen again, for it is lost only later
+        if longest is self:
+            self.transport.write(_too_many(len(self.connections)))
+            self.transport.close()
+        else:
+            longest.transport.abort()
+
+
+def _too_many(num_connections: int) -> bytes:
+    """An answer to whatever may be asked."""
+    problem = Unavailable(f"connections: {num_connections} are busy, as many as may; one of them must end first")
+    response = api_error(problem, {}).response()
+    lines = [b"HTTP/1.1 %d %s" % (response.status_code, HTTPStatus(response.status_code).phrase.encode())]
+    lines += [name + b": " + value for name, value in response.raw_headers]
+    return b"\r\n".join((*lines, b"connection: close", b"", bytes(response.body)))

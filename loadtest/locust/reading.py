@@ -1,0 +1,121 @@
+"""What came of one stream, and when, whoever reads it: sync stubs and `requests` under gevent, or asyncio's clients."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bough import wire_generation as wire
+from bough.errors import BoughError, Exhausted
+from bough.generation import Finished, Message, Tokens
+from bough.pb import generation_pb2
+from loadtest.locust.samples import Arrivals, Sample
+
+CHAT_PATH = "/v1/chat/completions"
+OK, TOO_MANY_REQUESTS = 200, 429
+MOST_ERROR_CHARACTERS = 500
+
+
+@dataclass(slots=True)
+class Reading:
+    """A stream under way; begins when it is made."""
+
+    door: str
+    started: float = 0.0  # of the load test, from which samples count, on the monotonic clock
+    arrivals: Arrivals = field(default_factory=lambda: Arrivals(time.monotonic()))
+    texts: list[str] = field(default_factory=list)
+    num_events: int = 0  # with tokens
+    num_prompt_tokens: int = 0
+    has_ended: bool = False  # as an answer does
+    error: str = ""
+    is_refused: bool = False
+    retry_seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """So far."""
+        return "".join(self.texts)
+
+    def take_event(self, message: generation_pb2.GenerateEvent) -> None:
+        """One message of gRPC's `Generate`."""
+        match wire.event_from_wire(message):
+            case Tokens() as event:
+                self._take(len(event.token_ids), event.text)
+            case Finished() as event:
+                self._take(0, event.text)
+                self.num_prompt_tokens = event.usage.prompt_tokens
+                self.has_ended = True
+
+    def take_line(self, line: str) -> None:
+        """One line of server-sent events. Raises ValueError where its data are no JSON."""
+        if line == "data: [DONE]":
+            self.has_ended = True
+        elif line.startswith("data: "):
+            self._take_chunk(json.loads(line.removeprefix("data: ")))
+
+    def take_status(self, status: int, text: str, retry_after: str | None) -> None:
+        """The status and body of an HTTP answer that is no stream."""
+        self.error = f"status {status}: {text[:MOST_ERROR_CHARACTERS]}"
+        self.is_refused = status == TOO_MANY_REQUESTS
+        self.retry_seconds = float(retry_after or 0.0)
+
+    def fail(self, error: BoughError) -> None:
+        """What a gRPC call ended with."""
+        self.error = str(error)
+        if isinstance(error, Exhausted):
+            self.is_refused, self.retry_seconds = True, error.retry_seconds or 0.0
+
+    def sample(self, turn: int = 1, users: int = 1) -> Sample:
+        """What it came to by now."""
+        arrivals = self.arrivals
+        return Sample(
+            self.door,
+            arrivals.began - self.started,
+            time.monotonic() - arrivals.began,
+            arrivals.first_token_seconds,
+            arrivals.token_seconds,
+            arrivals.longest_gap,
+            arrivals.num_tokens,
+            self.num_prompt_tokens,
+            turn,
+            users,
+            self.error or self._lack(),
+            self.is_refused,
+            self.retry_seconds,
+        )
+
+    def _lack(self) -> str:
+        if not self.has_ended:
+            return "the stream broke off"
+        return "" if self.arrivals.num_tokens else "no token came"
+
+    def _take_chunk(self, chunk: Any) -> None:
+        """Its tokens are counted by the running usage."""
+        if "error" in chunk:
+            self.error = str(chunk["error"].get("message"))
+            return
+        usage = chunk.get("usage") or {}
+        text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+        self._take(usage.get("completion_tokens", 0) - self.arrivals.num_tokens, text)
+        self.num_prompt_tokens = usage.get("prompt_tokens", self.num_prompt_tokens)
+
+    def _take(self, num_tokens: int, text: str) -> None:
+        if num_tokens > 0:
+            self.num_events += 1
+            self.arrivals.take(time.monotonic(), num_tokens)
+        self.texts.append(text)
+
+
+def chat_body(messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
+    """A streamed chat completion of so many tokens, whose every chunk says how many there have been."""
+    return {
+        "model": "",
+        "messages": [{"role": message.role, "content": message.content} for message in messages],
+        "max_completion_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }

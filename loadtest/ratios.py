@@ -1,0 +1,50 @@
+"""Two sides that were measured on the same things: how many times the one is the other, and how surely."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+NUM_RESAMPLES = 4000
+INTERVAL = (2.5, 97.5)  # percent
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of numbers above 0.
+
+    Raises:
+        ValueError: none, or one that is not above 0.
+    """
+    if not values or min(values) <= 0:
+        raise ValueError(f"rates: value was {list(values)}; must be at least one, all above 0")
+    return math.exp(fmean(map(math.log, values)))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int, num_digits: int = 3) -> dict[str, Any]:
+    """Ours over theirs, paired: geometric mean, its 95 % bootstrap interval over pairs, and both ends.
+
+    Raises:
+        ValueError: they are not as many, or one is not above 0.
+    """
+    pairs = [geometric_mean([a]) / geometric_mean([b]) for a, b in zip(ours, theirs, strict=True)]
+    return {
+        "geomean": round(geometric_mean(pairs), num_digits),
+        "interval": interval(pairs, geometric_mean, seed, num_digits),
+        "worst": round(min(pairs), num_digits),
+        "best": round(max(pairs), num_digits),
+    }
+
+
+def interval(
+    values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int, num_digits: int = 3
+) -> list[float]:
+    """The 95 % bootstrap interval of a statistic of some values."""
+    rng = random.Random(seed)
+    figures = [statistic(rng.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES)]
+    low, high = np.percentile(figures, INTERVAL)
+    return [round(float(low), num_digits), round(float(high), num_digits)]

@@ -1,0 +1,99 @@
+"""One machine under Ray Serve, as `make serve` starts it, on free ports: three doors that lead to one orchestrator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from bough import tether
+from bough.errors import ConfigError, Unavailable
+from loadtest.stacks import http_url_of
+
+ROOT = Path(__file__).parent.parent.parent
+HOST = "127.0.0.1"
+READY = "ready; three ways to ask"  # what deploy.up prints, once a request could be served
+START_SECONDS = 900.0  # which a demonstration that is still to be made may take
+STOP_SECONDS = 120.0  # until every replica has drained
+POLL_SECONDS = 0.2
+
+
+class Addresses(NamedTuple):
+    """Where one orchestrator is asked: gRPC, its own HTTP port, and Serve's proxy."""
+
+    grpc: str
+    http: str
+    proxy: str
+
+
+@asynccontextmanager
+async def under_ray(profile: Path | None = None) -> AsyncIterator[Addresses]:
+    """deploy/one-machine.yaml on a Ray node of its own: the demonstration models, or a profile and no weights.
+
+    All that was started ends with the block.
+
+    Raises:
+        ConfigError: it ended instead, such as where Ray Serve is not installed; with what it said last.
+    """
+    with TemporaryDirectory(prefix="bough-served-") as folder:
+        config, addresses, dashboard_port = _config()
+        file, log = Path(folder) / "serve.yaml", Path(folder) / "serve.log"
+        file.write_text(json.dumps(config))  # which is YAML too
+        command = [sys.executable, "-m", "deploy.up", str(file), "--dashboard-port", str(dashboard_port)]
+        process = _start([*command, *(["--simulate", str(profile)] if profile else [])], log)
+        try:
+            await _until_ready(process, log)
+            yield addresses._replace(http=await http_url_of(addresses.grpc))
+        finally:
+            await asyncio.to_thread(_stop, process)
+
+
+def _config() -> tuple[dict[str, Any], Addresses, int]:
+    """The shipped configuration with ports of its own, where its doors will be, and a port for Ray's dashboard."""
+    try:  # Ray comes with an extra of its own, and most of these load tests go without
+        from deploy.check import load
+        from deploy.ports import free_port
+    except ImportError as exc:
+        raise ConfigError(f"Ray Serve is not installed ({exc}); must be: pip install 'bough[serve]'") from exc
+    config = load(ROOT / "deploy" / "one-machine.yaml")
+    grpc_port, proxy_port, index_port, dashboard_port = (free_port(HOST) for _ in range(4))
+    config["http_options"]["port"] = proxy_port
+    settings = {each["name"]: each["user_config"] for each in config["applications"][0]["deployments"]}
+    settings["Index"]["port"] = index_port
+    settings["Orchestrator"]["program"]["port"] = grpc_port
+    return config, Addresses(f"{HOST}:{grpc_port}", "", f"http://{HOST}:{proxy_port}"), dashboard_port
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as stream:
+        return tether.start(
+            command,
+            lambda line: subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, cwd=ROOT),
+        )
+
+
+async def _until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while READY not in (said := log.read_text(errors="replace")):
+        if process.poll() is not None:
+            raise ConfigError(f"the Ray node ended with status {process.returncode}:\n{said[-2000:]}")
+        if time.monotonic() > deadline:
+            raise Unavailable(f"no request could be served within {START_SECONDS:g} s:\n{said[-2000:]}")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM lets replicas drain, and then ends the Ray node's processes and no others."""
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,157 @@
+"""Connections that ask for nothing, or for something a byte at a time: none is held for ever, nor are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from orchestrator.http_api import server
+from orchestrator.http_api.server import http_serving
+
+WHOLE = b"GET /quick HTTP/1.1\r\nhost: x\r\n\r\n"
+PATIENCE_SECONDS = 30.0  # of a test for what must happen, much more than it takes
+
+
+class App:
+    """Answers at once, or at /slow when it may."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.num_waiting = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/slow":
+            self.num_waiting += 1
+            await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.fixture
+def app() -> App:
+    return App()
+
+
+@pytest.fixture
+async def port(app: App, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
+    async with http_serving("127.0.0.1", 0, app) as port:
+        yield port
+
+
+async def connected(port: int, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    return reader, writer
+
+
+async def until_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, trickle: bytes = b"") -> bytes:
+    """What the server said before it closed the connection, while bytes trickle in all the time."""
+
+    async def trickling() -> None:
+        while not writer.is_closing():
+            writer.write(trickle)
+            await asyncio.sleep(0.02)
+
+    sending, said = asyncio.create_task(trickling()), b""
+    with suppress(ConnectionError):  # the server's way to say goodbye, where it has not read everything
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while got := await reader.read(4096):
+                said += got
+    writer.close()
+    await sending
+    return said
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(2)
+    return head
+
+
+HALF = b"GET /quick HTTP/1.1\r\nhost: x\r\nx: "
+
+
+@pytest.mark.parametrize(("sent", "trickle"), [(b"", b""), (b"G", b""), (HALF, b""), (HALF, b"x")])
+async def test_half_a_head_does_not_hold_a_connection(port: int, sent: bytes, trickle: bytes) -> None:
+    """Its first byte once ended the patience with it."""
+    assert await until_closed(*await connected(port, sent), trickle) == b""
+
+
+async def test_half_a_head_after_an_answer_does_not_either(port: int) -> None:
+    reader, writer = await connected(port, WHOLE)
+    assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
+    assert await until_closed(reader, writer, b"x") == b""
+
+
+async def test_a_body_that_nobody_waits_for_does_not_either(port: int) -> None:
+    """It is answered without its body, which still trickles in."""
+    reader, writer = await connected(port, b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n")
+    assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
+    assert await until_closed(reader, writer, b"x") == b""
+
+
+async def test_a_request_that_is_being_answered_may_take_its_time(port: int, app: App) -> None:
+    reader, writer = await connected(port)
+    for byte in WHOLE.replace(b"quick", b"slow"):  # a head in pieces is one all the same
+        writer.write(bytes([byte]))
+    await asyncio.sleep(1.0)  # three times what an idle connection has
+    app.may_answer.set()
+    assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+
+
+async def test_of_too_many_connections_the_longest_idle_one_gives_way(
+    port: int, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "IDLE_SECONDS", 300)
+    monkeypatch.setattr(server, "most_connections", lambda: 3)
+    async with http_serving("127.0.0.1", 0, app) as port:
+        busy = await connected(port, WHOLE.replace(b"quick", b"slow"))
+        while not app.num_waiting:
+            await asyncio.sleep(0.01)
+        first, second = await connected(port, b"GET /ha"), await connected(port)
+        third = await connected(port, WHOLE)
+        assert (await answer(third[0])).startswith(b"HTTP/1.1 200 ")
+        assert await until_closed(*first) == b""
+        fourth = await connected(port, WHOLE)
+        assert (await answer(fourth[0])).startswith(b"HTTP/1.1 200 ")
+        assert await until_closed(*second) == b""
+        app.may_answer.set()
+        assert (await answer(busy[0])).startswith(b"HTTP/1.1 200 ")
+        for _, writer in (busy, third, fourth):
+            writer.close()
+
+
+async def test_where_all_are_busy_the_connection_too_many_is_told_so(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "most_connections", lambda: 2)
+    async with http_serving("127.0.0.1", 0, app) as port:
+        busy = [await connected(port, WHOLE.replace(b"quick", b"slow")) for _ in range(2)]
+        while app.num_waiting < 2:
+            await asyncio.sleep(0.01)
+        said = await until_closed(*await connected(port))
+        head, _, body = said.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in head.lower()
+        error = json.loads(body)["error"]
+        assert (error["code"], error["type"]) == ("unavailable", "server_error")
+        assert error["message"].startswith("connections: 2 are busy")
+        app.may_answer.set()
+        for reader, writer in busy:
+            assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"http://127.0.0.1:{port}/quick")).status_code == 200
+
+
+def test_connections_leave_half_of_the_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, most in ((1024, 512), (10**6, server.MAX_CONNECTIONS), (-1, server.MAX_CONNECTIONS)):
+        monkeypatch.setattr(server.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert server.most_connections() == most
