@@ -11,6 +11,8 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
+import numba
+from llvmlite.binding import get_host_cpu_name
 from numba.core.caching import UserProvidedCacheLocator
 
 
@@ -32,3 +34,9 @@ def _contents_hash(folder: Path) -> str:
     for file in files:
         hash_.update(hashlib.sha256(file.read_bytes()).digest())
     return hash_.hexdigest()[:16]
+
+
+def compiled_ground(package: Path) -> str:
+    """What numba tells what it has compiled apart by: its own version, the processor, and a package's files."""
+    ground = f"{numba.__version__} {get_host_cpu_name()} {_contents_hash(package)}"
+    return hashlib.sha256(ground.encode()).hexdigest()[:12]
