@@ -47,7 +47,7 @@ def compile_apart(module: str, arguments: Sequence[str], ground: str) -> bool:
 
 def compile_in_a_process(module: str, arguments: Sequence[str]) -> None:
     """Raises subprocess.SubprocessError where it fails or takes too long."""
-    command = [sys.executable, *MODULE, module, *arguments]
+    command = [sys.executable, *MODULE, "bough.model.light_imports", module, *arguments]
     status = run(
         command, lambda line: subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=sys.stderr), TIMEOUT_SECONDS
     )
