@@ -2,10 +2,10 @@
 
     python -m loadtest.memory [--requests 8] [--turns] [--bits 4] [--limit 2.5GB] [-- FLAGS OF `bough up`]
 
-Memory is divided as `bough up` divides it. Proportional set sizes (`Pss`): what several processes have mapped is divided
-among them, so that sums are what the machine really gives. With --limit all of it runs in a control group of its own
-with no more memory than that, files' pages included, and ends with status 1 where a process did not live. The last
-line is JSON, in MB.
+Memory is divided as `bough up` divides it. Proportional set sizes (`Pss`): what several processes have mapped is
+divided among them, so that sums are what the machine really gives. With --limit all of it runs in a control group of
+its own with no more memory than that, files' pages included, and ends with status 1 where a process did not live. The
+last line is JSON, in MB.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Sizes(NamedTuple):
     libraries: int  # files that are mapped: code, and constants that nobody has changed
     changed: int  # parts of libraries that were written to, by the linker above all
     heap: int  # of the C library's allocator: Python's objects, and whatever is small
-    blocks: int  # mapped on their own: Python's objects too, embeddings, buffers of some size
-    model: int  # asked for in large pages: weights, or the ring that they pass through, and keys and values
+    blocks: int  # mapped on their own: Python's objects, embeddings, buffers, and a target's keys and values
+    model: int  # asked for in large pages: weights, or the ring that they pass through; a draft's keys and values
     resident: int  # `Rss`: all of what is mapped, whoever shares it
 
     @property
@@ -112,7 +112,6 @@ class Measured(NamedTuple):
 
     before: dict[str, Sizes]  # of workers, when they were about to load their models
     answered: list[dict[str, Sizes]]  # after so many requests, from none
-    kv_bytes: dict[str, int]  # that workers hold of keys and values in the end
 
 
 @asynccontextmanager
@@ -149,8 +148,7 @@ async def measure(settings: Settings, num_requests: int, max_tokens: int, is_con
             if is_conversation:
                 history += (question, Message("assistant", answer.text))
             answered.append(sizes_of_all(cluster))
-        workers = (await client.server_info()).workers
-        return Measured(before, answered, {worker.info.kind: worker.info.kv_used_bytes for worker in workers})
+    return Measured(before, answered)
 
 
 def settings_for(bits: int, up_flags: Sequence[str]) -> Settings:
@@ -202,8 +200,7 @@ def main() -> None:
         name: {part: round(size / MB, 1) for part, size in of_one._asdict().items()}
         for name, of_one in measured.answered[-1].items()
     }
-    kv = {kind: round(num_bytes / MB, 1) for kind, num_bytes in measured.kv_bytes.items()}
-    print(json.dumps({"requests": arguments.requests, "total_mb": totals, "last_mb": parts, "kv_mb": kv}))
+    print(json.dumps({"requests": arguments.requests, "total_mb": totals, "last_mb": parts}))
 
 
 if __name__ == "__main__":
