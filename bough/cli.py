@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `explain`, `plan`, `shape`, `simulate`, `pack`, and more."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `explain`, `plan`, `shape`, `simulate`, `pack`, `keys`, ..."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import fields
 
 from bough import __version__
+from bough.commands.keys import add_keys, keys
 from bough.commands.simulate_flags import add_simulate
 from bough.commands.speculation import add_speculation, speculation_from
 from bough.config import DEFAULT_PORT, PLANNERS, PlanConfig
@@ -24,6 +25,7 @@ PLAN_SETTINGS = (
     "experts", "max_context", "max_nodes", "max_sweep_tokens", "rows", "dtype", "bits", "threads", "link_threads",
     "link_speed", "host_link_speed", "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
+OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # modules that nobody can install
 COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
@@ -37,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(asyncio.run(_command(arguments.command)(arguments)))
     except BoughError as exc:
         print(f"error: {exc}", file=sys.stderr)
+        raise SystemExit(2) from exc
+    except ModuleNotFoundError as exc:
+        module = (exc.name or "").split(".")[0]
+        if module in OURS:
+            raise
+        extra = "plan" if module in ("simpy", "matplotlib") else "worker"
+        print(f"error: bough {arguments.command} needs {module}: pip install 'bough[{extra}]'", file=sys.stderr)
         raise SystemExit(2) from exc
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, or SIGTERM as `bough.launch` takes it
         raise SystemExit(130) from None
@@ -65,6 +74,8 @@ def _command(name: str) -> Command:
         from bough.commands.simulate import simulate as command
     elif name == "explain":
         from bough.commands.explain import explain as command
+    elif name == "keys":
+        command = keys
     elif name == "chat":
         from bough.commands.talk import chat as command
     else:
@@ -121,6 +132,7 @@ def argument_parser() -> argparse.ArgumentParser:
         commands.add_parser("simulate", help="what many users of many machines would get, and what to buy next")
     )
     _add_explain(commands.add_parser("explain", help="why a session's trees were as large as they were"))
+    add_keys(commands.add_parser("keys", help="who may come in: add, list and remove keys of applications"))
     _add_doctor(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 

@@ -170,16 +170,33 @@ class WorkerInfo:
     cost: CostCurve | None = None  # seconds of a sweep, or of a draft step, by its rows
     num_running: int = 0  # calls that have a part in the sweep that is under way; a draft counts all as waiting
     num_passes: int = 0  # sweeps or draft steps that have ended since the start
+    weights_hash: str = ""  # of a target: over all bytes of its weights; empty until it is known
 
     @property
     def model_identity(self) -> str:
         """Equal for targets of one model: a session may go on at any of them, if not with tokens equal to the bit."""
         return _digest(self.model_fingerprint, self.model_description, self.tokenizer_fingerprint)
 
+    def contradiction(self, other: WorkerInfo) -> str:
+        """What keeps sessions from moving between two targets that pass for one model; empty for all others."""
+        if {self.kind, other.kind} != {"target"} or self.model_identity != other.model_identity:
+            return ""
+        if not weights_differ(self.weights_hash, other.weights_hash):
+            return ""
+        return (
+            f"{self.worker_id} and {other.worker_id} pass for one model and have different weights: "
+            f"{self.weights_hash} and {other.weights_hash}"
+        )
+
     @property
     def identity(self) -> str:
         """Equal for targets that give equal tokens, to the bit; short enough to be recorded."""
         return _digest(self.model_fingerprint, self.model_description, self.tokenizer_fingerprint, self.arithmetic)
+
+
+def weights_differ(first: str, second: str) -> bool:
+    """Whether two hashes are of different weights; one that is not known yet tells nothing."""
+    return bool(first and second) and first != second
 
 
 def _digest(*parts: str) -> str:

@@ -1,17 +1,21 @@
-"""Whether a draft and a target speak of the same tokens. Refused at start-up where they do not."""
+"""Whether a worker fits those that are up: a draft and a target speak of the same tokens, and targets that pass for one
+model have the same weights. Refused at start-up where that is not so."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import grpc
 
 from bough import wire
 from bough.errors import PairingError
+from bough.messages import WorkerInfo
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
+from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import open_channel
-from bough.tokenizer import TokenizerFiles, first_difference
+from bough.vocabulary import TokenizerFiles, first_difference
 
 logger = logging.getLogger(__name__)
 
@@ -25,22 +29,42 @@ async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str) -> TokenizerFile
     return wire.tokenizer_from_wire([chunk async for chunk in call])
 
 
-async def refuse_misfits(registry: Registry, kind: str, mine: TokenizerFiles) -> None:
-    """Compares a starting worker's tokenizer with that of every worker of the other kind that is up.
+async def refuse_misfits(registry: Registry, mine: WorkerInfo, tokenizer: TokenizerFiles) -> None:
+    """Compares a starting worker with every worker that is up and that it may work with, or take sessions from.
 
     Raises:
-        PairingError: naming the first token that differs and the peer.
+        PairingError: naming the peer, and the first token that differs or both hashes of weights.
     """
+    compared = []
     for record in await registry.workers():
-        if {kind, record.kind} != {"draft", "target"}:
-            continue
-        try:
-            async with open_channel(record.address) as channel:
-                theirs = await fetch_tokenizer(channel, record.kind)
-        except grpc.aio.AioRpcError as exc:
-            logger.warning("%s at %s does not tell its tokenizer: %s", record.worker_id, record.address, exc.details())
-            continue
-        draft, target = (mine, theirs) if kind == "draft" else (theirs, mine)
-        difference = first_difference(draft.vocabulary, target.vocabulary)
-        if difference is not None:
-            raise PairingError(f"tokenizers differ from that of {record.worker_id} at {record.address}: {difference}")
+        if {mine.kind, record.kind} == {"draft", "target"}:
+            compared.append(_compare_tokenizers(record, mine.kind, tokenizer))
+        elif mine.kind == record.kind == "target" and mine.weights_hash:
+            compared.append(_compare_weights(record, mine))
+    await asyncio.gather(*compared)
+
+
+async def _compare_tokenizers(record: WorkerRecord, kind: str, mine: TokenizerFiles) -> None:
+    try:
+        async with open_channel(record.address) as channel:
+            theirs = await fetch_tokenizer(channel, record.kind)
+    except grpc.aio.AioRpcError as exc:
+        logger.warning("%s at %s does not tell its tokenizer: %s", record.worker_id, record.address, exc.details())
+        return
+    draft, target = (mine, theirs) if kind == "draft" else (theirs, mine)
+    difference = first_difference(draft.vocabulary, target.vocabulary)
+    if difference is not None:
+        raise PairingError(f"tokenizers differ from that of {record.worker_id} at {record.address}: {difference}")
+
+
+async def _compare_weights(record: WorkerRecord, mine: WorkerInfo) -> None:
+    try:
+        async with open_channel(record.address) as channel:
+            request = common_pb2.GetServerInfoRequest()
+            call = target_pb2_grpc.TargetStub(channel).GetServerInfo(request, timeout=PEER_TIMEOUT_SECONDS)
+            theirs = wire.info_from_wire(await call)
+    except grpc.aio.AioRpcError as exc:
+        logger.warning("%s at %s does not tell its weights: %s", record.worker_id, record.address, exc.details())
+        return
+    if contradiction := mine.contradiction(theirs):
+        raise PairingError(f"{contradiction}; the same files would do, or a namespace of its own (--namespace)")

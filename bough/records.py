@@ -41,6 +41,7 @@ class WorkerRecord:
     worker_id: str
     address: str  # host:port
     load: WorkerLoad = WorkerLoad()
+    metrics: str = ""  # host:port of /metrics; empty where none are served
 
     def to_json(self) -> str:
         """As `from_json` reads it."""
@@ -62,6 +63,7 @@ class WorkerRecord:
                     _count(load["kv_used_bytes"]),
                     tuple(_number(seconds) for seconds in load["sweep_seconds"]),
                 ),
+                _text(fields.get("metrics", "")),  # which processes of an earlier version do not tell
             )
 
         return _read(data, read)
@@ -81,12 +83,13 @@ class SessionRecord:
     born_us: int = 0  # microseconds on the clock of epochs: when its first request began
     model_name: str = ""  # as users know it
     model_identity: str = ""  # of the targets at which the session may go on
+    weights_hash: str = ""  # of these, where it was known
 
     def to_json(self) -> str:
         """All but the name and the tokens, of which there is the length and the hash."""
         fields = {name: getattr(self, name) for name in ("target_id", "draft_id", "epoch", "born_us")}
         lengths = {name: getattr(self, name) for name in ("target_length", "draft_length")}
-        model = {name: getattr(self, name) for name in ("model_name", "model_identity")}
+        model = {name: getattr(self, name) for name in ("model_name", "model_identity", "weights_hash")}
         return json.dumps(fields | lengths | model | _seal(self.tokens))
 
     @classmethod
@@ -105,6 +108,7 @@ class SessionRecord:
                 _count(fields["born_us"]),
                 _text(fields["model_name"]),
                 _text(fields["model_identity"]),
+                _text(fields.get("weights_hash", "")),
             )
 
         return _read(data, read)
@@ -125,11 +129,14 @@ class RequestRecord:
     stop_reason: str = ""
     target_identity: str = ""  # of the targets that give the same tokens; empty where it is not known
     keeps_session: bool = True  # the client has named the session, which outlives the request
+    weights_hash: str = ""  # of these targets, where it was known
 
     def to_json(self) -> str:
         """All but the name and the tokens, of which there is the length and the hash."""
         fields = {name: getattr(self, name) for name in ("session_id", "epoch", "prompt_length")}
-        ends = {name: getattr(self, name) for name in ("finish_reason", "stop_reason", "target_identity")}
+        ends = {
+            name: getattr(self, name) for name in ("finish_reason", "stop_reason", "target_identity", "weights_hash")
+        }
         sampling = asdict(self.sampling) | {"stop_token_ids": sorted(self.sampling.stop_token_ids)}
         rest = {"sampling": sampling, "stops": asdict(self.stops), "keeps_session": self.keeps_session}
         return json.dumps(fields | ends | rest | _seal(self.tokens))
@@ -154,6 +161,7 @@ class RequestRecord:
                 _text(fields["stop_reason"]),
                 _text(fields["target_identity"]),
                 _flag(fields.get("keeps_session", True)),
+                _text(fields.get("weights_hash", "")),
             )
 
         return _read(data, read)

@@ -13,6 +13,7 @@ from bough.growth import MAX_EXPANSIONS
 from bough.messages import WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
+from bough.model.gpu.ready import make_ready
 from bough.model.kernel_cache import compiled_ground
 from bough.model.kv_arena import KVArena
 from bough.model.lean_parts import is_lean
@@ -52,6 +53,7 @@ class DraftWorker(ServedDraft):
         self._fingerprint = checkpoint.fingerprint()
         self._name = config.model_name or checkpoint.folder.name
         device = choose_device(config.device)
+        make_ready(device)
         self._ahead_steps = num_steps(config.ahead_steps, device.type)
 
         def load() -> SessionPool:
@@ -72,7 +74,7 @@ class DraftWorker(ServedDraft):
         self.vocab_size = self._model.skeleton.vocab_size
         draft, sharpnesses = ModelDraft(self._model, self.vocab_size), Sharpnesses(config.sharpness)
         self._engine = Engine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, sharpnesses)
-        self._start_thread(lambda: compute_with(config.threads))
+        self._start_thread(self._name, lambda: compute_with(config.threads))
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
@@ -90,6 +92,7 @@ class DraftWorker(ServedDraft):
                 else []
             ),
             *self._engine.sharpnesses.notes(),
+            *self._metrics_note(),
             *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
         )
         return WorkerInfo(

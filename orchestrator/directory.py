@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import grpc
@@ -24,10 +24,12 @@ from bough.records import WorkerRecord
 from bough.registry import LEASE_SECONDS, Registry
 from bough.rpc import open_channel
 from bough.tasks import end
-from bough.tokenizer import Tokenizer, TokenizerFiles, first_difference
+from bough.tokenizer import Tokenizer
+from bough.vocabulary import TokenizerFiles, first_difference
 from orchestrator.health import Health
 from orchestrator.pace import Need, Pace, UsualRound, expected_seconds
 from orchestrator.tokenizing import Tokenizing
+from orchestrator.weights import watch_weights, with_weights
 from orchestrator.workers import DraftClient, TargetClient
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,11 @@ class Known(Generic[AnyClient]):
         self.pace.times.told(self.info.worker_id, result.cost)
         self.usual.observe(result)
 
+    def learn(self, info: WorkerInfo) -> None:
+        """What it says of itself later: of what it serves, that is what it did not know before."""
+        if info.worker_id == self.record.worker_id:
+            self.info = replace(self.info, weights_hash=info.weights_hash)
+
     def is_usable_by(self, session_id: str) -> bool:
         """Whether a session, which may have seen it fail, is to use it."""
         return not self.problem and self.health.is_good_for(session_id)
@@ -113,13 +120,14 @@ class Directory:
         request. One that does not answer is met later, beside the others' requests.
         """
         task = asyncio.create_task(self._poll(looked := asyncio.Event()))
+        watching = asyncio.create_task(watch_weights(lambda: self.targets))
         try:
             await looked.wait()
             if self._meetings:
                 await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
             yield
         finally:
-            await end(task)
+            await end(task, watching)
             await end(*self._meetings.values())
             for known in self._everyone():
                 await known.client.close()
@@ -130,15 +138,12 @@ class Directory:
         """All but those of which something is wrong; one that is left alone for a while is among them."""
         return tuple(known for known in self._targets.values() if not known.problem)
 
-    def alike(self, identity: str, max_context: int, max_nodes: int) -> tuple[Known[TargetClient], ...]:
+    def alike(
+        self, identity: str, weights_hash: str, max_context: int, max_nodes: int
+    ) -> tuple[Known[TargetClient], ...]:
         """The targets that give the same tokens, and take sessions and trees of these sizes."""
-        return tuple(
-            known
-            for known in self.targets
-            if known.info.identity == identity
-            and known.info.max_context >= max_context
-            and known.info.max_nodes >= max_nodes
-        )
+        same = with_weights([known for known in self.targets if known.info.identity == identity], weights_hash)
+        return tuple(k for k in same if k.info.max_context >= max_context and k.info.max_nodes >= max_nodes)
 
     def draft(self, target: Known[TargetClient], session_id: str, preferred_id: str) -> Known[DraftClient] | None:
         """A draft worker that speaks of the target's tokens, or None: then there are no trees.

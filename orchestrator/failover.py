@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
 from bough.growth import Scheme
+from bough.messages import weights_differ
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
 from orchestrator.health import is_fault
@@ -64,11 +65,12 @@ class Failover:
             Unavailable: no target could be used for as long as the configuration allows.
             Exhausted: no KV slot became free in time.
             StaleEpoch: another orchestrator has taken the session.
-            BoughError: the call fails wherever it is made.
+            BoughError: the call fails wherever it is made, or its target has other weights than the session began with.
         """
         trouble: _Trouble | None = None
         has_overtaken = False
         while True:
+            session.require_weights(seat.target.info)
             try:
                 answer = await self.slots.verify(session, seat, proposal, scheme)
             except StaleEpoch as exc:
@@ -128,7 +130,7 @@ class Failover:
         Raises:
             BoughError: the call has failed at every target that there is.
         """
-        alike = self.directory.alike(session.target_identity, session.max_length, num_nodes)
+        alike = self.directory.alike(*session.ground, session.max_length, num_nodes)
         untried = [target for target in alike if target.record.worker_id not in trouble.failed_at]
         if trouble.failed_at and not untried:
             raise BoughError(f"this request fails at every target with its model, at the last one so: {exc}") from exc
@@ -139,9 +141,10 @@ class Failover:
         target = min(
             usable, key=lambda known: (known is lost, known.is_leaving, known.expected_seconds(need), known.busyness)
         )
-        if await _still_answers(target):
+        if not await _still_answers(target):
+            target.health.lost()
+        elif not weights_differ(session.weights_hash, target.info.weights_hash):
             return target
-        target.health.lost()
         return None
 
     async def _move(self, session: Session, seat: Seat, target: Known[TargetClient], exc: BoughError) -> None:
@@ -157,4 +160,9 @@ class Failover:
 
 async def _still_answers(target: Known[TargetClient]) -> bool:
     """Whether it is there, and is not another process at the same address."""
-    return await target.client.answers_as(target.record.worker_id)
+    try:
+        info = await target.client.info()
+    except BoughError:
+        return False
+    target.learn(info)
+    return info.worker_id == target.record.worker_id

@@ -8,6 +8,7 @@ from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.generation import GenerateOptions, ModelInfo
 from bough.records import RequestRecord, SessionRecord
 from orchestrator.directory import Directory, Known
+from orchestrator.weights import other_weights, with_weights
 from orchestrator.workers import TargetClient
 
 SHOWN = 64  # characters of a name that nobody knows
@@ -61,10 +62,12 @@ def targets_for(
     if not usable:
         raise Unavailable(f"model: no target that serves {options.model!r} can be used now")
     if session is not None:
-        usable = [t for t in usable if t.info.model_identity == session.model_identity] or usable
+        same = [t for t in usable if t.info.model_identity == session.model_identity]
+        usable = list(with_weights(same, session.weights_hash)) or usable
     # Where a name stands for several, say while weights are replaced, it is one of them from here on.
     least = min(usable, key=lambda target: target.busyness)
-    return [target for target in usable if target.info.model_identity == least.info.model_identity]
+    same = [target for target in usable if target.info.model_identity == least.info.model_identity]
+    return with_weights(same, least.info.weights_hash) or [least]
 
 
 def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -> Targets:
@@ -75,7 +78,15 @@ def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -
     usable = [target for target in same if target.is_usable]
     if not usable:
         raise Unavailable("no target that gives the same tokens as the one where the request was begun can be used")
-    return usable
+    return _with_its_weights(usable, request.weights_hash, f"request_id: {request.request_id!r}")
+
+
+def _with_its_weights(usable: Targets, weights_hash: str, whose: str) -> Targets:
+    """Those that have the weights which something has begun with. Raises Unavailable where none has."""
+    same = with_weights(usable, weights_hash)
+    if not same:
+        raise Unavailable(f"{whose} cannot go on: {other_weights(usable, weights_hash)}")
+    return same
 
 
 def _continued(targets: Targets, options: GenerateOptions, session: SessionRecord) -> Targets:
@@ -87,7 +98,7 @@ def _continued(targets: Targets, options: GenerateOptions, session: SessionRecor
             f"session_id: {session.session_id!r} stands on the model {session.model_name!r}, and no target that serves "
             "it can be used now; another model takes its full history, with continues false and that model named"
         )
-    return usable
+    return _with_its_weights(usable, session.weights_hash, f"session_id: {session.session_id!r}")
 
 
 def _require_named(options: GenerateOptions, model_name: str, whose: str) -> None:

@@ -14,6 +14,7 @@ from bough.config import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.generation import GenerateOptions, Prompt, Tokens
 from bough.growth import Scheme
+from bough.messages import WorkerInfo, weights_differ
 from bough.prefix import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
 from bough.records import RequestRecord, SessionRecord
 from bough.sampling import SamplingParams, StopConditions
@@ -46,10 +47,18 @@ class _Past(NamedTuple):
     request: RequestRecord | None
     session: SessionRecord | None
 
-    def of_model(self, model_identity: str) -> _Past:
+    def of_model(self, info: WorkerInfo) -> _Past:
         """Without a session that another model has had: its name is all that is left of it."""
-        is_same = self.session is not None and self.session.model_identity == model_identity
-        return self if is_same else self._replace(session=None)
+        session = self.session
+        is_same = session is not None and session.model_identity == info.model_identity
+        if session is None or not is_same or weights_differ(session.weights_hash, info.weights_hash):
+            return self._replace(session=None)
+        return self
+
+    @property
+    def weights_hash(self) -> str:
+        """Of the weights that what it continues has begun with; empty where that is not known."""
+        return next((record.weights_hash for record in self if record is not None and record.weights_hash), "")
 
 
 @dataclass(slots=True)
@@ -72,7 +81,7 @@ class Opening:
         """
         past = await self._past(options)
         targets = targets_for(self.directory, options, past.request, past.session)
-        past = past.of_model(targets[0].info.model_identity)
+        past = past.of_model(targets[0].info)
         largest = max(targets, key=lambda known: known.info.max_context)
         if options.resume is not None:
             require_resume(options.resume, largest.info.vocab_size)
@@ -83,6 +92,7 @@ class Opening:
         target = _quickest(targets, need)
         seat = place.enter_context(Seat(target))  # at once: of many that come together each is to see those before it
         session, unseen = _session(tokens, options, target, past.request), None
+        session.weights_hash = past.weights_hash or target.info.weights_hash
         if options.resume is not None:
             if past.request is not None:
                 require_same_request(past.request, session)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
+from bough.errors import BoughError
 from bough.generation import (
     Event,
     Finished,
@@ -16,7 +18,7 @@ from bough.generation import (
     Tokens,
     Usage,
 )
-from bough.messages import RoundTimings, VerifyResult
+from bough.messages import RoundTimings, VerifyResult, WorkerInfo, weights_differ
 from bough.prefix import TokenHistory
 from bough.sampling import SamplingParams, StopConditions
 from bough.tree import Tree
@@ -44,6 +46,7 @@ class Session:
     target_identity: str  # of all targets that it may be at
     model_name: str
     model_identity: str  # of the targets at which its next request may run
+    weights_hash: str = ""  # of these targets, once one that it was at has known it
     epoch: int = 0
     has_claim: bool = False  # the index has granted the epoch
     patience: Patience = field(default_factory=Patience)
@@ -80,6 +83,30 @@ class Session:
         return min(self.prompt_length + self.stops.max_tokens, self.max_context)
 
     @property
+    def slot_seconds(self) -> float:
+        """That it may still wait for a KV slot: once it has had an answer, for as long as its caller does."""
+        return inf if self.round else self.patience.queue_seconds
+
+    @property
+    def ground(self) -> tuple[str, str]:
+        """What the targets have in common that it may be at: identity, and hash of weights."""
+        return self.target_identity, self.weights_hash
+
+    def require_weights(self, target: WorkerInfo) -> None:
+        """Before it is verified at a target, which may have learnt its hash since the last time.
+
+        Raises:
+            BoughError: it began with other weights. What it has said since may be of both; a client that goes on with
+                it by itself, as with an `Unavailable`, would not hear of that.
+        """
+        if weights_differ(self.weights_hash, target.weights_hash):
+            raise BoughError(
+                f"weights: {target.worker_id} has {target.weights_hash}, and the session began with "
+                f"{self.weights_hash}; the last tokens may be of either: ask again from the beginning"
+            )
+        self.weights_hash = self.weights_hash or target.weights_hash
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason != ""
 
@@ -97,6 +124,11 @@ class Session:
             self.warnings.append(text)
         else:
             self.num_more_warnings += 1
+
+    def gave_way(self, target_id: str) -> None:
+        """Its KV has, to older sessions: what its target still holds it says when there is room."""
+        self.target_held = 0
+        self.warn(f"{target_id}: KV memory was full (--kv-memory); this request gave way to older ones for a while")
 
     def seat_draft(self, draft_id: str) -> None:
         """A draft worker is asked; what another one holds is of no use to it."""

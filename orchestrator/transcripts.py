@@ -19,6 +19,7 @@ def session_record(session: Session, target_id: str) -> SessionRecord:
         session.born_us,
         session.model_name,
         session.model_identity,
+        session.weights_hash,
     )
 
 
@@ -36,4 +37,5 @@ def request_record(session: Session) -> RequestRecord:
         session.stop_reason,
         session.target_identity,
         session.keep,
+        session.weights_hash,
     )

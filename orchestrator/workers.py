@@ -16,7 +16,8 @@ from bough.growth import Scheme, TreePlan
 from bough.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult, WorkerInfo
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.prefix import prefix_hash
-from bough.rpc import open_channel, to_error
+from bough.rpc import open_channel
+from bough.status import to_error
 from orchestrator.session import Session
 from orchestrator.sizing.plans import Proposal
 
@@ -60,13 +61,6 @@ class WorkerClient:
         """What the worker serves."""
         request = common_pb2.GetServerInfoRequest()
         return wire.info_from_wire(await self._ask(self._stub.GetServerInfo, request, INFO_TIMEOUT_SECONDS))
-
-    async def answers_as(self, worker_id: str) -> bool:
-        """Whether this worker is there, and not another process at the same address."""
-        try:
-            return (await self.info()).worker_id == worker_id
-        except BoughError:
-            return False
 
     async def release(self, session_id: str, epoch: int) -> None:
         """Lets the worker forget a session, unless it has been placed anew since this epoch. 0 does not care."""

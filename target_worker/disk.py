@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import mmap
 import os
 import struct
 import zlib
@@ -17,9 +15,8 @@ import torch
 from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint import MAX_HEADER_BYTES, TensorPlace
 from bough.model.contents import samples_digest
-from target_worker.weights import ALIGNMENT, Extent, LayerWeights
-
-logger = logging.getLogger(__name__)
+from target_worker.files import open_file
+from target_worker.weights import Extent, LayerWeights
 
 PIECE_BYTES = 8 * 1024 * 1024  # one read: smaller ones cost processors more, which sweeps need as well
 
@@ -46,17 +43,12 @@ class Slab(NamedTuple):
         return cls(torch.frombuffer(memory, dtype=torch.uint8), memory)
 
 
-class _File(NamedTuple):
-    descriptor: int
-    is_direct: bool
-
-
 class Disk:
     """The files of a checkpoint, open."""
 
     def __init__(self, files: Iterable[Path], unchecked: Iterable[TensorPlace] = ()) -> None:
         """`unchecked` are tensors without checksums: a file that takes another's place must have the same in them."""
-        self._files = {file: _open(file) for file in set(files)}
+        self._files = {file: open_file(file) for file in set(files)}
         self._unchecked: dict[Path, list[TensorPlace]] = {}
         for place in unchecked:
             self._unchecked.setdefault(place.file, []).append(place)
@@ -93,7 +85,7 @@ class Disk:
                     f"{path}: another file stands here than when the model was opened, with other weights; sessions "
                     "have begun with those that were there: put these back, or start again"
                 )
-            new = _open(path)
+            new = open_file(path)
             os.dup2(new.descriptor, file.descriptor)  # whoever reads knows the number
             os.close(new.descriptor)
             self._files[path] = new._replace(descriptor=file.descriptor)
@@ -179,22 +171,3 @@ def _layout_of(file: Path) -> tuple[int, int]:
     with file.open("rb") as stream:
         (num_bytes,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
         return file.stat().st_size, zlib.crc32(stream.read(min(num_bytes, MAX_HEADER_BYTES)))
-
-
-def _open(file: Path) -> _File:
-    """Opens past the page cache where the file system lets us, proved by one read."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
-        try:
-            with mmap.mmap(-1, ALIGNMENT) as probe:
-                os.preadv(descriptor, [probe], 0)
-            return _File(descriptor, True)
-        except OSError:
-            os.close(descriptor)
-    except OSError:
-        pass
-    logger.warning("%s: the file system refuses O_DIRECT; reading through the page cache", file)
-    try:
-        return _File(os.open(file, os.O_RDONLY), False)
-    except OSError as exc:
-        raise CheckpointError(f"{file}: cannot be opened: {exc}") from exc

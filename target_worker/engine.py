@@ -59,14 +59,15 @@ class Engine:
         self._observe = observe
         self._sweeper = sweeper
         self._limits = limits
-        self._calls = Calls(pool, limits)
         self._unanswered = Unanswered(max_waiting)
         self._times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
         self.cost: CostCurve | None = None  # seconds of a sweep by its rows; any thread may read this
         self._gathering = Gathering(patience)
+        self._calls = Calls(pool, limits, self._gathering.left)
         self._price = TokenPrice()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_over = False
+        self._idle_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
 
     def start(self, prepare: Callable[[], None] = lambda: None) -> None:
@@ -98,6 +99,11 @@ class Engine:
     def num_waiting(self) -> int:
         """Calls without an answer that have no part in a sweep."""
         return max(0, len(self._unanswered) - self.num_running)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Since the last sweep; 0 while one is under way. Any thread."""
+        return 0.0 if self.num_running else time.monotonic() - self._idle_since
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queues a call; any thread may call this. The future raises what `bough.errors` names.
@@ -227,6 +233,7 @@ class Engine:
             for part in parts:
                 self._calls.drop(part.job.call.context.session_id, exc)
         finally:
+            self._idle_since = time.monotonic()
             self.num_running = 0
             self.num_passes += 1
 

@@ -14,6 +14,7 @@ from bough.messages import WorkerInfo
 from bough.model import files_hash
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, device_name
+from bough.model.gpu.ready import make_ready
 from bough.model.kernel_cache import compiled_ground
 from bough.model.kv_arena import KVArena
 from bough.model.limits import Limits
@@ -40,6 +41,7 @@ from target_worker.streamed_sweeper import StreamedSweeper
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers, lanes_of
 from target_worker.weights import LayerExperts, plan_apart, plan_layer, sizes_apart
+from target_worker.weights_hash import WeightsHash
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +59,10 @@ class TargetWorker(ServedTarget):
         checkpoint = Checkpoint.open(config.model)
         super().__init__(config, worker_id, config.model_name or checkpoint.folder.name)
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
+        self._weights_hash = WeightsHash(place.file for place in checkpoint.tensors.values())
         self._fingerprint = checkpoint.fingerprint()
         self._device = choose_device(config.device)
+        make_ready(self._device)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
         self._experts: dict[int, LayerExperts] = {}  # by layer, of which `layers` are then without them
@@ -89,6 +93,9 @@ class TargetWorker(ServedTarget):
             StreamedSweeper(self._model), pool, self._limits, config.max_waiting, config.gather, self._metrics.observe
         )
         self._start_engine(lambda: compute_reproducibly_with(config.threads))
+        self._weights_hash.require_unchanged()
+        self._resources.callback(self._weights_hash.close)
+        self._weights_hash.start(lambda: self._engine.idle_seconds)
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
@@ -121,6 +128,7 @@ class TargetWorker(ServedTarget):
             bough_version=__version__,
             arithmetic=", ".join(ground),
             cost=self._engine.cost,
+            weights_hash=self._weights_hash.value,
         )
 
     def _notes(self) -> tuple[str, ...]:
@@ -157,7 +165,8 @@ class TargetWorker(ServedTarget):
             self._resources.callback(self._kv_lanes.close)
             memory = shape.within(self._kv_lanes.host_memory(num_bytes), num_rows)
             home = KVStage(shape, num_rows, self._kv_lanes)
-        return SlotPool(KVArena(shape, memory), self._config.lease_seconds, time.monotonic), home
+        arena = KVArena(shape, memory)
+        return SlotPool(arena, self._config.lease_seconds, time.monotonic, self._limits.kv_step), home
 
     def _place(self) -> Placement:
         """Decides where each layer lives, and says so."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import combinations
 
 from bough import __version__
 from bough.client import Client
 from bough.commands.doctor_cluster import report_cluster
-from bough.errors import BoughError
+from bough.errors import BoughError, Unauthenticated
 from bough.generation import Loads, ServerInfo, WorkerStatus
 from bough.sizing.decision import DraftCalibration
+
+MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS says where it is"
+REFUSED = "it is there, and asks for a key: BOUGH_API_KEY must have one that it knows"
 
 
 async def doctor(arguments: argparse.Namespace) -> int:
@@ -23,7 +27,7 @@ async def doctor(arguments: argparse.Namespace) -> int:
             calibrations = {one.draft_id: one for one in await client.calibrations()}
         except BoughError as exc:
             print(f"orchestrator  {address}: {exc}")
-            problems.append("is it running? `bough up` starts everything; --address or BOUGH_ADDRESS says where it is")
+            problems.append(REFUSED if isinstance(exc, Unauthenticated) else MISSING)
             return _conclude(problems)
     print(f"python        {sys.version.split()[0]}, bough {__version__}")
     print(f"orchestrator  {client.address}, bough {server.bough_version}; {_describe_loads(loads)}")
@@ -55,6 +59,12 @@ def find_problems(server: ServerInfo) -> list[str]:
     problems += [
         f"{worker.info.worker_id} is not used: {worker.problem}" for worker in server.workers if worker.problem
     ]
+    pairs = combinations([worker.info for worker in server.workers], 2)
+    problems += [
+        f"{contradiction}; sessions do not move between them: put the same files in both places and start again"
+        for first, second in pairs
+        if (contradiction := first.contradiction(second))
+    ]
     usable = {worker.info.kind for worker in server.workers if not worker.problem}
     if "target" not in usable:
         problems.append("no target worker: nothing can be generated")
@@ -84,6 +94,8 @@ def _print_worker(worker: WorkerStatus) -> None:
     info = worker.info
     print(f"{info.kind:13} {worker.address}, {info.worker_id}, bough {info.bough_version}")
     print(f"              {info.model_name} ({info.model_description}), fingerprint {info.model_fingerprint}")
+    if info.kind == "target":
+        print(f"              weights {info.weights_hash or 'are still being read for a hash over all of them'}")
     print(
         f"              context {info.max_context}, trees up to {info.max_nodes} nodes, "
         f"{info.num_sessions} sessions held, KV {info.kv_used_bytes / 1e9:.2f} of {info.kv_bytes / 1e9:.2f} GB"
