@@ -25,6 +25,7 @@ PLAN_SETTINGS = (
     "experts", "max_context", "max_nodes", "max_sweep_tokens", "rows", "dtype", "bits", "threads", "link_threads",
     "link_speed", "host_link_speed", "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
+OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # modules that nobody can install
 COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
@@ -38,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(asyncio.run(_command(arguments.command)(arguments)))
     except BoughError as exc:
         print(f"error: {exc}", file=sys.stderr)
+        raise SystemExit(2) from exc
+    except ModuleNotFoundError as exc:
+        module = (exc.name or "").split(".")[0]
+        if module in OURS:
+            raise
+        extra = "plan" if module in ("simpy", "matplotlib") else "worker"
+        print(f"error: bough {arguments.command} needs {module}: pip install 'bough[{extra}]'", file=sys.stderr)
         raise SystemExit(2) from exc
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, or SIGTERM as `bough.launch` takes it
         raise SystemExit(130) from None

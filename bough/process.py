@@ -32,7 +32,7 @@ from bough.rpc import Served, serving
 from bough.runtime.allocator import give_back_now, give_memory_back
 from bough.startup import ready, stage
 from bough.tasks import end
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 
 logger = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
     errors.PrefixMissing: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PairingError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,
+    errors.Preempted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.StreamError: grpc.StatusCode.UNAVAILABLE,

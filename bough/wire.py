@@ -10,7 +10,7 @@ from bough.errors import InvalidRequest
 from bough.growth import Guess, TreePlan, require_growth
 from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from bough.wire_costs import cost_from_wire, cost_to_wire, timings_from_wire, timings_to_wire
 from bough.wire_trees import (
     SCHEMES,

@@ -18,7 +18,7 @@ from bough.futures import Unanswered, settle
 from bough.messages import GrowCall, GrowResult, WorkerInfo
 from bough.metrics import MetricsServer, metrics_note
 from bough.records import WorkerLoad
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from draft_worker.engine import Engine, Request
 from draft_worker.metrics import DraftCollector, Figures
 

@@ -102,8 +102,9 @@ class Requests:
     ) -> AsyncGenerator[Event]:
         """The request, once it has its place. What ends it while it waits for that ends it at once."""
         async with AsyncExitStack() as place:
-            place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
-            opened = await stream.before_end(self._open(place, prompt, options, patience))
+            earlier = place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
+            place.enter_context(self.admission.holding(stream.hold, earlier.hold if earlier is not None else None))
+            opened = await stream.before_end(self._open(stream, place, prompt, options, patience))
             if opened is None:
                 for event in never_begun(options):
                     yield event
@@ -118,10 +119,10 @@ class Requests:
                 self._num_total += 1
 
     async def _open(
-        self, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Patience
+        self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Patience
     ) -> Opened:
-        """A session that may run, once there is a place for it, which is free again when `place` is closed."""
-        await place.enter_async_context(self.admission.place(patience))
+        """A session that may run, once there is a place for it; what it holds is free again when `place` is closed."""
+        await self.admission.place(stream.hold, patience)
         opened = await self._opening.open(prompt, options, place)
         opened.session.patience = patience
         await self._endings.done(opened.session.session_id)

@@ -14,7 +14,7 @@ from bough.messages import VerifyCall, VerifyResult, WorkerInfo
 from bough.metrics import metrics_note
 from bough.records import WorkerLoad
 from bough.startup import stage
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from target_worker.engine import Engine
 from target_worker.metrics import Load, Metrics
 

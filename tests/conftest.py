@@ -22,7 +22,7 @@ from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import demonstration_folder
 from bough.launch import Cluster, Settings, launched
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from loadtest.tiny_model import TINY, save_model, save_tokenizer
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here

@@ -24,7 +24,7 @@ from bough.pb import common_pb2, target_pb2, target_pb2_grpc
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, service_name, serving
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from orchestrator.assembly import assembled
 from orchestrator.requests import Requests
 from orchestrator.tenants import Callers
