@@ -11,6 +11,7 @@ from bough.growth import MAX_EXPANSIONS
 from bough.messages import WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
+from bough.model.gpu.ready import make_ready
 from bough.model.kv_arena import KVArena
 from bough.model.memory import free_device_bytes
 from bough.model.pages import large_pages
@@ -39,6 +40,7 @@ class DraftWorker(ServedDraft):
         self._fingerprint = checkpoint.fingerprint()
         self._name = config.model_name or checkpoint.folder.name
         device = choose_device(config.device)
+        make_ready(device)
         self._ahead_steps = num_steps(config.ahead_steps, device.type)
 
         def load() -> SessionPool:

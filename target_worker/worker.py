@@ -13,6 +13,7 @@ from bough.messages import WorkerInfo
 from bough.model import files_hash
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, device_name
+from bough.model.gpu.ready import make_ready
 from bough.model.kv_arena import KVArena
 from bough.model.limits import Limits
 from bough.model.loading import DTYPES, build_skeleton
@@ -54,6 +55,7 @@ class TargetWorker(ServedTarget):
         self._weights_hash = WeightsHash(place.file for place in checkpoint.tensors.values())
         self._fingerprint = checkpoint.fingerprint()
         self._device = choose_device(config.device)
+        make_ready(self._device)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
         self._experts: dict[int, LayerExperts] = {}  # by layer, of which `layers` are then without them
@@ -80,8 +82,9 @@ class TargetWorker(ServedTarget):
         self._tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes, self._experts)
         tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
+        model, waiting, observe = self._model, config.max_waiting, self._metrics.observe
         self._engine = Engine(
-            StreamedSweeper(self._model), pool, self._limits, config.max_waiting, config.gather, self._metrics.observe
+            StreamedSweeper(model), pool, self._limits, waiting, config.gather, observe, lambda: model.num_layers_begun
         )
         self._start_engine(lambda: compute_reproducibly_with(config.threads))
         self._weights_hash.require_unchanged()

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from bough.model import attention
+from bough.model.gpu import kernels, unpack_triton
 
 NAME = "pretend"
 UNWRITTEN = 0xFF  # NaN in every floating type
@@ -219,14 +220,14 @@ class _Sending(TorchFunctionMode):
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One launch of a function over the tensors' memory, which returns another tensor of the device or None."""
+    """One launch of a function over the tensors' memory: it returns another tensor, or writes to the last of them."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         assert all(isinstance(x, Pretended) for x in tensors), "a kernel takes what is on the device"
         notes.launches[function.__name__] += 1
-        notes.order.computes([raw(x) for x in tensors], [])
         out = function(*tree_map(raw, args), **tree_map(raw, kwargs))
+        notes.order.computes([raw(x) for x in tensors], [raw(tensors[-1])] if out is None else [])
         return Pretended(out) if isinstance(out, torch.Tensor) else out
 
     return launch
@@ -239,11 +240,15 @@ def attend(queries: torch.Tensor, *others: Any) -> torch.Tensor:
 
 @contextmanager
 def pretending(attends: Callable[..., torch.Tensor] = attend) -> Iterator[Notes]:
-    """Within the block this thread may make tensors of the device; `attends` stands for its attention kernel."""
+    """Within the block this thread may make tensors of the device; `attends` stands for its attention kernel.
+
+    Its other kernels are those for GPUs, interpreted.
+    """
     device()
     notes.begin()
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_gpu_attention", lambda: kernel(attends))
+        unpack = unpack_triton.write_own, unpack_triton.write_down, unpack_triton.write_across
+        patch.setattr(kernels, "of_gpus", lambda: kernels.Kernels(*map(kernel, (attends, *unpack))))
         stack.enter_context(_Sending())
         stack.enter_context(_Making())
         yield notes

@@ -11,6 +11,8 @@ from device_sweeps import Where, on_the_device, three_sweeps
 from pretend import Notes, device, notes, pretending
 from test_reproducible import FAMILIES
 
+from bough.model.pack import pack
+
 DENSE_LAUNCHES = 57  # of a layer of a Llama and a chunk of rows, in 16 bits, with its share of what is around layers
 MOST_SENDS = 8  # tokens, positions, paths, and which rows are wanted, before the first layer
 
@@ -35,6 +37,16 @@ def test_a_dense_sweep_waits_once_and_sends_nothing_within_a_layer(kv_on_host: b
 def test_a_layer_is_launched_in_few_pieces(tiny: Path) -> None:
     seen, num_layers = counted(tiny, Where(), 64, device())
     assert sum(seen.launches.values()) <= num_layers * DENSE_LAUNCHES, seen.launches
+
+
+def test_a_packed_layer_costs_a_launch_more_for_each_matrix(tiny: Path, tmp_path: Path) -> None:
+    """By way of torch's operators it was hundreds."""
+    pack(str(tiny), 4, tmp_path / "packed")
+    plain, num_layers = counted(tiny, Where(), 64, device())
+    num_plain = sum(plain.launches.values())
+    packed, _ = counted(tmp_path / "packed", Where(), 64, device())
+    assert packed.launches["write_own"] == 7 * num_layers
+    assert sum(packed.launches.values()) <= num_plain + 7 * num_layers
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2 moe, shared expert"])
