@@ -77,13 +77,15 @@ class StreamedModel:
         """(num_logit_rows, vocab_size) logits of the rows that want them, on the CPU, and where the time went.
 
         Raises:
-            StreamError: a layer could not be read; the ring has begun again and the next sweep may succeed.
+            StreamError: a layer could not be read, or a file was overwritten meanwhile; the ring has begun again and
+                the next sweep may succeed.
         """
         began, kv_bytes = time.perf_counter_ns(), self._kv.num_bytes
         try:
             if self._has_failed:
                 self.tiers.renew()
             logits = self._logits(batch)
+            self.tiers.require_unchanged()
         except BaseException:
             self._has_failed = True
             self.tiers.restart()
