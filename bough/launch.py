@@ -79,7 +79,7 @@ class Cluster:
                     env=os.environ | variables,
                 ),
             )
-        child = Child(name, tuple(command), variables, log, process)
+        child = Child.of(name, command, variables, log, process)
         self.children[name] = child
         return child
 
