@@ -106,6 +106,11 @@ class Disk:
         """By checksums, which are compared with what is then read; by a digest, where one was known before; by samples,
         where another file is there, which nobody would have renamed before it was whole. Raises StreamError.
         """
+        if found.size != before.size:
+            raise StreamError(
+                f"{path}: has {found.size} bytes, and had {before.size} when the model was opened; the file that was "
+                "there, or starting again, would do"
+            )
         if _layout_of(path) != self._layouts[path]:
             raise StreamError(
                 f"{path}: another file stands here than when the model was opened, with other tensors or places; "
@@ -219,8 +224,8 @@ def _state_of(path: Path, file: OpenFile) -> FileState:
         return FileState.of(file.descriptor)
 
 
-def _layout_of(file: Path) -> tuple[int, int]:
-    """What changes if tensors are elsewhere: the file's size, and a checksum of its header."""
+def _layout_of(file: Path) -> int:
+    """A checksum of the header: it changes if tensors are elsewhere."""
     with file.open("rb") as stream:
         (num_bytes,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
-        return file.stat().st_size, zlib.crc32(stream.read(min(num_bytes, MAX_HEADER_BYTES)))
+        return zlib.crc32(stream.read(min(num_bytes, MAX_HEADER_BYTES)))
