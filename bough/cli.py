@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `explain`, `plan`, `shape`, `simulate`, `pack`, and more."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `explain`, `plan`, `shape`, `simulate`, `pack`, `keys`, ..."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import fields
 
 from bough import __version__
+from bough.commands.keys import add_keys, keys
 from bough.commands.simulate_flags import add_simulate
 from bough.commands.speculation import add_speculation, speculation_from
 from bough.config import DEFAULT_PORT, PLANNERS, PlanConfig
@@ -25,6 +26,7 @@ PLAN_SETTINGS = (
     "link_speed", "host_link_speed", "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
 EXIT_PIPE = 128 + signal.SIGPIPE  # as a shell has it of a command that the signal ends; Python ignores the signal
+OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # modules that nobody can install
 COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
@@ -53,6 +55,13 @@ def _run(argv: Sequence[str] | None) -> None:
     except BoughError as exc:
         print(f"error: {exc}", file=sys.stderr)
         raise SystemExit(2) from exc
+    except ModuleNotFoundError as exc:
+        module = (exc.name or "").split(".")[0]
+        if module in OURS:
+            raise
+        extra = "plan" if module in ("simpy", "matplotlib") else "worker"
+        print(f"error: bough {arguments.command} needs {module}: pip install 'bough[{extra}]'", file=sys.stderr)
+        raise SystemExit(2) from exc
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, or SIGTERM as `bough.launch` takes it
         raise SystemExit(130) from None
 
@@ -80,6 +89,8 @@ def _command(name: str) -> Command:
         from bough.commands.simulate import simulate as command
     elif name == "explain":
         from bough.commands.explain import explain as command
+    elif name == "keys":
+        command = keys
     elif name == "chat":
         from bough.commands.talk import chat as command
     else:
@@ -136,6 +147,7 @@ def argument_parser() -> argparse.ArgumentParser:
         commands.add_parser("simulate", help="what many users of many machines would get, and what to buy next")
     )
     _add_explain(commands.add_parser("explain", help="why a session's trees were as large as they were"))
+    add_keys(commands.add_parser("keys", help="who may come in: add, list and remove keys of applications"))
     _add_doctor(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 

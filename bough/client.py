@@ -8,6 +8,7 @@ async with Client("127.0.0.1:7411") as client:
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from types import TracebackType
@@ -22,11 +23,14 @@ from bough.errors import BoughError, ConfigError, Exhausted, NotFound, Unavailab
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.resuming import Patience, ResumableStream
-from bough.rpc import open_channel, to_error
+from bough.rpc import open_channel
+from bough.security.bearer import credentials, require_key
 from bough.sizing.decision import Decision, DraftCalibration
+from bough.status import to_error
 from bough.values import MAX_PORT
 from bough.wire_costs import decisions_from_wire
 
+KEY_VARIABLE = "BOUGH_API_KEY"
 DEFAULT_OPTIONS = g.GenerateOptions()
 INFO_TIMEOUT_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
@@ -41,8 +45,11 @@ class Client:
     What the server refuses is raised as the errors of `bough.errors`.
     """
 
-    def __init__(self, *addresses: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """A stream that breaks is gone on with until for `patience_seconds` after that nothing more has come."""
+    def __init__(self, *addresses: str, patience_seconds: float = PATIENCE_SECONDS, api_key: str | None = None) -> None:
+        """A stream that breaks is gone on with until for `patience_seconds` after that nothing more has come.
+
+        `api_key` is shown to orchestrators that ask for one; the variable BOUGH_API_KEY has it by default.
+        """
         if not addresses or not all(addresses):
             raise ConfigError(f"addresses: {', '.join(addresses)!r}; one or more such as 127.0.0.1:7411 would do")
         for address in addresses:
@@ -51,7 +58,8 @@ class Client:
             port = address.rpartition(":")[2]
             if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would take the rest of it by 65536
                 raise ConfigError(f"addresses: {address!r}; a port from 1 to {MAX_PORT} would do")
-        self._servers = [_Server(address) for address in addresses]  # the one in use first
+        key = require_key("api_key", os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key)
+        self._servers = [_Server(address, key) for address in addresses]  # the one in use first
         self._patience_seconds = patience_seconds
         self._is_closed = False
 
@@ -175,14 +183,14 @@ class Client:
 class _Server:
     """One orchestrator."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, api_key: str) -> None:
+        self.address, self._metadata = address, credentials(api_key)
         self.channel = open_channel(address)
         self.stub = generation_pb2_grpc.GenerationStub(self.channel)
 
     async def generate(self, prompt: g.Prompt, options: g.GenerateOptions) -> AsyncGenerator[g.Event]:
         """The events of one call. Raises Unavailable where it ends before its last event."""
-        call = self.stub.Generate(wire.request_to_wire(prompt, options))
+        call = self.stub.Generate(wire.request_to_wire(prompt, options), metadata=self._metadata)
         try:
             async for message in call:
                 event = wire.event_from_wire(message)
@@ -198,7 +206,7 @@ class _Server:
     async def call(self, method: Callable[..., Awaitable[Reply]], request: object) -> Reply:
         """A call with one answer."""
         try:
-            return await method(request, timeout=INFO_TIMEOUT_SECONDS)
+            return await method(request, timeout=INFO_TIMEOUT_SECONDS, metadata=self._metadata)
         except grpc.aio.AioRpcError as exc:
             raise self._error(exc) from exc
 

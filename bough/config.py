@@ -25,6 +25,7 @@ from bough.values import (
     parse_rates,
     parse_seconds,
     parse_speed,
+    parse_switch,
 )
 
 DEFAULT_PORT = 7411
@@ -79,6 +80,7 @@ class WorkerConfig(ServiceConfig):
         0, parse_bytes, "memory for KV slots; 0 is an eighth of what there is, at most 2GB or 32 sessions, at least one"
     )
     max_waiting: int = setting(1024, parse_count, "most calls that wait for an answer; more are refused")
+    metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +142,6 @@ class TargetConfig(WorkerConfig):
         "beside a GPU where the host's memory does not hold them",
     )
     link_threads: int = setting(8, parse_count, "threads that read weights")
-    metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     max_sweep_tokens: int = setting(1024, parse_count, "most tokens of one sweep, all sessions together")
     gather: float = setting(
         1.0, number(float, 0), "wait for sessions that draft, at most so many times a sweep's duration; 0 never waits"
@@ -196,6 +197,13 @@ class OrchestratorConfig(ServiceConfig):
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     http_port: int = setting(
         0, number(int, -1, 65535), "port that OpenAI's clients speak HTTP to; 0 takes a free one, -1 serves none"
+    )
+    keys: str = setting(
+        "", str, "file of API keys, as `bough keys add` writes it, without one of which nobody comes in; read again as "
+        "it changes, and at SIGHUP"
+    )  # fmt: skip
+    open_metrics: bool = setting(
+        False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
     )
     max_running: int = setting(64, parse_count, "requests that are generated at once; others wait for a place")
     max_waiting: int = setting(

@@ -4,10 +4,12 @@
     ├── InvalidRequest       the caller's fault: names the field, the value and what would do
     │   ├── InvalidTree      names the node
     │   └── InvalidCurve     names the entry of a curve of costs
+    ├── Unauthenticated      a caller without a key that is known here
     ├── NotFound             no such session or request
     ├── PrefixMissing        the worker does not hold what the caller stands on; carries what it does hold
     ├── StaleEpoch           the session has been placed anew since
     ├── Exhausted            no room now; the same call may succeed later, and it may say when
+    │   └── Preempted        a session's KV has given way to older ones
     ├── DeadlineExceeded     the caller's time is up, or it has stopped reading what it asked for
     ├── Unavailable          a worker or the index does not answer
     │   ├── NoAnswer         a call has ended without one: the connection is lost, or the time is up
@@ -38,6 +40,10 @@ class InvalidCurve(InvalidRequest):
     """A curve of seconds by rows breaks one of its rules."""
 
 
+class Unauthenticated(BoughError):
+    """A caller without a key that is known here; which part of it is wrong is not told."""
+
+
 class NotFound(BoughError):
     """A session or request that is not here."""
 
@@ -65,6 +71,10 @@ class Exhausted(BoughError):
     def __init__(self, message: str, retry_seconds: float | None = None) -> None:
         super().__init__(message)
         self.retry_seconds = retry_seconds
+
+
+class Preempted(Exhausted):
+    """A session's KV has given way to older sessions: its tokens are computed again once there is room, anywhere."""
 
 
 class DeadlineExceeded(BoughError):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from threading import Thread
+from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -11,6 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from bough.addresses import bare, joined
 from bough.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 
 class MetricsServer:
@@ -39,6 +43,9 @@ class MetricsServer:
             raise ConfigError(
                 f"--metrics-port: cannot listen on {joined(host, port)}: {exc}; 0 takes a free one"
             ) from exc
+        server, _ = self._server
+        if (app := server.get_app()) is not None:
+            server.set_app(_as_plain_text(app))
 
     def close(self) -> None:
         """Ends the server."""
@@ -47,6 +54,24 @@ class MetricsServer:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def _as_plain_text(app: WSGIApplication) -> WSGIApplication:
+    """The application as it answers those who say nothing about formats.
+
+    In OpenMetrics, which Prometheus asks for, prometheus_client writes `vllm_` where the name has `vllm:`, and whoever
+    looks for vLLM's names finds none.
+    """
+
+    def plain(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        return app(environ | {"HTTP_ACCEPT": ""}, start_response)
+
+    return plain
+
+
+def metrics_note(host: str, port: int) -> tuple[str, ...]:
+    """Where a process that others reach by `host` serves its metrics, as a line for people; nothing at port -1."""
+    return (f"metrics at http://{joined(host, port)}/metrics",) if port >= 0 else ()
 
 
 def gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:

@@ -15,7 +15,7 @@ from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import open_channel
-from bough.tokenizer import TokenizerFiles, first_difference
+from bough.vocabulary import TokenizerFiles, first_difference
 
 logger = logging.getLogger(__name__)
 

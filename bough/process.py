@@ -33,7 +33,7 @@ from bough.rpc import Served, serving
 from bough.runtime.allocator import give_back_now, give_memory_back
 from bough.startup import ready, stage
 from bough.tasks import end
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,11 @@ def advertised(config: ServiceConfig, port: int) -> str:
     return joined(advertised_host(config), config.advertise_port or port)
 
 
+def metrics_at(config: ServiceConfig, port: int) -> str:
+    """Address at which others read a process's metrics; empty where it serves none (a port under 0)."""
+    return joined(advertised_host(config), port) if port >= 0 else ""
+
+
 async def with_advertised_host(config: Config) -> Config:
     """Settings in which the host that others reach the process by is found, off the event loop. Raises ConfigError."""
     return replace(config, advertise=await asyncio.to_thread(advertised_host, config))
@@ -107,6 +112,11 @@ class Worker(Protocol):
     """What a loaded draft or target is to its process."""
 
     tokenizer: TokenizerFiles
+
+    @property
+    def metrics_port(self) -> int:
+        """Where it serves /metrics; -1 for nowhere."""
+        ...
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
@@ -191,7 +201,8 @@ async def serve_worker(
         stage("registering")
         await refuse_misfits(registry, worker.info(), worker.tokenizer)
         servicer.loaded = worker
-        record = WorkerRecord(kind, worker_id, advertised(config, served.port))
+        metrics = metrics_at(config, worker.metrics_port)
+        record = WorkerRecord(kind, worker_id, advertised(config, served.port), metrics=metrics)
         async with registered(registry, lambda: replace(record, load=worker.load())):
             await served.set_ready(True)
             ready()

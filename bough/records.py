@@ -42,6 +42,7 @@ class WorkerRecord:
     worker_id: str
     address: str  # host:port
     load: WorkerLoad = WorkerLoad()
+    metrics: str = ""  # host:port of /metrics; empty where none are served
 
     def to_json(self) -> str:
         """As `from_json` reads it."""
@@ -63,6 +64,7 @@ class WorkerRecord:
                     _count(load["kv_used_bytes"]),
                     tuple(_number(seconds) for seconds in load["sweep_seconds"]),
                 ),
+                _text(fields.get("metrics", "")),  # which processes of an earlier version do not tell
             )
 
         return _read(data, read)

@@ -1,52 +1,30 @@
-"""gRPC as all three services use it: channel options, errors to status and back, health, reflection, taking leave.
+"""gRPC as all three services use it: channel options, errors to status, health, reflection, taking leave.
 
-This is the only place that knows which error is which status.
+Which error is which status is known to `bough.status` alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from inspect import isasyncgenfunction
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bough import errors
 from bough.addresses import joined
-from bough.errors import BoughError, ConfigError, DeadlineExceeded, Exhausted, InvalidRequest, PrefixMissing, StaleEpoch
+from bough.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from bough.gate import Gate
+from bough.status import MAX_MESSAGE_BYTES, abort
 
 logger = logging.getLogger(__name__)
-
-MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-
-STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
-    errors.InvalidTree: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.InvalidCurve: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.NotFound: grpc.StatusCode.NOT_FOUND,
-    errors.PrefixMissing: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.PairingError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.StaleEpoch: grpc.StatusCode.ABORTED,
-    errors.Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.StreamError: grpc.StatusCode.UNAVAILABLE,
-    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-}
-ERROR_NAMES = {kind.__name__: kind for kind in STATUS_OF}
-ERROR_KEY, LENGTH_KEY, HASH_KEY = "bough-error", "bough-held-length", "bough-held-hash"  # trailing metadata
-EPOCH_KEY = "bough-epoch"
-DETAILS_KEY = "grpc-status-details-bin"  # a google.rpc.Status, which any gRPC client can read
-ABORT_SECONDS = 1.0  # that a status is waited with for a peer which does not read
 
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 20_000),
@@ -72,70 +50,6 @@ _CHANNEL_OPTIONS = [
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to "host:port"; connects when first used."""
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-
-
-def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
-    """The error that a peer reported, or what its silence means."""
-    metadata = dict(tuple(exc.trailing_metadata() or ()))  # pairs: it iterates over them, unlike a mapping
-    details = exc.details() or exc.code().name
-    kind = ERROR_NAMES.get(str(metadata.get(ERROR_KEY)))
-    if kind is PrefixMissing:
-        return PrefixMissing(details, _natural(metadata.get(LENGTH_KEY)), _natural(metadata.get(HASH_KEY)))
-    if kind is StaleEpoch:
-        return StaleEpoch(details, _natural(metadata.get(EPOCH_KEY)))
-    if kind is Exhausted:
-        return Exhausted(details, _retry_seconds(metadata.get(DETAILS_KEY)))
-    if kind is not None:
-        return kind(details)
-    if exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-        return errors.NoAnswer(f"{address} does not answer: {exc.code().name}: {details}")
-    if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own words
-        return InvalidRequest(f"message: {details}; at most {MAX_MESSAGE_BYTES} bytes would do")
-    return BoughError(f"{address}: {exc.code().name}: {details}")
-
-
-def _natural(value: object) -> int:
-    """A number in metadata; 0 for what is none."""
-    return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,20}", value) else 0
-
-
-def _retry_seconds(details: object) -> float | None:
-    """The delay in a google.rpc.Status; None where there is none, or nothing that can be read."""
-    if not isinstance(details, bytes):
-        return None
-    info = error_details_pb2.RetryInfo()
-    with suppress(DecodeError):
-        for detail in status_pb2.Status.FromString(details).details:
-            if detail.Is(info.DESCRIPTOR) and detail.Unpack(info):
-                return float(info.retry_delay.ToNanoseconds() / 1e9)
-    return None
-
-
-def _retry_details(code: grpc.StatusCode, text: str, retry_seconds: float) -> bytes:
-    """A google.rpc.Status with that delay."""
-    info = error_details_pb2.RetryInfo()
-    info.retry_delay.FromNanoseconds(round(retry_seconds * 1e9))
-    status = status_pb2.Status(code=code.value[0], message=text)
-    status.details.add().Pack(info)
-    return bytes(status.SerializeToString())
-
-
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> None:
-    """Ends a call with the status of an error."""
-    code = next((STATUS_OF[kind] for kind in type(exc).__mro__ if kind in STATUS_OF), grpc.StatusCode.INTERNAL)
-    if code is grpc.StatusCode.INTERNAL:
-        logger.error("an unexpected error ended a call", exc_info=exc)
-    text = str(exc) or type(exc).__name__
-    metadata: list[tuple[str, str | bytes]] = [(ERROR_KEY, type(exc).__name__)]
-    if isinstance(exc, PrefixMissing):
-        metadata += [(LENGTH_KEY, str(exc.held_length)), (HASH_KEY, str(exc.held_hash))]
-    if isinstance(exc, StaleEpoch):
-        metadata.append((EPOCH_KEY, str(exc.newest)))
-    if isinstance(exc, Exhausted) and exc.retry_seconds is not None:
-        metadata.append((DETAILS_KEY, _retry_details(code, text, exc.retry_seconds)))
-    with suppress(TimeoutError, grpc.aio.InternalError):  # a peer that does not read, or has gone, is not waited for
-        async with asyncio.timeout(ABORT_SECONDS):
-            await context.abort(code, text, tuple(metadata))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +85,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except grpc.aio.AbortError:
                 raise
             except Exception as exc:  # every error becomes a status here
-                await _abort(context, exc)
+                await abort(context, exc)
 
         return run
 
@@ -246,8 +160,11 @@ async def serving(
     stalled_seconds: float | None = None,
     grace_seconds: float = 1.0,
     max_connection_age: float = 0.0,
+    doorkeepers: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AsyncIterator[Served]:
     """Runs a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
+
+    `doorkeepers` see every call before anything else does.
 
     A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection that has lasted
     `max_connection_age` seconds takes no new calls, and ends once those on it have; 0 lets it last.
@@ -258,7 +175,8 @@ async def serving(
     gate = gate or Gate()
     # Without a grace period of its own, an old connection waits for its calls for as long as they take.
     age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(gate, stalled_seconds)], options=[*_SERVER_OPTIONS, *age])
+    interceptors = [*doorkeepers, ErrorInterceptor(gate, stalled_seconds)]
+    server = grpc.aio.server(interceptors=interceptors, options=[*_SERVER_OPTIONS, *age])
     add(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

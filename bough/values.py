@@ -66,6 +66,14 @@ def one_of(*values: Any) -> Callable[[str], Any]:
     return parse
 
 
+def parse_switch(text: str) -> bool:
+    """Whether something is on; a flag without a value says yes."""
+    answer = {"yes": True, "true": True, "no": False, "false": False}.get(text.lower())
+    if answer is None:
+        raise ValueError("yes or no would do")
+    return answer
+
+
 def parse_rates(text: str) -> tuple[float, ...]:
     """Numbers of 1 or more from "1,3.5"."""
     try:

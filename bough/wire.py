@@ -10,7 +10,7 @@ from bough.errors import InvalidRequest
 from bough.growth import Guess, TreePlan, require_growth
 from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.sampling import PositionLogprobs, SamplingParams, TokenLogprob
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from bough.wire_costs import cost_from_wire, cost_to_wire, timings_from_wire, timings_to_wire
 from bough.wire_trees import (
     SCHEMES,
@@ -24,6 +24,7 @@ from bough.wire_trees import (
 
 TOKENIZER_CHUNK_BYTES = 1024 * 1024
 MAX_NAME_LENGTH = 256  # characters of a session's or request's name, which is a key in more than one place
+MAX_INNER_NAME_LENGTH = MAX_NAME_LENGTH + 80  # of one that has its tenant's name before it
 MAX_VOCAB = 2**31 - 1  # token ids are numbers of 32 bits with a sign
 
 
@@ -76,9 +77,9 @@ def context_from_wire(message: common_pb2.Context, vocab_size: int) -> m.Context
     """Raises InvalidRequest for a session whose name is empty or too long, or a token outside the vocabulary."""
     if not message.session_id:
         raise InvalidRequest("context.session_id: '' names no session; any other text would do")
-    if len(message.session_id) > MAX_NAME_LENGTH:
+    if len(message.session_id) > MAX_INNER_NAME_LENGTH:
         raise InvalidRequest(
-            f"context.session_id: {len(message.session_id)} characters; at most {MAX_NAME_LENGTH} would do"
+            f"context.session_id: {len(message.session_id)} characters; at most {MAX_INNER_NAME_LENGTH} would do"
         )
     require_tokens("context.tokens", message.tokens, vocab_size)
     return m.Context(

@@ -8,7 +8,7 @@ from bough import wire, wire_generation
 from bough.generation import Loads
 from bough.messages import WorkerInfo
 from bough.pb import common_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2_grpc
-from bough.rpc import to_error
+from bough.status import to_error
 from deploy.settings import Role
 
 

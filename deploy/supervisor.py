@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 from bough.addresses import bare, joined
 from bough.child import Child
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, ConfigError, Unavailable
+from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.generation import Loads
 from bough.messages import WorkerInfo
 from bough.rpc import is_serving, open_channel
@@ -116,7 +117,8 @@ class Supervisor:
     async def _problem(self) -> str:
         """What is wrong with a program that answers; empty where nothing is. Raises what it means not to answer."""
         if self.role is Role.ORCHESTRATOR:
-            await self.loads()
+            with suppress(Unauthenticated):  # an answer all the same
+                await self.loads()
             self._answered = time.monotonic()
             return ""
         info = await self.info()

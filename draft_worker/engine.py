@@ -83,6 +83,8 @@ class Engine:
         self._times = StepTimes(MAX_STEP_ROWS)
         self.cost: CostCurve | None = None  # seconds of a draft step by its rows; any thread may read this
         self.num_trees = 0
+        self.num_nodes = 0  # of these trees, roots included
+        self.step_seconds = 0.0  # that steps for trees took, those that failed left out
         self.num_passes = 0  # draft steps that have ended, well or not, those ahead included
         self.num_warm_trees = 0  # for which something had been found out ahead
 
@@ -90,6 +92,11 @@ class Engine:
     def kv_used_bytes(self) -> int:
         """Of sessions whose trees are growing."""
         return self.pool.used_bytes(self._running)
+
+    @property
+    def num_growing(self) -> int:
+        """Calls whose trees are growing."""
+        return len(self._running)
 
     @property
     def is_growing(self) -> bool:
@@ -179,7 +186,9 @@ class Engine:
             return
         for running, answer in zip(parts, answers, strict=True):
             self._go_on(running, answer)
-        self._times.observe(num_rows, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self.step_seconds += seconds
+        self._times.observe(num_rows, seconds)
         self.cost = self._times.curve()
 
     def _go_on(self, running: _Running, answer: Answer | None = None) -> None:
@@ -197,6 +206,7 @@ class Engine:
             return
         del self._running[running.session_id]
         self.num_trees += 1
+        self.num_nodes += len(result.tree)
         self.num_warm_trees += running.job.num_warm > 0
         settle(running.request.future, result)
         if self._wants_ahead(running):

@@ -11,13 +11,16 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+from bough.addresses import advertised_host
 from bough.config import DraftConfig
 from bough.errors import Exhausted, Unavailable
 from bough.futures import Unanswered, settle
 from bough.messages import GrowCall, GrowResult, WorkerInfo
+from bough.metrics import MetricsServer, metrics_note
 from bough.records import WorkerLoad
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from draft_worker.engine import Engine, Request
+from draft_worker.metrics import DraftCollector, Figures
 
 
 class ServedDraft(ABC):
@@ -30,12 +33,20 @@ class ServedDraft(ABC):
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
         self._config, self._worker_id = config, worker_id
         self._unanswered = Unanswered(config.max_waiting)
+        self._metrics = MetricsServer()
+        self._reached_by = advertised_host(config)
         self._is_draining = False
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._is_over = False
 
-    def _start_thread(self, prepare: Callable[[], None] = lambda: None) -> None:
-        """Begins to serve; `prepare` is called on the thread before anything else."""
+    def _start_thread(self, model_name: str, prepare: Callable[[], None] = lambda: None) -> None:
+        """Begins to serve trees and metrics; `prepare` is called on the thread before anything else.
+
+        Raises:
+            ConfigError: the port for metrics is in use.
+        """
+        self._metrics.registry.register(DraftCollector(model_name, self._figures))
+        self._metrics.serve(self._config.host, self._config.metrics_port)
         self._inbox.put(prepare)
         self._thread = Thread(target=self._work, name="draft", daemon=True)  # a process that fails must end
         self._thread.start()
@@ -79,11 +90,37 @@ class ServedDraft(ABC):
         """Ends the thread after the draft step that is being run; calls that have no tree yet, or come later, fail."""
         self._inbox.put(None)
         self._thread.join()
+        self._metrics.close()
 
     def load(self) -> WorkerLoad:
         """How busy it is, for the index."""
         pool = self._engine.pool
         return WorkerLoad(len(pool), pool.num_bytes, self._engine.kv_used_bytes)
+
+    @property
+    def metrics_port(self) -> int:
+        """Where /metrics is served; -1 for nowhere."""
+        return self._metrics.port
+
+    def _metrics_note(self) -> tuple[str, ...]:
+        """Where metrics are served; nothing where they are not."""
+        return metrics_note(self._reached_by, self._metrics.port)
+
+    def _figures(self) -> Figures:
+        engine, pool = self._engine, self._engine.pool
+        num_running = engine.num_growing
+        return Figures(
+            num_running=num_running,
+            num_waiting=max(0, len(self._unanswered) - num_running),
+            num_sessions=len(pool),
+            kv_bytes=pool.num_bytes,
+            kv_used_bytes=engine.kv_used_bytes,
+            num_trees=engine.num_trees,
+            num_nodes=engine.num_nodes,
+            num_warm_trees=engine.num_warm_trees,
+            num_steps=engine.num_passes,
+            step_seconds=engine.step_seconds,
+        )
 
     @abstractmethod
     def info(self) -> WorkerInfo:

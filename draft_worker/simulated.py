@@ -104,7 +104,8 @@ class SimulatedDraftWorker(ServedDraft):
         pool = SessionPool(arena, self._window, ahead_steps * MAX_ROWS)
         draft, sharpnesses = SimulatedDraft(pair, clock), Sharpnesses(config.sharpness)
         self._engine = Engine(draft, self.vocab_size, config.branch, pool, ahead_steps, sharpnesses)
-        self._start_thread()
+        self._name = config.model_name or f"{pair.name}-draft"
+        self._start_thread(self._name)
 
     @property
     def max_nodes(self) -> int:
@@ -117,7 +118,7 @@ class SimulatedDraftWorker(ServedDraft):
         return WorkerInfo(
             kind="draft",
             worker_id=self._worker_id,
-            model_name=self._config.model_name or f"{self._pair.name}-draft",
+            model_name=self._name,
             model_description="simulated draft",
             model_fingerprint=self._pair.fingerprint,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
@@ -130,7 +131,7 @@ class SimulatedDraftWorker(ServedDraft):
             kv_used_bytes=self._engine.kv_used_bytes,
             num_waiting=len(self._unanswered),
             num_passes=self._engine.num_passes,
-            notes=(*self._pair.notes(), *self._engine.sharpnesses.notes()),
+            notes=(*self._pair.notes(), *self._engine.sharpnesses.notes(), *self._metrics_note()),
             bough_version=__version__,
             cost=self._engine.cost,
         )

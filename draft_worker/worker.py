@@ -11,6 +11,7 @@ from bough.growth import MAX_EXPANSIONS
 from bough.messages import WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
+from bough.model.gpu.ready import make_ready
 from bough.model.kv_arena import KVArena
 from bough.model.memory import free_device_bytes
 from bough.model.pages import large_pages
@@ -39,6 +40,7 @@ class DraftWorker(ServedDraft):
         self._fingerprint = checkpoint.fingerprint()
         self._name = config.model_name or checkpoint.folder.name
         device = choose_device(config.device)
+        make_ready(device)
         self._ahead_steps = num_steps(config.ahead_steps, device.type)
 
         def load() -> SessionPool:
@@ -56,7 +58,7 @@ class DraftWorker(ServedDraft):
         self.vocab_size = self._model.skeleton.vocab_size
         draft, sharpnesses = ModelDraft(self._model, self.vocab_size), Sharpnesses(config.sharpness)
         self._engine = Engine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, sharpnesses)
-        self._start_thread(lambda: compute_with(config.threads))
+        self._start_thread(self._name, lambda: compute_with(config.threads))
 
     def info(self) -> WorkerInfo:
         """Model and limits."""
@@ -74,6 +76,7 @@ class DraftWorker(ServedDraft):
                 else []
             ),
             *self._engine.sharpnesses.notes(),
+            *self._metrics_note(),
             *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
         )
         return WorkerInfo(

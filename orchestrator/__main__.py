@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 from bough.config import OrchestratorConfig, parse
@@ -16,9 +19,17 @@ async def main() -> None:
     config = parse(OrchestratorConfig, "orchestrator", sys.argv[1:], os.environ)
     configure_logging(config.log_level)
     stop = stop_event()
+    if config.keys:
+        _on_hangup(lambda: None)  # until there is something to read again, it ends nothing
     with suppress(Stopped):
         async with assembled(config, stop) as orchestrator:
+            if config.keys:
+                _on_hangup(orchestrator.callers.refresh)
             await orchestrator.serve(stop)
+
+
+def _on_hangup(act: Callable[[], None]) -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, act)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from bough.errors import Exhausted, Unavailable
 from orchestrator.patience import Patience
@@ -17,6 +18,17 @@ from orchestrator.patience import Patience
 NUM_RECENT = 32  # requests whose times are remembered
 SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What a request has here: a place, or its turn in the queue. A call that resumes the request takes it over."""
+
+    turn: asyncio.Future[None] | None = None  # that it waits, or has waited, for
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.turn is not None and not self.turn.done()
 
 
 class Admission:
@@ -27,16 +39,16 @@ class Admission:
         self.max_waiting = max_waiting
         self._clock = clock
         self._num_free = max_running
-        self._turns: deque[asyncio.Future[None]] = deque()  # of those that wait, in order of arrival
+        self._queue: deque[Hold] = deque()  # in order of arrival
         self._refusal = ""
-        self._began: dict[object, float] = {}  # when each place in use was taken
+        self._began: dict[Hold, float] = {}  # when each place in use was taken
         self._held: deque[float] = deque(maxlen=NUM_RECENT)  # seconds that places were held lately
         self._promised = 0.0  # until then, places that come free are those of callers who were sent away
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return sum(not turn.done() for turn in list(self._turns))  # asked of by other threads too
+        return sum(hold.is_waiting for hold in list(self._queue))  # asked of by other threads too
 
     @property
     def is_closed(self) -> bool:
@@ -48,30 +60,39 @@ class Admission:
         """How long one more request would wait for its place, by how long the others held theirs; 0 if one is free."""
         return 0.0 if self._num_free else (self.num_waiting + 1) * self._turnover_seconds
 
-    @asynccontextmanager
-    async def place(self, patience: Patience) -> AsyncIterator[None]:
-        """A place for as long as the block runs; waits for its turn.
+    @contextmanager
+    def holding(self, hold: Hold, earlier: Hold | None = None) -> Iterator[None]:
+        """Around a request: what it holds here by the end of the block is somebody else's then.
+
+        What an `earlier` call of the same request has here is this one's at once, before that call has ended.
+        """
+        if earlier is not None:
+            self._take_over(earlier, hold)
+        try:
+            yield
+        finally:
+            if hold in self._queue:
+                self._queue.remove(hold)
+            if hold in self._began:
+                self._held.append(self._clock() - self._began.pop(hold))
+                self._pass_on()
+
+    async def place(self, hold: Hold, patience: Patience) -> None:
+        """Waits for its turn; then `hold` is a place.
 
         Raises:
             Exhausted: the queue is full, or the turn did not come in time; with a delay.
             Unavailable: nobody is let in any more.
         """
         with patience.waiting():
-            await self._turn(patience.queue_seconds)
-        holder = object()
-        self._began[holder] = self._clock()
-        try:
-            yield
-        finally:
-            self._held.append(self._clock() - self._began.pop(holder))
-            self._pass_on()
+            await self._turn(hold, patience.queue_seconds)
 
     def close(self, refusal: str) -> None:
         """From now on everyone is refused as Unavailable with this text, those in the queue at once."""
         self._refusal = refusal
-        for turn in self._turns:
-            if not turn.done():
-                turn.set_exception(Unavailable(refusal))
+        for hold in self._queue:
+            if hold.turn is not None and not hold.turn.done():
+                hold.turn.set_exception(Unavailable(refusal))
 
     def exhausted(self, problem: str) -> Exhausted:
         """The error for a caller who is sent away, with a delay that is later for each one than for the one before.
@@ -95,34 +116,41 @@ class Admission:
         ages = [now - began for began in self._began.values()]
         return max(_mean(self._held), _mean(ages)) / self.max_running
 
-    async def _turn(self, queue_seconds: float) -> None:
+    def _take_over(self, earlier: Hold, hold: Hold) -> None:
+        if earlier in self._began:
+            self._began[hold] = self._began.pop(earlier)
+        elif earlier in self._queue:
+            hold.turn = asyncio.get_running_loop().create_future()
+            self._queue[self._queue.index(earlier)] = hold
+
+    async def _turn(self, hold: Hold, queue_seconds: float) -> None:
         if self._refusal:
             raise Unavailable(self._refusal)
-        if self._num_free:  # then nobody waits: a place that comes free goes to the first in the queue
-            self._num_free -= 1
+        if hold in self._began:
             return
-        if self.num_waiting >= self.max_waiting:
-            raise self.exhausted(f"{self.max_running} requests run and {self.num_waiting} wait, as many as may")
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turns.append(turn)
+        if hold not in self._queue:
+            if self._num_free:  # then nobody waits: a place that comes free goes to the first in the queue
+                self._num_free -= 1
+                self._began[hold] = self._clock()
+                return
+            if self.num_waiting >= self.max_waiting:
+                raise self.exhausted(f"{self.max_running} requests run and {self.num_waiting} wait, as many as may")
+            hold.turn = asyncio.get_running_loop().create_future()
+            self._queue.append(hold)
+        assert hold.turn is not None, "it waits for one"
         try:
             async with asyncio.timeout(queue_seconds if queue_seconds < float("inf") else None):
-                await turn
-        except BaseException as exc:
-            if turn in self._turns:
-                self._turns.remove(turn)
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._pass_on()  # its turn came in the moment in which it left
-            if isinstance(exc, TimeoutError):
-                raise self.exhausted(f"no place came free in {queue_seconds:.3g} s (--queue-timeout)") from exc
-            raise
+                await hold.turn
+        except TimeoutError as exc:
+            raise self.exhausted(f"no place came free in {queue_seconds:.3g} s (--queue-timeout)") from exc
 
     def _pass_on(self) -> None:
         """A place has come free: it is the first one's in the queue."""
-        while self._turns:
-            turn = self._turns.popleft()
-            if not turn.done():
-                turn.set_result(None)
+        while self._queue:
+            hold = self._queue.popleft()
+            if hold.turn is not None and not hold.turn.done():
+                self._began[hold] = self._clock()
+                hold.turn.set_result(None)
                 return
         self._num_free += 1
 

@@ -9,27 +9,29 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bough import __version__
-from bough.addresses import advertised_host, joined
 from bough.config import OrchestratorConfig
 from bough.errors import Unavailable
 from bough.heartbeat import registered
 from bough.metrics import MetricsServer
-from bough.process import advertised, new_worker_id, with_advertised_host
+from bough.process import advertised, metrics_at, new_worker_id, with_advertised_host
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served
+from bough.security.keyring import Keyring
 from bough.tasks import end
 from orchestrator.directory import POLL_SECONDS, Directory
 from orchestrator.http_door import http_door
 from orchestrator.metrics import OrchestratorCollector
 from orchestrator.requests import Requests
 from orchestrator.service import serving_generation
+from orchestrator.tenants import Callers
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 DRAINING = "this orchestrator is draining; ask another orchestrator"
 
 
@@ -39,7 +41,7 @@ class Stopped(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Orchestrator:
-    """The parts of an orchestrator that listens. Another front door needs no more than `requests`."""
+    """The parts of an orchestrator that listens. Another front door needs no more than `callers`."""
 
     config: OrchestratorConfig
     worker_id: str
@@ -47,6 +49,8 @@ class Orchestrator:
     directory: Directory
     requests: Requests
     served: Served  # the gRPC server
+    callers: Callers
+    metrics_address: str  # host:port of /metrics; empty where none are served
 
     @property
     def port(self) -> int:
@@ -64,7 +68,8 @@ class Orchestrator:
         What comes through any front door after that is refused as Unavailable. What runs has `drain_seconds` to
         finish. Front doors should stay open until this returns, so that clients get these answers.
         """
-        record = WorkerRecord("orchestrator", self.worker_id, advertised(self.config, self.port))
+        address = advertised(self.config, self.port)
+        record = WorkerRecord("orchestrator", self.worker_id, address, metrics=self.metrics_address)
         async with registered(self.registry, lambda: record):
             logger.info("bough %s: %s at %s", __version__, self.worker_id, record.address)
             while not stop.is_set():
@@ -83,22 +88,27 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
     Raises:
         Stopped: `stop` was set before the index answered.
         Unavailable: the index does not answer.
-        ConfigError: a port is in use, the URL of the index cannot be read, or no address is found to advertise.
+        ConfigError: a port is in use, the URL of the index or the file of keys cannot be read, or no address is found
+            to advertise.
     """
+    keyring = Keyring(config.keys) if config.keys else None
     registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
     try:
         await _unless_stopped(stop, registry.wait())
         config = await with_advertised_host(config)
         worker_id, directory = new_worker_id("orchestrator"), Directory(registry)
         requests = Requests(config, directory, worker_id)
+        callers = Callers(requests, keyring)
         with closing(serve_metrics(config, requests)) as metrics:
             async with (
                 directory.running(),
                 requests.running(),
-                serving_generation(config, requests) as served,
-                http_door(config, requests, metrics.registry),
+                callers.watching(),
+                serving_generation(config, callers) as served,
+                http_door(config, callers, metrics.registry),
             ):
-                yield Orchestrator(config, worker_id, registry, directory, requests, served)
+                metrics_address = metrics_at(_for_metrics(config), metrics.port)
+                yield Orchestrator(config, worker_id, registry, directory, requests, served, callers, metrics_address)
     finally:
         await registry.close()
 
@@ -107,10 +117,17 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     """What requests have come to, at the port that is set. Raises ConfigError where that is in use."""
     metrics = MetricsServer()
     metrics.registry.register(OrchestratorCollector(requests.figures))
-    metrics.serve(config.host, config.metrics_port)
-    if metrics.port >= 0:
-        requests.metrics_url = f"http://{joined(advertised_host(config), metrics.port)}/metrics"
+    served = _for_metrics(config)
+    metrics.serve(served.host, config.metrics_port)
+    if address := metrics_at(served, metrics.port):
+        requests.metrics_url = f"http://{address}/metrics"
     return metrics
+
+
+def _for_metrics(config: OrchestratorConfig) -> OrchestratorConfig:
+    """The same settings, for this machine alone where figures are not for everybody."""
+    is_local = bool(config.keys) and not config.open_metrics
+    return replace(config, host=LOOPBACK, advertise=LOOPBACK) if is_local else config
 
 
 async def _unless_stopped(stop: asyncio.Event, step: Awaitable[None]) -> None:

@@ -24,7 +24,8 @@ from bough.records import WorkerRecord
 from bough.registry import LEASE_SECONDS, Registry
 from bough.rpc import open_channel
 from bough.tasks import end
-from bough.tokenizer import Tokenizer, TokenizerFiles, first_difference
+from bough.tokenizer import Tokenizer
+from bough.vocabulary import TokenizerFiles, first_difference
 from orchestrator.health import Health
 from orchestrator.pace import Need, Pace, UsualRound, expected_seconds
 from orchestrator.tokenizing import Tokenizing

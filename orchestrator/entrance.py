@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from bough.errors import InvalidRequest
 from bough.gate import Gate
-from bough.rpc import MAX_MESSAGE_BYTES
+from bough.status import MAX_MESSAGE_BYTES
 from orchestrator.admission import Admission
 
 SPARE_CALLS = 32  # of Generate, beyond those that run and wait: some are ending, or are about to be refused by name

@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry
 
 from bough.addresses import advertised_host, bare, joined
 from bough.config import OrchestratorConfig
-from orchestrator.requests import Requests
+from orchestrator.tenants import Callers
 
 logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def http_door(config: OrchestratorConfig, requests: Requests, figures: CollectorRegistry) -> AsyncIterator[None]:
+async def http_door(config: OrchestratorConfig, callers: Callers, figures: CollectorRegistry) -> AsyncIterator[None]:
     """Serves OpenAI's clients for as long as the block runs; `figures` are served at /metrics.
 
     Raises:
@@ -29,8 +29,8 @@ async def http_door(config: OrchestratorConfig, requests: Requests, figures: Col
     from orchestrator.http_api.app import http_app
     from orchestrator.http_api.server import http_serving
 
-    app = http_app(requests, figures, config.stalled_timeout)
+    app = http_app(callers, figures, config.stalled_timeout, has_open_figures=config.open_metrics)
     async with http_serving(bare(config.host), config.http_port, app) as port:
-        requests.http_url = f"http://{joined(advertised_host(config), port)}"
-        logger.info("OpenAI's clients are served at %s/v1", requests.http_url)
+        callers.requests.http_url = f"http://{joined(advertised_host(config), port)}"
+        logger.info("OpenAI's clients are served at %s/v1", callers.requests.http_url)
         yield

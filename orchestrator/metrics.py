@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -11,7 +11,11 @@ from prometheus_client.registry import Collector
 
 from bough.metrics import counter, gauge
 from bough.sizing.decision import Mode
+from orchestrator.request_totals import RequestTotals
 from orchestrator.sizing.totals import RoundTotals, Tally
+
+ENDS = ("stop", "length", "abort")
+FAILURES = ("Exhausted", "Unavailable", "InvalidRequest", "DeadlineExceeded")
 
 
 class Figures(NamedTuple):
@@ -21,6 +25,7 @@ class Figures(NamedTuple):
     num_running: int  # requests
     num_waiting: int  # requests
     num_tokens: int  # generated
+    requests: RequestTotals
     totals: RoundTotals
     loop_lag: Tally  # seconds, of the event loop
 
@@ -33,11 +38,12 @@ class OrchestratorCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All of them, as they are now."""
-        name, num_running, num_waiting, num_tokens, totals, loop_lag = self._figures()
+        name, num_running, num_waiting, num_tokens, requests, totals, loop_lag = self._figures()
         model = {"model_name": name}
         yield gauge("vllm:num_requests_running", "Requests being generated", model, num_running)
         yield gauge("vllm:num_requests_waiting", "Requests waiting for a place, or for a KV slot", model, num_waiting)
         yield counter("vllm:generation_tokens", "Tokens generated", model, num_tokens)
+        yield from _requests(name, requests)
         yield from _speculation(model, totals)
         yield from _predictions(model, totals)
         yield _by_mode(name, totals)
@@ -46,6 +52,38 @@ class OrchestratorCollector(Collector):
         yield _histogram("bough_sizer_plan_seconds", text, name, totals.plan_seconds)
         text = "How late the orchestrator's event loop came to what was due"
         yield _histogram("bough_event_loop_lag_seconds", text, name, loop_lag)
+
+
+def _requests(name: str, totals: RequestTotals) -> Iterator[Metric]:
+    model = {"model_name": name}
+    yield counter("vllm:prompt_tokens", "Tokens of prompts", model, totals.prompt_tokens)
+    yield counter("bough_cached_prompt_tokens", "Of these, tokens whose KV was there", model, totals.cached_tokens)
+    yield counter("bough_failovers", "Times that another target took over a request", model, totals.num_failovers)
+    degraded = "Rounds without guesses of a draft worker because none answered"
+    yield counter("bough_degraded_rounds", degraded, model, totals.num_degraded_rounds)
+    text = "Requests that came to their end, by why it was"
+    yield _by_label("vllm:request_success", text, name, "finished_reason", totals.finished, ENDS)
+    text = "Requests that ended with an error, by its kind"
+    yield _by_label("bough_request_failures", text, name, "error", totals.failed, FAILURES)
+    times = {
+        "vllm:request_queue_time_seconds": ("Time before a request began", totals.queue),
+        "vllm:time_to_first_token_seconds": ("Time before the first tokens", totals.first_token),
+        "vllm:e2e_request_latency_seconds": ("Time of a whole request", totals.whole),
+        "vllm:inter_token_latency_seconds": ("Time between the rounds of a request", totals.between),
+        "vllm:request_time_per_output_token_seconds": ("Time for a token after the first round", totals.per_token),
+    }
+    for metric, (text, tally) in times.items():
+        yield _histogram(metric, text, name, tally)
+
+
+def _by_label(
+    name: str, text: str, model_name: str, label: str, counts: Mapping[str, int], known: Sequence[str]
+) -> Metric:
+    """A counter for each value of a label; those that are known are there from the start, so that rates begin at 0."""
+    metric = CounterMetricFamily(name, text, labels=["model_name", label])
+    for value in dict.fromkeys((*known, *tuple(counts))):
+        metric.add_metric([model_name, value], counts.get(value, 0))
+    return metric
 
 
 def _speculation(model: dict[str, str], totals: RoundTotals) -> Iterator[Metric]:
@@ -73,10 +111,8 @@ def _predictions(model: dict[str, str], totals: RoundTotals) -> Iterator[Metric]
 
 
 def _by_mode(model_name: str, totals: RoundTotals) -> Metric:
-    metric = CounterMetricFamily("bough_sizer_rounds", "Rounds by why their trees were", labels=["model_name", "mode"])
-    for mode in Mode:
-        metric.add_metric([model_name, mode.value], totals.rounds[mode])
-    return metric
+    counts = {mode.value: totals.rounds[mode] for mode in Mode}
+    return _by_label("bough_sizer_rounds", "Rounds by why their trees were", model_name, "mode", counts, ())
 
 
 def _histogram(name: str, text: str, model_name: str, tally: Tally) -> Metric:

@@ -85,7 +85,7 @@ def _num_held(info: WorkerInfo, load: WorkerLoad) -> int:
 
 def _lacks_room(info: WorkerInfo, load: WorkerLoad, need: Need) -> bool:
     """Whether there is surely no room. Where it is only likely, the target itself knows better."""
-    length = min(need.num_tokens + need.num_output, info.max_context)
+    length = min(need.num_tokens + 1, info.max_context)  # slots grow with their texts
     # One session more of the longest context would not have fit.
     token_bytes = load.kv_bytes / ((info.max_sessions + 1) * (info.max_context + info.max_nodes))
     return load.kv_bytes > 0 and length * token_bytes > load.kv_bytes - load.kv_used_bytes

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
 
 from bough import __version__
 from bough.acceptance import SchemeAcceptance
 from bough.config import OrchestratorConfig
-from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
 from bough.messages import PROTOCOL_VERSION
 from bough.sizing.decision import Decision, DraftCalibration
@@ -20,8 +18,9 @@ from orchestrator.admission import Admission
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory
 from orchestrator.endings import Endings
+from orchestrator.entrance import Entrance
 from orchestrator.failover import Failover
-from orchestrator.limits import require_name, require_size_for_any, require_texts
+from orchestrator.limits import require_size_for_any
 from orchestrator.loop_lag import LoopLag
 from orchestrator.metrics import Figures
 from orchestrator.model_texts import ModelTexts
@@ -29,6 +28,7 @@ from orchestrator.models import largest_context, served_models
 from orchestrator.opening import Opened, Opening
 from orchestrator.patience import Patience
 from orchestrator.recorder import Recorder
+from orchestrator.request_totals import RequestTotals, RequestWatch
 from orchestrator.round import Rounds
 from orchestrator.running import Running, Stream
 from orchestrator.session import Session, never_begun
@@ -46,6 +46,7 @@ class Requests:
         """`holder_id` names this orchestrator where it claims sessions."""
         self.directory = directory
         self.admission = Admission(config.max_running, config.max_waiting)
+        self.entrance = Entrance(self.admission, lambda: largest_context(directory))  # of all front doors together
         self._queue_timeout = config.queue_timeout
         self._stalled_timeout = config.stalled_timeout
         self._claims = Claims(directory, holder_id)
@@ -56,6 +57,7 @@ class Requests:
         failover = Failover(config, directory, self._claims, self._slots)
         self._rounds = Rounds(config, directory, self.sizer, failover, self._recorder, AcceptanceCounter())
         self.loop_lag = LoopLag()
+        self.totals = RequestTotals()
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
@@ -69,7 +71,7 @@ class Requests:
     async def generate(
         self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
     ) -> AsyncGenerator[Event]:
-        """The events of one request, which waits for its turn first. Closed half-way it frees all that it holds.
+        """The events of one request, which has a name. It waits for its turn first, and frees all when closed half-way.
 
         Raises:
             InvalidRequest: naming the field.
@@ -82,22 +84,27 @@ class Requests:
         """
         tokenizers = {target.tokens for target in self.directory.targets}
         require_size_for_any(prompt, tokenizers, largest_context(self.directory))
-        require_texts(prompt, options)
-        options = replace(options, request_id=options.request_id or uuid.uuid4().hex)
         stream = Stream(options.request_id, options.session_id)
         patience = Patience.of(timeout_seconds, self._queue_timeout)
         placed = patience.bound(self._placed(stream, prompt, options, patience))
-        async with aclosing(stream.delivered(placed, self._stalled_timeout)) as events:
-            async for event in events:
-                yield event
+        watch = RequestWatch(self.totals)
+        try:
+            async with aclosing(stream.delivered(placed, self._stalled_timeout)) as events:
+                async for event in events:
+                    watch.note(event)
+                    yield event
+        except BoughError as exc:
+            watch.failed(exc)
+            raise
 
     async def _placed(
         self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Patience
     ) -> AsyncGenerator[Event]:
         """The request, once it has its place. What ends it while it waits for that ends it at once."""
         async with AsyncExitStack() as place:
-            place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
-            opened = await stream.before_end(self._open(place, prompt, options, patience))
+            earlier = place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
+            place.enter_context(self.admission.holding(stream.hold, earlier.hold if earlier is not None else None))
+            opened = await stream.before_end(self._open(stream, place, prompt, options, patience))
             if opened is None:
                 for event in never_begun(options):
                     yield event
@@ -112,10 +119,10 @@ class Requests:
                 self._num_total += 1
 
     async def _open(
-        self, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Patience
+        self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Patience
     ) -> Opened:
-        """A session that may run, once there is a place for it, which is free again when `place` is closed."""
-        await place.enter_async_context(self.admission.place(patience))
+        """A session that may run, once there is a place for it; what it holds is free again when `place` is closed."""
+        await self.admission.place(stream.hold, patience)
         opened = await self._opening.open(prompt, options, place)
         opened.session.patience = patience
         await self._endings.done(opened.session.session_id)
@@ -189,7 +196,6 @@ class Requests:
         """
         if not session_id:
             raise InvalidRequest("session_id: empty; the session to close would do")
-        require_name("session_id", session_id)
         stream = self._running.in_session(session_id)
         if stream is not None:
             stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
@@ -247,7 +253,13 @@ class Requests:
         num_waiting = self._num_waiting
         num_running = len(self._running) - num_waiting
         return Figures(
-            self._model_name, num_running, num_waiting, self._num_tokens, self.sizer.totals, self.loop_lag.tally
+            self._model_name,
+            num_running,
+            num_waiting,
+            self._num_tokens,
+            self.totals,
+            self.sizer.totals,
+            self.loop_lag.tally,
         )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:
@@ -266,6 +278,10 @@ class Requests:
         if not decisions:
             raise NotFound(f"session_id: value was {name!r}; must be a session, or a request, with rounds here lately")
         return decisions
+
+    def last_request(self, prefix: str) -> str:
+        """The name of the request that began last of those whose name begins so; empty where there is none."""
+        return next((name for name in reversed(self._sessions) if name.startswith(prefix)), "") if prefix else ""
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
         """What each draft worker's trees were expected to come to, and what they came to."""

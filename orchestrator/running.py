@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from bough.errors import BoughError, DeadlineExceeded, InvalidRequest, NotFound, StaleEpoch
 from bough.tasks import end
+from orchestrator.admission import Hold
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Stream:
     session_id: str  # empty where the client has not named one
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # from outside
     error: BoughError | None = None  # that it ended with; None is an abort
+    hold: Hold = field(default_factory=Hold)  # its place among those that run
 
     def end(self, error: BoughError | None = None) -> None:
         """Ends it before its time."""
@@ -102,19 +104,19 @@ class Running:
         return len(self._by_request)
 
     @contextmanager
-    def admitted(self, stream: Stream, takes_over: bool) -> Iterator[None]:
-        """Lists a stream for as long as the block runs. One that `takes_over` ends an earlier one of its request.
+    def admitted(self, stream: Stream, takes_over: bool) -> Iterator[Stream | None]:
+        """Lists a stream for as long as the block runs. One that `takes_over` ends an earlier one of its request: that.
 
         Raises:
             InvalidRequest: the request, or another one in the session, is running.
         """
         request_id, session_id = stream.request_id, stream.session_id
-        self._refuse_or_end(request_id, session_id, takes_over)
+        earlier = self._refuse_or_end(request_id, session_id, takes_over)
         self._by_request[request_id] = stream
         if session_id:
             self._by_session[session_id] = stream
         try:
-            yield
+            yield earlier
         finally:
             for table, name in ((self._by_request, request_id), (self._by_session, session_id)):
                 if table.get(name) is stream:
@@ -147,12 +149,13 @@ class Running:
                     await asyncio.sleep(POLL_SECONDS)
         return not self._by_request
 
-    def _refuse_or_end(self, request_id: str, session_id: str, takes_over: bool) -> None:
+    def _refuse_or_end(self, request_id: str, session_id: str, takes_over: bool) -> Stream | None:
         same, neighbour = self._by_request.get(request_id), self._by_session.get(session_id)
         if neighbour is not None and not (takes_over and neighbour is same):
             raise InvalidRequest(f"session_id: {session_id!r} has a request running; wait for its end")
         if same is None:
-            return
+            return None
         if not takes_over:
             raise InvalidRequest(f"request_id: {request_id!r} is already running; another would do")
         same.end(StaleEpoch(f"request_id: {request_id!r} has been resumed by another call"))
+        return same

@@ -15,10 +15,10 @@ from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.rpc import Served, service_name, serving
 from bough.sampling import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS
+from bough.security.doorkeeper import Doorkeeper, authorization
 from bough.wire_costs import decisions_to_wire
-from orchestrator.entrance import Entrance
 from orchestrator.models import largest_context
-from orchestrator.requests import Requests
+from orchestrator.tenants import Callers, Tenant
 
 MANY_ENTRIES = 4096  # of all lists of a request: more are read beside the event loop
 
@@ -28,8 +28,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GenerationService:
     """bough.v1.Generation."""
 
-    def __init__(self, requests: Requests) -> None:
-        self._requests = requests
+    def __init__(self, callers: Callers) -> None:
+        self._callers, self._requests = callers, callers.requests
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         """Streams the events of one request."""
@@ -41,18 +41,19 @@ class GenerationService:
             prompt, options = await directory.tokenizing.run(lambda: wire.request_from_wire(request))
         else:
             prompt, options = wire.request_from_wire(request)
-        async with aclosing(self._requests.generate(prompt, options, context.time_remaining())) as events:
+        tenant = self._tenant(context)
+        async with aclosing(tenant.generate(prompt, options, context.time_remaining())) as events:
             async for event in events:
                 yield wire.event_to_wire(event)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         """Ends a request."""
-        self._requests.abort(request.request_id)
+        self._tenant(context).abort(request.request_id)
         return pb.AbortReply()
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
         """Forgets a session."""
-        await self._requests.close_session(request.session_id)
+        await self._tenant(context).close_session(request.session_id)
         return pb.CloseSessionReply()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
@@ -73,7 +74,10 @@ class GenerationService:
 
     async def GetDecisions(self, request: pb.GetDecisionsRequest, context: Context) -> pb.Decisions:
         """Why trees were as large as they were."""
-        return decisions_to_wire(self._requests.decisions(request.session_id))
+        return decisions_to_wire(self._tenant(context).decisions(request.session_id))
+
+    def _tenant(self, context: Context) -> Tenant:
+        return self._callers.tenant(authorization(context.invocation_metadata()))
 
 
 def _require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
@@ -98,15 +102,16 @@ def _require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
     return sum(number for _, number, _ in counts)
 
 
-def serving_generation(config: OrchestratorConfig, requests: Requests) -> AbstractAsyncContextManager[Served]:
+def serving_generation(config: OrchestratorConfig, callers: Callers) -> AbstractAsyncContextManager[Served]:
     """A gRPC server with this service, inside the block. Raises ConfigError where its port is in use."""
-    service = GenerationService(requests)
+    service, requests = GenerationService(callers), callers.requests
     return serving(
         config.host,
         config.port,
         service_name(pb.DESCRIPTOR, "Generation"),
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
-        Entrance(requests.admission, lambda: largest_context(requests.directory)),
+        requests.entrance,
         config.stalled_timeout,
         max_connection_age=config.max_connection_age,
+        doorkeepers=[] if callers.keyring is None else [Doorkeeper(callers.tenant)],
     )

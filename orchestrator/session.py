@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from bough.errors import BoughError
 from bough.generation import (
@@ -82,6 +83,11 @@ class Session:
         return min(self.prompt_length + self.stops.max_tokens, self.max_context)
 
     @property
+    def slot_seconds(self) -> float:
+        """That it may still wait for a KV slot: once it has had an answer, for as long as its caller does."""
+        return inf if self.round else self.patience.queue_seconds
+
+    @property
     def ground(self) -> tuple[str, str]:
         """What the targets have in common that it may be at: identity, and hash of weights."""
         return self.target_identity, self.weights_hash
@@ -118,6 +124,11 @@ class Session:
             self.warnings.append(text)
         else:
             self.num_more_warnings += 1
+
+    def gave_way(self, target_id: str) -> None:
+        """Its KV has, to older sessions: what its target still holds it says when there is room."""
+        self.target_held = 0
+        self.warn(f"{target_id}: KV memory was full (--kv-memory); this request gave way to older ones for a while")
 
     def seat_draft(self, draft_id: str) -> None:
         """A draft worker is asked; what another one holds is of no use to it."""

@@ -8,10 +8,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from bough.config import OrchestratorConfig
-from bough.errors import BoughError, Exhausted
+from bough.errors import BoughError, Exhausted, Preempted
 from bough.growth import Scheme
 from orchestrator.directory import Directory, Known
 from orchestrator.health import is_fault
+from orchestrator.line import Line, Place
 from orchestrator.pace import Need, expected_wait
 from orchestrator.seat import Seat
 from orchestrator.session import Session
@@ -25,34 +26,37 @@ RETRY_SECONDS = 0.25  # between two questions for room
 class Slots:
     """Has trees verified once there is room for their sessions.
 
-    Whoever has no slot and is refused one waits, first come, first served among those whom the same targets can serve.
-    Only the first of them asks, without sending its context. It takes whichever target has room, unless it would rather
-    wait for what its own one holds than compute it again.
+    Whoever has no slot and is refused one waits, the oldest before the others among those whom the same targets can
+    serve; so does whoever has had one that gave way. Only the first of them asks, without sending its context.
+    It takes whichever target has room, unless it would rather wait for what its own one holds than compute it again.
     """
 
     config: OrchestratorConfig
     directory: Directory
     num_waiting: int = 0
-    _turns: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))  # by identity
+    _lines: defaultdict[str, Line] = field(default_factory=lambda: defaultdict(Line))  # by identity
 
     async def verify(self, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme) -> Answer:
         """The verdict of the seat's target, or of one with room, whose the seat is then.
 
         Raises:
-            Exhausted: there was no room for as long as the request may wait.
+            Exhausted: there was no room for as long as the request may wait, before it had any answer.
             BoughError: what the target answers.
         """
-        turns = self._turns[session.target_identity]
+        line = self._lines[session.target_identity]
         # A session whose KV the target holds takes no room from those who wait: they may be waiting for its very slot.
-        may_ask, num_refused = seat.has_slot or session.target_held > 0 or not turns.locked(), 0
+        may_ask, num_refused = seat.has_slot or session.target_held > 0 or line.is_empty, 0
         while True:
             if may_ask:
                 try:
                     answer = await self._verify(session, seat.target, proposal, scheme)
                     seat.has_slot = True
                     return answer
+                except Preempted:
+                    session.gave_way(seat.target.record.worker_id)
+                    seat.has_slot = False
                 except Exhausted:
-                    if not session.patience.queue_seconds:
+                    if not session.slot_seconds:
                         raise
                     num_refused += 1
             self.num_waiting += 1
@@ -60,7 +64,7 @@ class Slots:
                 with session.patience.waiting():
                     if seat.has_slot or num_refused > 1:  # all but the tree is there; or a promise was not kept
                         await asyncio.sleep(RETRY_SECONDS)
-                    if not seat.has_slot and (answered := await self._turn(turns, session, seat, proposal, scheme)):
+                    if not seat.has_slot and (answered := await self._turn(line, session, seat, proposal, scheme)):
                         return answered
             finally:
                 self.num_waiting -= 1
@@ -73,30 +77,22 @@ class Slots:
         return await target.client.verify(session, proposal, scheme, target.num_running, timeout_seconds)
 
     async def _turn(
-        self, turns: asyncio.Lock, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme
+        self, line: Line, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme
     ) -> Answer | None:
         """Returns once a target has given the session a slot; with the verdict where that was all that was lacking."""
-        queue_seconds = session.patience.queue_seconds
-        deadline = time.monotonic() + queue_seconds
-        with seat.given_up():
-            try:
-                async with asyncio.timeout(queue_seconds if queue_seconds < float("inf") else None):
-                    await turns.acquire()
-            except TimeoutError as exc:
-                raise Exhausted(f"no KV slot came free in {queue_seconds:.3g} s (--queue-timeout)") from exc
-            try:
-                answer = await self._first_with_room(session, seat, proposal, scheme, deadline)
-            finally:
-                turns.release()
+        deadline = time.monotonic() + session.slot_seconds
+        with seat.given_up(), line.place(session.epoch) as place:
+            answer = await self._first_with_room(session, seat, proposal, scheme, place, deadline)
         seat.has_slot = answer is not None
         return answer
 
     async def _first_with_room(
-        self, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme, deadline: float
+        self, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme, place: Place, deadline: float
     ) -> Answer | None:
         began, home = time.monotonic(), seat.target
         refusal = Exhausted("KV memory: no target has room")
         while True:
+            await place.first(deadline)
             for target in self._worth_asking(session, home, proposal.tree.num_places, time.monotonic() - began):
                 timeout_seconds = session.patience.within(self.config.target_timeout)
                 try:

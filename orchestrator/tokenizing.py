@@ -9,7 +9,8 @@ from threading import Lock
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from bough.tokenizer import Tokenizer, TokenizerFiles
+from bough.tokenizer import Tokenizer
+from bough.vocabulary import TokenizerFiles
 
 NUM_THREADS = 2  # so that one long prompt does not hold up every short one
 

@@ -16,7 +16,8 @@ from bough.growth import Scheme, TreePlan
 from bough.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult, WorkerInfo
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.prefix import prefix_hash
-from bough.rpc import open_channel, to_error
+from bough.rpc import open_channel
+from bough.status import to_error
 from orchestrator.session import Session
 from orchestrator.sizing.plans import Proposal
 

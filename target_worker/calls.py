@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-from bough.errors import InvalidRequest, PrefixMissing, StaleEpoch, Unavailable
+from bough.errors import InvalidRequest, Preempted, PrefixMissing, StaleEpoch, Unavailable
 from bough.futures import settle
 from bough.messages import VerifyCall, VerifyResult
 from bough.model.limits import Limits
 from bough.prefix import prefix_hash
-from target_worker.held import Text
+from target_worker.held import HeldSession, Text
 from target_worker.job import Job
 from target_worker.slots import SlotPool
 
@@ -19,10 +19,11 @@ from target_worker.slots import SlotPool
 class Calls:
     """Owned by the sweep thread."""
 
-    def __init__(self, pool: SlotPool, limits: Limits) -> None:
+    def __init__(self, pool: SlotPool, limits: Limits, left: Callable[[str], None] = lambda _: None) -> None:
+        """`left` is told of sessions that give way to others, and will not be back soon."""
         self.pool = pool
         self.is_draining = False
-        self._limits = limits
+        self._limits, self._left = limits, left
         self._jobs: dict[str, Job] = {}  # by session, in order of arrival
 
     def __len__(self) -> int:
@@ -43,6 +44,7 @@ class Calls:
             InvalidRequest: it does not fit a session.
             PrefixMissing: the session holds less than the caller believes, or something else.
             StaleEpoch: the session has been placed anew, is further, or another round of it is in flight.
+            Preempted: the session gave way, and there is no room for it yet.
             Exhausted: there is no room.
             Unavailable: the worker is draining, and the session is new.
         """
@@ -60,12 +62,12 @@ class Calls:
                 settle(future, session.last_result)
                 return
             session.require_round(call.epoch, call.round)
-            if call.reserves and context.context_start > session.slot.length:
+            if self._asks_first(call) and context.context_start > session.slot.length:
                 self._reserve(call, session.slot.tokens)
             session.slot.require(context.context_start, context.prefix_hash)
         held = session.slot.tokens[: context.context_start] if session is not None else []
         text = Text([*held, *context.tokens])
-        session = self.pool.lease(context.session_id, call.epoch, self._num_rows(call), text)
+        session = self._lease(call, text)
         self._jobs[context.session_id] = Job(call, session, text, [future], arrived_ns)
 
     def borrow(self) -> None:
@@ -130,7 +132,7 @@ class Calls:
         if self.is_draining:
             raise Unavailable("this target worker is draining: it takes no new sessions; another one would")
         if start := call.context.context_start:
-            if call.reserves:
+            if self._asks_first(call):
                 self._reserve(call, [])
             raise PrefixMissing(
                 f"context.context_start: {start} tokens were taken to be held, but the session is not known here; send "
@@ -143,12 +145,34 @@ class Calls:
 
         When it sends that nobody has taken the room meanwhile; without room nothing need be sent. Raises Exhausted.
         """
-        session = self.pool.lease(call.context.session_id, call.epoch, self._num_rows(call), Text([*held]))
-        self.pool.rest(session)
+        self.pool.rest(self._lease(call, Text([*held])))
 
-    def _num_rows(self, call: VerifyCall) -> int:
-        """Of a slot for all that the session may come to in its request, and beyond that a tree of about this size."""
-        limits = self._limits
-        length = max(call.max_length or limits.max_context, call.context.base_length + 1)
-        tree_rows = -(-len(call.tree) // limits.rows) * limits.rows  # in steps, so that a slot seldom grows for a tree
-        return min(length, limits.max_context) + min(tree_rows, limits.max_nodes)
+    def _asks_first(self, call: VerifyCall) -> bool:
+        """Whether a call that lacks tokens has its room before it is told to send them."""
+        return call.reserves or self.pool.is_waiting(call.context.session_id)
+
+    def _lease(self, call: VerifyCall, text: Text) -> HeldSession:
+        """The call's session with room for it, for which younger ones give way where it has to grow."""
+        name, (num_rows, most_rows) = call.context.session_id, self._rows(call)
+        for session in self.pool.in_the_way(name, call.epoch, num_rows):
+            self._preempt(session)
+        return self.pool.lease(name, call.epoch, num_rows, text, most_rows)
+
+    def _preempt(self, session: HeldSession) -> None:
+        self._left(session.session_id)
+        self.drop(session.session_id, Preempted("KV memory is full: this session gave way to an older one"))
+        self.pool.preempt(session)
+
+    def _rows(self, call: VerifyCall) -> tuple[int, int]:
+        """Of a slot for the text and up to a step more, and for all that the session may come to in its request.
+
+        Beyond either a tree of about this size.
+        """
+        limits, now = self._limits, call.context.base_length + 1
+        tree_rows = min(limits.max_nodes, _up_to_whole(limits.rows, len(call.tree)))  # so that a tree seldom needs more
+        longest = min(limits.max_context, max(call.max_length or limits.max_context, now))
+        return min(longest, _up_to_whole(limits.kv_step, now)) + tree_rows, longest + tree_rows
+
+
+def _up_to_whole(step: int, number: int) -> int:
+    return -(-number // step) * step

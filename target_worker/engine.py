@@ -59,11 +59,11 @@ class Engine:
         self._observe = observe
         self._sweeper = sweeper
         self._limits = limits
-        self._calls = Calls(pool, limits)
         self._unanswered = Unanswered(max_waiting)
         self._times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
         self.cost: CostCurve | None = None  # seconds of a sweep by its rows; any thread may read this
         self._gathering = Gathering(patience)
+        self._calls = Calls(pool, limits, self._gathering.left)
         self._price = TokenPrice()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_over = False

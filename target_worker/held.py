@@ -57,11 +57,23 @@ class HeldSession:
     slot: Slot
     epoch: int
     state: SlotState = SlotState.FREE
+    number: int = 0  # of all sessions that came to this pool, in order
+    most_rows: int = 0  # that it may come to in its present request
     last_used: float = 0.0  # seconds on the pool's clock
     leased_until: float = 0.0
     last_round: int = -1
     last_result: VerifyResult | None = None  # the answer to last_round, for a caller who asks again
     is_busy: bool = False  # a call is in flight
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """What sessions are ordered by, the oldest first: by when their requests began, as epochs are times."""
+        return self.epoch, self.number
+
+    @property
+    def num_growing(self) -> int:
+        """Rows that it may still ask for."""
+        return max(0, self.most_rows - self.slot.num_rows)
 
     def become(self, state: SlotState) -> None:
         """The one place where a state changes."""

@@ -47,6 +47,7 @@ class LoadCollector(Collector):
         yield self._gauge("bough_kv_bytes", "Memory for keys and values", pool.num_bytes)
         yield self._gauge("bough_kv_cached_tokens", "Tokens whose keys and values are kept", pool.num_tokens)
         yield self._counter("bough_kv_evictions", "Idle slots that gave way to others", pool.num_evictions)
+        yield self._counter("vllm:num_preemptions", "Sessions whose KV gave way to older ones", pool.num_preemptions)
         yield self._by_state("bough_kv_slots", "Slots by state", pool.num_held, pool.num_idle)
         yield self._by_state("bough_kv_used_bytes", "Memory of slots by state", pool.held_bytes, pool.idle_bytes)
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 
-from bough.addresses import advertised_host, joined
+from bough.addresses import advertised_host
 from bough.config import TargetConfig
 from bough.errors import Unavailable
 from bough.messages import VerifyCall, VerifyResult, WorkerInfo
+from bough.metrics import metrics_note
 from bough.records import WorkerLoad
 from bough.startup import stage
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from target_worker.engine import Engine
 from target_worker.metrics import Load, Metrics
 
@@ -49,8 +50,12 @@ class ServedTarget(ABC):
 
     def _metrics_note(self) -> tuple[str, ...]:
         """Where metrics are served; nothing where they are not."""
-        port = self._metrics.port
-        return (f"metrics at http://{joined(self._reached_by, port)}/metrics",) if port >= 0 else ()
+        return metrics_note(self._reached_by, self._metrics.port)
+
+    @property
+    def metrics_port(self) -> int:
+        """Where /metrics is served; -1 for nowhere."""
+        return self._metrics.port
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queues a call for the next sweep that has room.

@@ -134,7 +134,8 @@ class SimulatedTarget(ServedTarget):
         if max_context < 1:
             raise refusal("target.kv_tokens", profile.kv_tokens, f"more than the nodes of a tree, {self.max_nodes}")
         self._limits = Limits(profile.row_step, max_sweep_tokens, self.max_nodes, max_context)
-        pool = SlotPool(Arena(profile.kv_tokens, ROW_BYTES), config.lease_seconds, time.monotonic)
+        arena = Arena(profile.kv_tokens, ROW_BYTES)
+        pool = SlotPool(arena, config.lease_seconds, time.monotonic, self._limits.kv_step)
         sweeper = SimulatedSweeper(pair, clock)
         self._engine = Engine(sweeper, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
         self._start_engine()

@@ -13,6 +13,7 @@ from bough.messages import WorkerInfo
 from bough.model import files_hash
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, device_name
+from bough.model.gpu.ready import make_ready
 from bough.model.kv_arena import KVArena
 from bough.model.limits import Limits
 from bough.model.loading import DTYPES, build_skeleton
@@ -54,6 +55,7 @@ class TargetWorker(ServedTarget):
         self._weights_hash = WeightsHash(place.file for place in checkpoint.tensors.values())
         self._fingerprint = checkpoint.fingerprint()
         self._device = choose_device(config.device)
+        make_ready(self._device)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
         self._experts: dict[int, LayerExperts] = {}  # by layer, of which `layers` are then without them
@@ -156,7 +158,8 @@ class TargetWorker(ServedTarget):
             self._resources.callback(self._kv_lanes.close)
             memory = shape.within(self._kv_lanes.host_memory(num_bytes), num_rows)
             home = KVStage(shape, num_rows, self._kv_lanes)
-        return SlotPool(KVArena(shape, memory), self._config.lease_seconds, time.monotonic), home
+        arena = KVArena(shape, memory)
+        return SlotPool(arena, self._config.lease_seconds, time.monotonic, self._limits.kv_step), home
 
     def _place(self) -> Placement:
         """Decides where each layer lives, and says so."""

@@ -10,14 +10,19 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, as transformers does below
+
 from fake_fleet import Fleet, fleet
+from fake_stage import Orchestrator, Stage, orchestrating, staged
 
 from bough.commands.up import ensure_demonstration
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.demonstration import demonstration_folder
 from bough.launch import Cluster, Settings, launched
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from loadtest.tiny_model import TINY, save_model, save_tokenizer
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
@@ -25,9 +30,6 @@ __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import 
 # Time never decides a test: neither an example's, nor that of making them.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 
 @pytest.fixture(scope="session")
@@ -94,3 +96,17 @@ async def fakes(index_url: str, byte_tokenizer: TokenizerFiles, request: pytest.
     """Nobody yet, in a namespace of the test's own."""
     async with fleet(index_url, byte_tokenizer, request.node.nodeid) as running:
         yield running
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    """An index, and a fake target that is registered in it."""
+    async with staged(tmp_path) as stage:
+        yield stage
+
+
+@pytest.fixture
+async def orchestrator(stage: Stage) -> AsyncIterator[Orchestrator]:
+    """One before the fake target."""
+    async with orchestrating(stage) as orchestrator:
+        yield orchestrator

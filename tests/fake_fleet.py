@@ -17,7 +17,7 @@ import grpc
 
 from bough import __version__, wire
 from bough.config import OrchestratorConfig, parse
-from bough.errors import Exhausted, NotFound, PrefixMissing, StaleEpoch, Unavailable
+from bough.errors import Exhausted, NotFound, Preempted, PrefixMissing, StaleEpoch, Unavailable
 from bough.growth import Growth
 from bough.heartbeat import registered
 from bough.messages import GrowResult, Timings, VerifyCall, VerifyResult, WorkerInfo
@@ -26,11 +26,13 @@ from bough.prefix import prefix_hash
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import serving
-from bough.tokenizer import Tokenizer, TokenizerFiles
+from bough.tokenizer import Tokenizer
 from bough.tree import Tree
+from bough.vocabulary import TokenizerFiles
 from orchestrator.directory import Directory
 from orchestrator.requests import Requests
 from orchestrator.service import GenerationService
+from orchestrator.tenants import Callers
 from target_worker.verify import walk
 
 VOCAB, MAX_CONTEXT, MAX_NODES = 262, 512, 32
@@ -102,6 +104,7 @@ class FakeTarget(FakeWorker):
         self.epochs: dict[str, int] = {}
         self.answers: dict[tuple[str, int, int], VerifyResult] = {}
         self.num_slots = 1000
+        self.gave_way: set[str] = set()  # sessions that have no slot any more, and wait for one
         self.asked_for_room: list[str] = []  # sessions that asked for a slot, without their context
         self.before: Callable[[VerifyCall], Awaitable[None]] = _nothing
         self.after: Callable[[VerifyCall], Awaitable[None]] = _nothing
@@ -140,11 +143,18 @@ class FakeTarget(FakeWorker):
         name = call.context.session_id
         if call.reserves:
             self.asked_for_room.append(name)
-        if name in self.held or (call.context.context_start and not call.reserves):
+        if name in self.held or (call.context.context_start and not call.reserves and name not in self.gave_way):
             return
         if len(self.held) >= self.num_slots:
-            raise Exhausted("KV memory: all slots are in use")
+            raise (Preempted if name in self.gave_way else Exhausted)("KV memory: all slots are in use")
+        self.gave_way.discard(name)
         self.held[name] = []
+
+    def preempt(self, session_id: str) -> None:
+        """Its KV gives way, and there is one slot less."""
+        del self.held[session_id]
+        self.gave_way.add(session_id)
+        self.num_slots = len(self.held)
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseReply:
         if request.epoch and request.epoch < self.epochs.get(request.session_id, 0):
@@ -240,7 +250,7 @@ class Fleet:
         config = parse(OrchestratorConfig, "o", ["--draft", "none", *flags], {})
         directory = Directory(self.registry)
         requests = Requests(config, directory, f"orchestrator-{id(directory)}")
-        service = GenerationService(requests)
+        service = GenerationService(Callers(requests))
         process = await self._process()
         await process.stack.enter_async_context(directory.running())
         await process.stack.enter_async_context(requests.running())

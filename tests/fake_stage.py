@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from bough import wire
 from bough.client import Client
 from bough.config import OrchestratorConfig, TargetConfig, parse
 from bough.errors import Unavailable
+from bough.generation import Finished, GenerateOptions, Prompt, TextPrompt
 from bough.heartbeat import registered
 from bough.launch import Cluster, Settings
 from bough.messages import WorkerInfo
@@ -23,12 +24,16 @@ from bough.pb import common_pb2, target_pb2, target_pb2_grpc
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, service_name, serving
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from orchestrator.assembly import assembled
 from orchestrator.requests import Requests
+from orchestrator.tenants import Callers
 
 MAX_CONTEXT = 100_000
 TOKEN = 65  # what it always says
+PROMPT = TextPrompt("hello")
+LONG = GenerateOptions(max_tokens=MAX_CONTEXT // 2, temperature=0.0)
+SHORT = replace(LONG, max_tokens=3)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -142,22 +147,34 @@ class Orchestrator:
     requests: Requests
     served: Served
     client: Client
+    callers: Callers
 
     @property
     def address(self) -> str:
         return self.client.address
 
 
+def config_of(stage: Stage, *flags: str) -> OrchestratorConfig:
+    """Of an orchestrator that knows the stage's index and uses no draft."""
+    everywhere = ["--index-url", stage.index_url, "--draft", "none", "--port", "0", "--metrics-port", "-1"]
+    return parse(OrchestratorConfig, "o", [*everywhere, *flags], {})
+
+
 @asynccontextmanager
 async def orchestrating(stage: Stage, *flags: str) -> AsyncIterator[Orchestrator]:
     """An orchestrator that knows the fake target and uses no draft."""
-    everywhere = ["--index-url", stage.index_url, "--draft", "none", "--port", "0", "--metrics-port", "-1"]
-    config = parse(OrchestratorConfig, "o", [*everywhere, *flags], {})
-    async with assembled(config, asyncio.Event()) as assembly:
+    async with assembled(config_of(stage, *flags), asyncio.Event()) as assembly:
         await until(lambda: assembly.directory.has_target)
         async with Client(f"127.0.0.1:{assembly.port}", patience_seconds=0.0) as client:
-            yield Orchestrator(assembly.requests, assembly.served, client)
+            yield Orchestrator(assembly.requests, assembly.served, client, assembly.callers)
         await until(lambda: not assembly.requests.loads().num_requests_running)
+
+
+async def finish(orchestrator: Orchestrator, prompt: Prompt = PROMPT, options: GenerateOptions = SHORT) -> Finished:
+    """One request over gRPC, to its end."""
+    events = [event async for event in orchestrator.client.generate(prompt, options)]
+    assert isinstance(events[-1], Finished)
+    return events[-1]
 
 
 async def until(condition: Any, patience_seconds: float = 20.0) -> None:

@@ -89,9 +89,11 @@ class Clock:
         return self.now
 
 
-def new_pool(clock: Clock, num_rows: int = 2 * LIMITS.slot_rows, lease_seconds: float = 60.0) -> SlotPool:
+def new_pool(
+    clock: Clock, num_rows: int = 2 * LIMITS.slot_rows, lease_seconds: float = 60.0, step_rows: int = 0
+) -> SlotPool:
     """With room for two of the longest sessions."""
-    return SlotPool(KVArena(SHAPE, SHAPE.empty(num_rows, CPU)), lease_seconds, clock)
+    return SlotPool(KVArena(SHAPE, SHAPE.empty(num_rows, CPU)), lease_seconds, clock, step_rows)
 
 
 @contextmanager

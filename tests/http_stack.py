@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.http_api.app import http_app
 from orchestrator.http_api.server import http_serving
 from orchestrator.metrics import OrchestratorCollector
+from orchestrator.tenants import Callers
 
 STALLED_SECONDS = 60.0
 
@@ -78,7 +79,7 @@ async def http_stack(
     async with simulated_stack(folder, pair) as stack:
         figures = CollectorRegistry()
         figures.register(OrchestratorCollector(stack.requests.figures))
-        app = http_app(stack.requests, figures, stalled_seconds)
+        app = http_app(Callers(stack.requests), figures, stalled_seconds)
         transports: list[asyncio.Transport] = []
 
         async def noted(scope: Scope, receive: Receive, send: Send) -> None:

@@ -35,11 +35,14 @@ def streamed(
     host_layers: int = 0,
     staged_rows: int = 0,
     expert_slabs: int = 0,
+    device: torch.device = CPU,
+    kv_lanes: Lanes | None = None,
 ) -> Iterator[StreamedModel]:
     """A model whose layers stream through two slabs, but for `max_resident` of them.
 
-    With `lanes` there is a device with memory of its own, and in the host's room for `host_layers`. With `staged_rows`
-    keys and values of so many come to it with their layer. With `expert_slabs` experts are read when they are chosen.
+    With `lanes` there is a `device` with memory of its own, and in the host's room for `host_layers`. With
+    `staged_rows` keys and values of so many come to it with their layer. With `expert_slabs` experts are read when they
+    are chosen.
     """
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)
     layers: Sequence[LayerWeights] = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
@@ -54,8 +57,8 @@ def streamed(
         room = expert_slabs * sizes_of(experts.values()).slab_bytes
         placement = replace(placement, fixed=replace(placement.fixed, experts=room))
     with Tiers(layers, placement, 2, read_checksums(folder), lanes, experts) as tiers:
-        kv = KVStage(skeleton.kv_shape(), staged_rows, InlineLanes()) if staged_rows else None
-        yield StreamedModel(skeleton, tiers, rows, CPU, kv)
+        kv = KVStage(skeleton.kv_shape(), staged_rows, kv_lanes or InlineLanes()) if staged_rows else None
+        yield StreamedModel(skeleton, tiers, rows, device, kv)
 
 
 def new_slot(model: StreamedModel) -> KVSlot:

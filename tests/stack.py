@@ -33,6 +33,7 @@ from loadtest.tiny_model import save_model
 from orchestrator.directory import Directory
 from orchestrator.requests import Requests
 from orchestrator.service import GenerationService
+from orchestrator.tenants import Callers
 from target_worker.service import TargetService
 from target_worker.simulated import SimulatedTarget
 from target_worker.worker import TargetWorker
@@ -134,7 +135,7 @@ async def _around(
             "orchestrator": (
                 generation_pb2,
                 generation_pb2_grpc.add_GenerationServicer_to_server,
-                GenerationService(requests),
+                GenerationService(Callers(requests)),
             ),
         }
         addresses = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from bough.errors import DeadlineExceeded, Exhausted, Unavailable
-from orchestrator.admission import LONGEST_RETRY_SECONDS, SHORTEST_RETRY_SECONDS, Admission
+from orchestrator.admission import LONGEST_RETRY_SECONDS, SHORTEST_RETRY_SECONDS, Admission, Hold
 from orchestrator.patience import LATE_SECONDS, Patience
 
 
@@ -22,6 +22,17 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@asynccontextmanager
+async def placed(
+    admission: Admission, patience: Patience | None = None, hold: Hold | None = None, earlier: Hold | None = None
+) -> AsyncIterator[None]:
+    """A place for as long as the block runs."""
+    hold = hold or Hold()
+    with admission.holding(hold, earlier):
+        await admission.place(hold, patience or Patience())
+        yield
 
 
 class Guests:
@@ -56,7 +67,7 @@ class Guests:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _stay(self, number: int, patience: Patience) -> None:
-        async with self.admission.place(patience):
+        async with placed(self.admission, patience):
             self.placed.append(number)
             await self._leaving[number].wait()
 
@@ -122,7 +133,7 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(party: Pa
     await guests.come(0, 1, 2)
     clock.now += 8.0
     with pytest.raises(Exhausted, match=r"2 requests run and 1 wait.* or this one in 4\.0 s") as caught:
-        await guests.admission.place(Patience()).__aenter__()
+        await placed(guests.admission).__aenter__()
     assert caught.value.retry_seconds == pytest.approx(4.0)  # two places that are held for 8 s
     assert guests.admission.num_waiting == 1
 
@@ -135,7 +146,7 @@ async def test_refused_callers_are_not_told_the_same_moment(party: Party) -> Non
     delays = []
     for _ in range(8):
         with pytest.raises(Exhausted) as caught:
-            await guests.admission.place(Patience()).__aenter__()
+            await placed(guests.admission).__aenter__()
         delays.append(caught.value.retry_seconds)
     assert delays == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, LONGEST_RETRY_SECONDS, LONGEST_RETRY_SECONDS]
     clock.now += 1000.0  # long after, and the place is still held: it might never come free, but a minute is the most
@@ -147,12 +158,12 @@ async def test_the_delay_follows_how_long_places_are_held_lately() -> None:
     admission = Admission(4, 0, clock)
     assert admission.exhausted("nothing is known yet").retry_seconds == SHORTEST_RETRY_SECONDS
     for seconds in (100.0, *[20.0] * 32):
-        async with admission.place(Patience()):
+        async with placed(admission):
             clock.now += seconds
     assert admission.wait_seconds == 0.0  # places are free
     async with AsyncExitStack() as stack:
         for _ in range(4):
-            await stack.enter_async_context(admission.place(Patience()))
+            await stack.enter_async_context(placed(admission))
         assert admission.wait_seconds == pytest.approx(5.0)
         assert admission.exhausted("x").retry_seconds == pytest.approx(5.0)
 
@@ -184,6 +195,38 @@ async def test_who_closes_sends_the_queue_away_and_lets_the_others_finish(party:
     assert guests.admission.is_closed
 
 
+async def test_a_call_that_resumes_a_request_has_its_place_at_once() -> None:
+    """It was refused where no other was free, or put behind all who wait, though the earlier call was about to end."""
+    admission, earlier = Admission(1, 0), Hold()
+    async with placed(admission, hold=earlier), placed(admission, Patience(queue_seconds=0.0), earlier=earlier):
+        with pytest.raises(Exhausted):
+            await placed(admission).__aenter__()
+    async with placed(admission, Patience(queue_seconds=0.0)):
+        assert admission.wait_seconds >= 0.0, "the place is there again, once"
+        with pytest.raises(Exhausted):
+            await placed(admission).__aenter__()
+
+
+async def test_a_call_that_resumes_a_request_in_the_queue_has_its_turn() -> None:
+    admission, holds, came = Admission(1, 2), [Hold() for _ in range(3)], []
+
+    async def come(number: int, earlier: Hold | None = None) -> None:
+        async with placed(admission, hold=holds[number], earlier=earlier):
+            came.append(number)
+
+    async with placed(admission):
+        waiting = [asyncio.create_task(come(number)) for number in range(2)]
+        await asyncio.sleep(0)
+        resuming = asyncio.create_task(come(2, earlier=holds[0]))
+        await asyncio.sleep(0)
+        assert admission.num_waiting == 2
+        waiting[0].cancel()
+    await asyncio.gather(resuming, waiting[1])
+    assert came == [2, 1]
+    async with placed(admission, Patience(queue_seconds=0.0)):
+        assert admission.num_waiting == 0
+
+
 async def test_never_too_many_and_nobody_forgotten() -> None:
     """Hundreds of requests that stay, leave the queue or break off at random: places neither leak nor multiply."""
     chance = random.Random(5)
@@ -192,7 +235,7 @@ async def test_never_too_many_and_nobody_forgotten() -> None:
 
     async def one() -> None:
         nonlocal running, most, finished
-        async with admission.place(Patience(queue_seconds=chance.choice([0.001, 10.0]))):
+        async with placed(admission, Patience(queue_seconds=chance.choice([0.001, 10.0]))):
             running += 1
             most = max(most, running)
             try:
@@ -217,7 +260,7 @@ async def test_never_too_many_and_nobody_forgotten() -> None:
     }  # fmt: skip
     async with AsyncExitStack() as stack:  # all five places are there
         for _ in range(5):
-            await stack.enter_async_context(admission.place(Patience(queue_seconds=0.0)))
+            await stack.enter_async_context(placed(admission, Patience(queue_seconds=0.0)))
         assert admission.num_waiting == 0
 
 

@@ -89,6 +89,21 @@ def test_a_row_is_bitwise_what_it_would_be_on_a_path_of_its_own(kernel: ModuleTy
     assert torch.equal(in_tree, plain)
 
 
+def test_rows_that_nobody_has_written_do_no_harm(kernel: ModuleType) -> None:
+    """A GPU's memory is whatever it was: NaN, of which the reference once made a sum, times a weight of 0."""
+    torch.manual_seed(7)
+    tree, base = random_tree(np.random.default_rng(7), 9), 20
+    written = slice(5, 5 + base + len(tree.tokens))
+    keys, values = torch.full((2, 60, 2, 16), torch.nan, device=DEVICE)
+    keys[written], values[written] = torch.randn(2, base + len(tree.tokens), 2, 16, device=DEVICE)
+    queries = torch.randn(9, 4, 16, device=DEVICE)
+    paths = paths_of(tree_at(base, tree), begins=(5,))
+    mine = kernel.attend_by_triton(queries, keys, values, paths, 0.25, 0, 0.0, None)
+    theirs = attend_by_mask(queries, keys, values, paths, 0.25, 0, 0.0, None)
+    assert not mine.isnan().any()
+    torch.testing.assert_close(mine, theirs, atol=3e-6, rtol=3e-6)
+
+
 def test_context_has_no_tail(kernel: ModuleType) -> None:
     torch.manual_seed(5)
     keys, values = torch.randn(2, 8, 1, 16, device=DEVICE)

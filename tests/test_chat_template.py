@@ -11,7 +11,8 @@ from bough.chat_template import ChatTemplate
 from bough.demonstration import demonstration_folder
 from bough.errors import InvalidRequest
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.tokenizer import Tokenizer, TokenizerFiles
+from bough.tokenizer import Tokenizer
+from bough.vocabulary import TokenizerFiles
 
 LLAMA_3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-EXIT_PIPE = 141  # as a shell has it of a command that SIGPIPE ended
+from bough.output import EXIT_PIPE
+
 LONGEST_SECONDS = 120
 COMMAND = "from bough.cli import main; main()"
 PRINTS_MUCH = """

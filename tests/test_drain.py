@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import pipeline, settings
-from fake_stage import Stage, staged, until
+from fake_stage import Stage, until
 
 from bough.client import Client
 from bough.errors import BoughError, Unavailable
@@ -28,12 +28,6 @@ from bough.rpc import is_serving, open_channel, serving
 PROMPT = TextPrompt("hello")
 SHORT = GenerateOptions(max_tokens=3, temperature=0.0, ignore_eos=True)
 SERVICE = "bough.v1.Generation"
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with staged(tmp_path) as stage:
-        yield stage
 
 
 @dataclass

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from fake_stage import MAX_CONTEXT, Orchestrator, Stage, orchestrating, staged, until
+from fake_stage import MAX_CONTEXT, PROMPT, SHORT, Stage, finish, orchestrating, until
 from test_tokenizing import Held
 
 from bough import rpc
@@ -18,8 +18,6 @@ from bough import wire_generation as wire
 from bough.errors import Exhausted, InvalidRequest
 from bough.generation import (
     ChatPrompt,
-    Finished,
-    GenerateOptions,
     Message,
     Prompt,
     Resume,
@@ -31,21 +29,6 @@ from bough.growth import StaticShape
 from orchestrator import entrance as module
 from orchestrator.admission import Admission
 from orchestrator.entrance import BYTES_PER_TOKEN, MAX_BYTES, MAX_OTHER_CALLS, SMALL_BYTES, SPARE_CALLS, Entrance
-
-PROMPT = TextPrompt("hello")
-SHORT = GenerateOptions(max_tokens=3, temperature=0.0)
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with staged(tmp_path) as stage:
-        yield stage
-
-
-async def finish(orchestrator: Orchestrator, prompt: Prompt = PROMPT, options: GenerateOptions = SHORT) -> Finished:
-    events = [event async for event in orchestrator.client.generate(prompt, options)]
-    assert isinstance(events[-1], Finished)
-    return events[-1]
 
 
 @pytest.fixture
@@ -128,6 +111,28 @@ async def test_streams_go_on_while_a_long_list_is_read(stage: Stage, monkeypatch
         assert (await finish(orchestrator, TokenPrompt((1, 2)))).usage.completion_tokens == 3
         held.may_go_on.set()
         assert (await slow).usage.prompt_tokens == 20_000
+
+
+async def test_both_doors_have_one_limit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once counted its own, so that twice as many could be decoded and held as may."""
+    monkeypatch.setattr(module, "SPARE_CALLS", 0)
+    stage.target.may_answer.clear()
+    body = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
+    flags = ("--max-running", "1", "--max-waiting", "1", "--http-port", "0")
+    async with orchestrating(stage, *flags) as orchestrator, httpx.AsyncClient(timeout=60) as client:
+        url = f"{orchestrator.requests.http_url}/v1/completions"
+        running = asyncio.create_task(finish(orchestrator))
+        await until(lambda: orchestrator.requests.loads().num_requests_running)
+        waiting = asyncio.create_task(client.post(url, json=body))
+        await until(lambda: orchestrator.requests.loads().num_requests_waiting)
+        refusal = await client.post(url, json=body)
+        assert refusal.status_code == 429
+        assert refusal.json()["error"]["message"].startswith("2 requests run and wait")
+        with pytest.raises(Exhausted, match="2 requests run and wait"):
+            await finish(orchestrator)
+        stage.target.may_answer.set()
+        assert (await running).usage.completion_tokens == 3
+        assert (await waiting).json()["usage"]["completion_tokens"] == 3
 
 
 async def test_a_prompt_that_fits_nowhere_does_not_wait_for_its_turn(stage: Stage) -> None:

@@ -27,8 +27,8 @@ from bough.generation import Finished, GenerateOptions, TokenPrompt, Tokens
 from bough.growth import BestFirst, Chains, TreePlan
 from bough.messages import Context, GrowCall, VerifyCall
 from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2, target_pb2_grpc
-from bough.rpc import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
 from bough.sampling import SamplingParams
+from bough.status import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
 from bough.tree import Tree
 
 TIMEOUT_SECONDS = 20.0

@@ -19,7 +19,7 @@ from bough.errors import BoughError, InvalidRequest
 from bough.generation import Speculation
 from bough.growth import Chains, Scheme
 from bough.messages import GrowResult, Timings
-from bough.rpc import ERROR_KEY, HASH_KEY, LENGTH_KEY
+from bough.status import ERROR_KEY, HASH_KEY, LENGTH_KEY
 from bough.tree import Tree
 from orchestrator.session import MAX_WARNING_LENGTH, MAX_WARNINGS
 from orchestrator.workers import DraftClient

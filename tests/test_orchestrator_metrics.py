@@ -6,12 +6,13 @@ import asyncio
 import time
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from bough.config import OrchestratorConfig, parse
-from bough.errors import ConfigError
-from bough.generation import Speculation
+from bough.errors import ConfigError, Exhausted
+from bough.generation import Event, Finished, Speculation, SpeculationMetrics, Started, Tokens, Usage
 from bough.growth import BestFirst
 from bough.messages import RoundTimings, Timings, Verdict, VerifyResult
 from bough.metrics import MetricsServer
@@ -19,6 +20,7 @@ from bough.sizing.decision import Decision, Mode, Parts
 from bough.tree import Tree
 from orchestrator.loop_lag import BOUNDS, LoopLag
 from orchestrator.metrics import Figures, OrchestratorCollector
+from orchestrator.request_totals import RequestTotals, RequestWatch
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, WorkerFacts
 from orchestrator.sizing.totals import MAX_POSITIONS, MeasuredSizer, RoundTotals, Tally
 from orchestrator.sizing.tree_sizer import TreeSizer
@@ -56,10 +58,11 @@ def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
     totals.add(a_round(Mode.FIXED, sent=9, tokens=3))  # nothing was expected of it
     totals.plan_seconds.add(0.0003)
     (lag := Tally(BOUNDS)).add(0.3)
-    values = served(Figures("m", 2, 5, 77, totals, lag))
+    values = served(Figures("m", 2, 5, 77, RequestTotals(), totals, lag))
     assert values['bough_event_loop_lag_seconds_bucket{le="0.5",model_name="m"}'] == 1
     assert values['bough_event_loop_lag_seconds_bucket{le="0.2",model_name="m"}'] == 0
     of_vllm = {name.removeprefix("vllm:"): value for name, value in values.items() if name.startswith("vllm:")}
+    of_vllm = {name: value for name, value in of_vllm.items() if value}
     assert of_vllm == {
         "num_requests_running": 2,
         "num_requests_waiting": 5,
@@ -84,8 +87,61 @@ def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
     assert values["bough_sizer_plan_seconds_sum"] == pytest.approx(0.0003)
 
 
+def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended() -> None:
+    totals, now = RequestTotals(), [100.0]
+    watch = RequestWatch(totals, lambda: now[0])
+    timings, speculation = RoundTimings(), SpeculationMetrics(2, 8, 2, 2.5, (0, 2), num_degraded_rounds=1)
+    of_round = Tokens((1, 2), (True, False), ("a", "b"), (), 5, 3, timings)
+    events: list[tuple[float, Event]] = [
+        (1.0, Started("r", 30, 7, "m")),
+        (2.0, replace(of_round, num_nodes=0)),  # what a resumed request's client had not seen: of no round of this one
+        (4.0, of_round),
+        (6.0, of_round),
+        (6.5, Finished("stop", "", "", Usage(30, 6, 20), speculation, timings, (), num_failovers=1)),
+    ]
+    for seconds, event in events:
+        now[0] = 100.0 + seconds
+        watch.note(event)
+    RequestWatch(totals).failed(Exhausted("full", retry_seconds=1.0))
+    values = served(Figures("m", 0, 0, 0, totals, RoundTotals(), Tally(BOUNDS)))
+    sums = {name.removesuffix("_sum"): value for name, value in values.items() if name.endswith("_sum") and value}
+    assert sums == {
+        "vllm:request_queue_time_seconds": 1.0,
+        "vllm:time_to_first_token_seconds": 4.0,
+        "vllm:e2e_request_latency_seconds": 6.5,
+        "vllm:inter_token_latency_seconds": 2.0,
+        "vllm:request_time_per_output_token_seconds": 1.0,
+    }
+    assert values["vllm:prompt_tokens_total"] == 30
+    assert values["bough_cached_prompt_tokens_total"] == 20
+    assert values["bough_failovers_total"] == values["bough_degraded_rounds_total"] == 1
+    ends = {key: value for key, value in values.items() if key.startswith("vllm:request_success_total")}
+    assert ends == {
+        f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}}': float(reason == "stop")
+        for reason in ("stop", "length", "abort")
+    }
+    assert values['bough_request_failures_total{error="Exhausted",model_name="m"}'] == 1
+
+
+def test_whoever_prefers_openmetrics_gets_the_names_as_they_are() -> None:
+    """prometheus_client would write them with an underscore in the colon's place, for real Prometheus servers alone."""
+    server = MetricsServer()
+    figures = Figures("m", 2, 5, 77, RequestTotals(), RoundTotals(), Tally(BOUNDS))
+    server.registry.register(OrchestratorCollector(lambda: figures))
+    server.serve("127.0.0.1", 0)
+    try:
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{server.port}/metrics",
+            headers={"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.3"},
+        )
+        with urllib.request.urlopen(asked, timeout=5) as reply:
+            assert 'vllm:generation_tokens_total{model_name="m"} 77.0' in reply.read().decode()
+    finally:
+        server.close()
+
+
 def test_an_orchestrator_that_has_done_nothing_tells_zeros() -> None:
-    values = served(Figures("m", 0, 0, 0, RoundTotals(), Tally(BOUNDS)))
+    values = served(Figures("m", 0, 0, 0, RequestTotals(), RoundTotals(), Tally(BOUNDS)))
     assert values["vllm:spec_decode_num_drafts_total"] == 0
     assert set(values.values()) == {0.0}
 

@@ -88,11 +88,14 @@ async def test_what_was_generated_is_not_computed_again(fakes: Fleet) -> None:
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["same orchestrator", "another"])
 async def test_a_resumed_request_takes_over_from_a_stream_that_still_runs(fakes: Fleet, is_same: bool) -> None:
+    """Its place too: where no other was free, it was refused for the very place that the stream was about to leave."""
     target, _ = await fakes.target("t1")
-    (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+    flags = ("--max-running", "1", "--max-waiting", "0")
+    (_, first), (_, second) = await fakes.orchestrator(*flags), await fakes.orchestrator(*flags)
     gate = asyncio.Event()
     target.before = once(gate.wait, 5)
-    async with Client(first.address) as old, Client(first.address if is_same else second.address) as new:
+    address = first.address if is_same else second.address
+    async with Client(first.address) as old, Client(address, patience_seconds=0.0) as new:
         running = asyncio.create_task(read(old))
         await until(lambda: len(target.calls) == 4)
         while await fakes.registry.load_request("r") is None:

@@ -36,7 +36,8 @@ from bough.pairing import fetch_tokenizer
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from bough.prefix import block_hashes, prefix_hash
 from bough.registry import Registry
-from bough.rpc import HASH_KEY, LENGTH_KEY, MAX_MESSAGE_BYTES, is_serving, open_channel
+from bough.rpc import is_serving, open_channel
+from bough.status import HASH_KEY, LENGTH_KEY, MAX_MESSAGE_BYTES
 from bough.tokenizer import Tokenizer
 
 SHORT = GenerateOptions(max_tokens=4, temperature=0.0, ignore_eos=True)

@@ -6,7 +6,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models
 
 from bough.simulation.tokenizer import END_TOKEN, simulated_tokenizer
-from bough.tokenizer import Tokenizer, TokenizerFiles
+from bough.tokenizer import Tokenizer
+from bough.vocabulary import TokenizerFiles
 
 
 def test_bytes_of_byte_level_tokens_join_to_the_text() -> None:

@@ -9,7 +9,8 @@ from conftest import save_tokenizer
 
 from bough.errors import InvalidRequest
 from bough.model.tokenizer_files import load_tokenizer_files
-from bough.tokenizer import Tokenizer, TokenizerFiles
+from bough.tokenizer import Tokenizer
+from bough.vocabulary import TokenizerFiles
 
 
 def with_template(folder: Path, template: str) -> Tokenizer:

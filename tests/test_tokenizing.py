@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_fleet import Fleet
-from fake_stage import Orchestrator, orchestrating, staged, until
+from fake_stage import SHORT, Orchestrator, finish, until
 
 from bough.chat_template import ChatTemplate
-from bough.generation import ChatPrompt, Finished, GenerateOptions, Message, Prompt, TextPrompt, TokenPrompt
+from bough.generation import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
 from bough.tokenizer import Tokenizer
-
-SHORT = GenerateOptions(max_tokens=3, temperature=0.0)
-
-
-@pytest.fixture
-async def orchestrator(tmp_path: Path) -> AsyncIterator[Orchestrator]:
-    async with staged(tmp_path) as stage, orchestrating(stage) as orchestrator:
-        yield orchestrator
 
 
 @dataclass
@@ -38,12 +28,6 @@ class Held:
         self.has_begun.set()
         assert self.may_go_on.wait(30), "the event loop stood still for as long as this did"
         return self.wrapped(*args, **kwargs)
-
-
-async def finish(orchestrator: Orchestrator, prompt: Prompt, options: GenerateOptions = SHORT) -> Finished:
-    events = [event async for event in orchestrator.client.generate(prompt, options)]
-    assert isinstance(events[-1], Finished)
-    return events[-1]
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from bough.pb import draft_pb2, generation_pb2
 from bough.sampling import BANNED, PositionLogprobs, SamplingParams, TokenLogprob
 from bough.sizing.cost_curve import CostCurve
 from bough.sizing.decision import Decision, DraftCalibration, Mode, Parts
-from bough.tokenizer import TokenizerFiles
 from bough.tree import Tree
+from bough.vocabulary import TokenizerFiles
 from bough.wire_costs import decisions_from_wire, decisions_to_wire
 from bough.wire_trees import growth_to_wire
 

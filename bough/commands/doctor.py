@@ -9,9 +9,12 @@ from itertools import combinations
 from bough import __version__
 from bough.client import Client
 from bough.commands.doctor_cluster import report_cluster
-from bough.errors import BoughError
+from bough.errors import BoughError, Unauthenticated
 from bough.generation import Loads, ServerInfo, WorkerStatus
 from bough.sizing.decision import DraftCalibration
+
+MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS says where it is"
+REFUSED = "it is there, and asks for a key: BOUGH_API_KEY must have one that it knows"
 
 
 async def doctor(arguments: argparse.Namespace) -> int:
@@ -24,7 +27,7 @@ async def doctor(arguments: argparse.Namespace) -> int:
             calibrations = {one.draft_id: one for one in await client.calibrations()}
         except BoughError as exc:
             print(f"orchestrator  {address}: {exc}")
-            problems.append("is it running? `bough up` starts everything; --address or BOUGH_ADDRESS says where it is")
+            problems.append(REFUSED if isinstance(exc, Unauthenticated) else MISSING)
             return _conclude(problems)
     print(f"python        {sys.version.split()[0]}, bough {__version__}")
     print(f"orchestrator  {client.address}, bough {server.bough_version}; {_describe_loads(loads)}")

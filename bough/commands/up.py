@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from bough.client import Client
 from bough.commands.divided import divided
 from bough.commands.progress import Progress, tell
 from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
@@ -51,19 +50,20 @@ async def up(arguments: argparse.Namespace) -> int:
         index = without_passwords(cluster.index_url)
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
         print(f'try: bough generate --address {cluster.address} "Why is the sky blue?"')
-        async with Client(cluster.address) as client:
-            tell_of_http((await client.server_info()).http_url)
+        orchestrator, host = cluster.settings.orchestrator, cluster.address.rpartition(":")[0]
+        if orchestrator.http_port > 0:
+            tell_of_http(f"http://{host}:{orchestrator.http_port}", has_keys=bool(orchestrator.keys))
+        sys.stdout.flush()
         await asyncio.Event().wait()
     return 0
 
 
-def tell_of_http(url: str) -> None:
-    """How OpenAI's clients get in, if they do: a line that works as it is pasted."""
-    if url:
-        question = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
-        print(f"OpenAI's clients: base URL {url}/v1; or try:")
-        print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'")
-    sys.stdout.flush()
+def tell_of_http(url: str, *, has_keys: bool) -> None:
+    """How OpenAI's clients get in: a line that works as it is pasted, where BOUGH_API_KEY has a key if one is asked."""
+    question = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
+    key = ' -H "Authorization: Bearer $BOUGH_API_KEY"' if has_keys else ""
+    print(f"OpenAI's clients: base URL {url}/v1; or try:")
+    print(f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:

@@ -19,7 +19,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 @cache
 def files_hash() -> str:
     """Of these files as they were when they were imported: others might round otherwise."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    return _hash_of("**/*.py")
+
+
+def _hash_of(pattern: str) -> str:
+    files = sorted(Path(__file__).parent.glob(pattern))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -40,9 +44,10 @@ def compiled_folder() -> Path:
     """For what numba compiles of these files as they are, on processors and in systems like this.
 
     On its own numba looks only at the processor and the file that a function stands in. It would go on using what it
-    compiled from other files that have changed since, and use tiles where they are refused.
+    compiled from other files that have changed since, and use tiles where they are refused. It compiles nothing that is
+    in folders below.
     """
-    return cache_folder() / "compiled" / (files_hash() + ("-tiles" if may_use_tiles() else ""))
+    return cache_folder() / "compiled" / (_hash_of("*.py") + ("-tiles" if may_use_tiles() else ""))
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))

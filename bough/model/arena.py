@@ -1,7 +1,8 @@
 """Memory for the slots of many sessions: one piece of rows, of which each slot has as many in a row as it needs.
 
-Room is never lost between slots: where no gap is large enough, as few as will do move closer together. So a budget of
-bytes is a number of rows, and whoever keeps slots need only count them.
+Room is never lost between slots: where no gap is large enough, as few as will do move. So a budget of bytes is a number
+of rows, and whoever keeps slots need only count them. Free rows are kept behind each slot rather than at the end, since
+slots grow: most of the time a slot that does has room where it is.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Arena:
         """A slot without tokens; there must be room."""
         assert num_rows <= self.num_free, "whoever takes a slot has seen to its room"
         index = self._make_gap(num_rows)
-        begin = self._end_before(index)
+        begin, end = self._end_before(index), self._begin_after(index - 1)
+        if index:
+            begin += (end - begin - num_rows) // 2  # the one before it grows too
         slot = self._new_slot()
         slot.move(begin, begin + num_rows, 0)
         self._placed.insert(index, _Placed(slot, begin, begin + num_rows))
@@ -65,7 +68,7 @@ class Arena:
         assert num_rows >= self._rows_to_keep(slot), "what is kept does not fit"
         if placed.begin + num_rows > self._begin_after(index):
             window = self._cheapest(num_rows - slot.num_rows, range(index + 1), range(index + 1, len(self._placed) + 1))
-            self._part(window, index + 1)
+            self._spread(window, placed, num_rows - slot.num_rows)
         self._put(placed, placed.begin, num_rows)
 
     def give_back(self, slot: Slot) -> None:
@@ -96,6 +99,9 @@ class Arena:
     def _make_gap(self, num_rows: int) -> int:
         """The index that a slot of so many rows would have, once those in its way have moved."""
         num_slots = len(self._placed)
+        gaps = [self._begin_after(index - 1) - self._end_before(index) for index in range(num_slots + 1)]
+        if max(gaps) >= num_rows:
+            return gaps.index(max(gaps))
         window = self._cheapest(num_rows, range(num_slots + 1), range(num_slots + 1))
         self._part(window, window.stop)
         return window.stop
@@ -125,6 +131,21 @@ class Arena:
         for placed in reversed(self._placed[index : window.stop]):
             self._put(placed, end - placed.slot.num_rows, placed.slot.num_rows)
             end = placed.begin
+
+    def _spread(self, window: range, growing: _Placed, num_rows: int) -> None:
+        """Moves slots of a window so that one has `num_rows` behind it, and the other free rows are shared by all."""
+        slots = self._placed[window.start : window.stop]
+        begin, end = self._end_before(window.start), self._begin_after(window.stop - 1)
+        share = (end - begin - num_rows - sum(placed.slot.num_rows for placed in slots)) // len(slots)
+        begins = []
+        for placed in slots:
+            begins.append(begin)
+            begin += placed.slot.num_rows + share + (num_rows if placed is growing else 0)
+        moves = list(zip(slots, begins, strict=True))
+        down = [(placed, to) for placed, to in moves if to < placed.begin]
+        up = [(placed, to) for placed, to in moves if to > placed.begin]
+        for placed, to in (*down, *reversed(up)):  # whoever is in another's way has moved before it
+            self._put(placed, to, placed.slot.num_rows)
 
     def _put(self, placed: _Placed, begin: int, num_rows: int) -> None:
         """Moves a slot to rows that are free or its own."""

@@ -7,9 +7,6 @@ batch.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +15,8 @@ from transformers import AttentionInterface
 from bough.errors import CheckpointError
 from bough.model.attention_cpu import KINDS, attend_in_slots, attend_on_cpu
 from bough.model.batch import Chunk
+from bough.model.gpu.kernels import kernels_on
 from bough.model.paths import Paths
-
-logger = logging.getLogger(__name__)
 
 NAME = "bough"
 
@@ -63,7 +59,7 @@ def _gathered(paths: Paths, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         in_tail = (positions - bases).clamp(0, width - 1)
         where = torch.where(positions < bases, where, paths.tails.gather(1, in_tail))
     visible = (positions < lengths) & (positions >= (lengths - window if window else 0))
-    return torch.where(visible, where, 0), visible
+    return torch.where(visible, where, paths.rows[:, None]), visible  # a row that is written: NaN times 0 is NaN
 
 
 def tree_attention(
@@ -114,7 +110,8 @@ def _attend_on_paths(
     num_rows = len(paths.rows)
     held_keys.index_copy_(0, paths.rows, keys[:num_rows])
     held_values.index_copy_(0, paths.rows, values[:num_rows])
-    attend = attend_by_mask if queries.device.type == "cpu" else _gpu_attention()
+    kernels = kernels_on(queries.device)
+    attend = kernels.attend if kernels else attend_by_mask
     out = torch.zeros_like(queries)  # padding rows have no path and stay 0
     out[:num_rows] = attend(queries[:num_rows], held_keys, held_values, paths, *rules)
     return out
@@ -130,17 +127,6 @@ def _attend_by_piece(
         held_keys[piece.rows], held_values[piece.rows] = keys[piece.span], values[piece.span]
         out[piece.span] = attend_on_cpu(queries[piece.span], held_keys, held_values, piece, *rules).to(out.dtype)
     return out
-
-
-@cache
-def _gpu_attention() -> Callable[..., torch.Tensor]:
-    """The kernel for GPUs; where Triton is missing, with a warning, the reference."""
-    try:
-        from bough.model.attention_triton import attend_by_triton
-    except ImportError as exc:
-        logger.warning("tree attention gathers every path, slowly and not bit for bit: Triton is missing (%s)", exc)
-        return attend_by_mask
-    return attend_by_triton
 
 
 AttentionInterface.register(NAME, tree_attention)

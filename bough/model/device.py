@@ -42,10 +42,10 @@ def device_name(device: torch.device) -> str:
 
 def working_on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a device the one that kernels of this thread are launched on."""
-    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def await_all(device: torch.device) -> None:
     """Until all that was queued on a device is done; on the CPU everything is."""
-    if device.type != "cpu":
+    if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from bough.config import TargetConfig
 from bough.errors import ConfigError
 
+KV_STEP = 256  # enough that slots seldom move to grow, and little beside the context of a session
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -16,6 +18,7 @@ class Limits:
     max_sweep_tokens: int
     max_nodes: int
     max_context: int
+    kv_step: int = KV_STEP  # tokens of a session that room is taken for at a time
 
     @classmethod
     def of(cls, settings: TargetConfig, max_positions: int) -> Limits:

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from bough.config import TargetConfig
 from bough.errors import ConfigError
 from bough.model.architecture import max_positions
+from bough.model.gpu.kernels import kernels_on
 from bough.model.kv import KVShape
 from bough.model.limits import Limits
 from bough.model.loading import Skeleton
@@ -117,8 +118,9 @@ def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -
 
 
 def unpacking_bytes(skeleton: Skeleton, device: torch.device) -> int:
-    """What unpacking takes for a moment where no kernel of ours does it; nothing on the CPU."""
-    return 0 if device.type == "cpu" or skeleton.quantization is None else BLOCK_ELEMENTS * BLOCK_BYTES
+    """What unpacking takes for a moment where no kernel of ours does it; nothing on the CPU, or where Triton is."""
+    has_kernels = device.type == "cpu" or kernels_on(device) is not None
+    return 0 if has_kernels or skeleton.quantization is None else BLOCK_ELEMENTS * BLOCK_BYTES
 
 
 def resident_bytes(skeleton: Skeleton) -> int:

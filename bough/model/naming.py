@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 from bough.errors import CheckpointError
 from bough.model.checkpoint import Checkpoint, TensorPlace
 from bough.model.experts import Experts
+from bough.model.group_order import unless_in_order
 from bough.model.packed import Awq, Gptq, Packed
 from bough.model.source import VALUE_DTYPES, Joined, Source, Stored
 
@@ -141,8 +142,8 @@ def _packed_source(name: str, quantization: Quantization, left: dict[str, Tensor
     _require_shape(zeros, (num_groups, outputs // per_word))
     if isinstance(source, Gptq) and source.groups is not None:
         _require_shape(source.groups, (inputs,))
-    else:
-        _require_groups(scales, inputs, num_groups)
+        return replace(source, groups=unless_in_order(source.groups, num_groups))
+    _require_groups(scales, inputs, num_groups)
     return source
 
 

@@ -17,6 +17,7 @@ import torch
 
 from bough.errors import StreamError
 from bough.model.checkpoint import TensorPlace
+from bough.model.gpu.kernels import kernels_on
 from bough.model.numbers import from_half, rounded
 from bough.model.source import Scratch, room_bytes, typed
 
@@ -154,6 +155,9 @@ class Packed:
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         packed, scales = typed(raw[0], self.packed), typed(raw[1], self.scales)
+        if kernels := kernels_on(out.device):
+            kernels.write_own(packed, scales, self.bits, out)
+            return
         kernel = _unpack4 if self.bits == 4 else _unpack8
         _write(out, kernel, lambda rows: self._by_torch(packed[rows], scales[:, rows]), packed, scales)
 
@@ -197,6 +201,14 @@ class Gptq:
         return out.t()
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        if kernels := kernels_on(out.device):
+            words, zeros, scales, *groups = (typed(*part) for part in zip(raw, self.places, strict=True))
+            kernels.write_down(words, zeros, scales, groups[0] if groups else None, self.bits, self.zero_offset, out)
+            return
+        self._write_without(raw, out)
+
+    def _write_without(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """On the CPU, and by way of torch."""
         words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
         shifts = torch.arange(0, 32, self.bits, device=words.device, dtype=torch.int32)
         mask, num_inputs = (1 << self.bits) - 1, len(out)
@@ -215,7 +227,7 @@ class Gptq:
         _write(out, _unpack_words_down, by_torch, words, zeros, scales, groups, self.bits)
 
     def _checked(self, groups: torch.Tensor) -> torch.Tensor:
-        """Kernels take groups at their word; on a GPU torch checks its own."""
+        """Kernels take groups at their word, and a file may have changed since it was opened."""
         num_groups = self.scales.shape[0]
         if groups.device.type == "cpu" and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
             raise StreamError(f"{self.words.file}: g_idx of {self.words.name} names groups beyond its {num_groups}")
@@ -250,6 +262,9 @@ class Awq:
         return out.t()
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        if kernels := kernels_on(out.device):
+            kernels.write_across(*(typed(*part) for part in zip(raw, self.places, strict=True)), out)
+            return
         words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
         zeros, group_size = _awq_integers(typed(raw[1], self.zeros)), len(out) // len(scales)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig
 
 from bough.errors import CheckpointError
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 
 
 def load_tokenizer_files(folder: Path) -> TokenizerFiles:

@@ -3,8 +3,8 @@
 A request waits for a place in a target's KV memory, then goes round: a size is chosen, the draft grows its tree in
 steps that it shares with others, the target verifies it in a sweep that it shares with others, and tokens are drawn
 from the law. Trees themselves are not made: how deep a round is accepted follows from size and law alone. Left out:
-drafting ahead, looked-up branches, shared prompts, failures. Targets are served by drafts of their own, or share one
-with their neighbours.
+drafting ahead, looked-up branches, shared prompts, failures, and slots that grow: a place is for the whole answer.
+Targets are served by drafts of their own, or share one with their neighbours.
 """
 
 from __future__ import annotations

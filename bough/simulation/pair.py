@@ -11,7 +11,7 @@ from bough.sampling import SamplingParams
 from bough.simulation.law import Law
 from bough.simulation.profile import Profile, load_profile
 from bough.simulation.tokenizer import END_TOKEN, FIRST_WORD, NUM_WORDS, simulated_tokenizer
-from bough.tokenizer import TokenizerFiles
+from bough.vocabulary import TokenizerFiles
 
 END_RATE = 0.01  # of positions at which a text ends, unless a request ignores that
 

@@ -15,7 +15,7 @@ import requests
 from bough import wire_generation as wire
 from bough.generation import ChatPrompt, GenerateOptions, Message
 from bough.pb import generation_pb2_grpc
-from bough.rpc import to_error
+from bough.status import to_error
 from loadtest.locust.mix import Question
 from loadtest.locust.reading import CHAT_PATH, OK, Reading, chat_body
 from loadtest.locust.samples import Sample

@@ -13,7 +13,8 @@ import httpx
 from bough import wire_generation as wire
 from bough.generation import ChatPrompt, GenerateOptions, Message
 from bough.pb import generation_pb2_grpc
-from bough.rpc import open_channel, to_error
+from bough.rpc import open_channel
+from bough.status import to_error
 from loadtest.locust.reading import CHAT_PATH, OK, Reading, chat_body
 from loadtest.locust.samples import Sample
 

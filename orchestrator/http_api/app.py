@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
-from orchestrator.entrance import Entrance
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
@@ -37,22 +36,26 @@ from orchestrator.http_api.fields import (
     StreamOptions,
     TokenizeFields,
 )
+from orchestrator.http_api.guard import Guard, tenant_of
 from orchestrator.http_api.options import Wanted, choices
 from orchestrator.http_api.spelling import Spell
-from orchestrator.models import largest_context
 from orchestrator.requests import Requests
+from orchestrator.tenants import Callers, Tenant
 
 SESSION_HEADER = "x-session-id"
 REQUEST_ID = b"x-request-id"
 _NAME = re.compile(rb"[\x21-\x7e]{1,128}")
+HEALTH, METRICS, DISCOVERY = "/health", "/metrics", "/service-discovery"
 GENERATE, TOKENIZE = "Generate", "Tokenize"  # as an Entrance counts them
 Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
 
-def http_app(requests: Requests, figures: CollectorRegistry, stalled_seconds: float) -> Starlette:
-    """The ASGI application in front of these requests; `figures` are served at /metrics."""
-    entrance = Entrance(requests.admission, lambda: largest_context(requests.directory))
-    door = _Door(requests, figures, stalled_seconds, BodyReader(entrance))
+def http_app(
+    callers: Callers, figures: CollectorRegistry, stalled_seconds: float, *, has_open_figures: bool = False
+) -> Starlette:
+    """The ASGI application in front of these callers' requests; `figures` are served at /metrics, to all or to them."""
+    requests = callers.requests
+    door = _Door(requests, figures, stalled_seconds, BodyReader(requests.entrance))
     routes = [
         Route("/v1/chat/completions", _Answered(door.chat, chat.FIELD_NAMES), methods=["POST"]),
         Route("/v1/completions", _Answered(door.completions, completions.FIELD_NAMES), methods=["POST"]),
@@ -60,12 +63,15 @@ def http_app(requests: Requests, figures: CollectorRegistry, stalled_seconds: fl
         Route("/v1/models/{model:path}", _Answered(door.model), methods=["GET"]),
         Route("/tokenize", _Answered(door.tokenize, completions.FIELD_NAMES), methods=["POST"]),
         Route("/detokenize", _Answered(door.detokenize), methods=["POST"]),
-        Route("/health", _Answered(door.health), methods=["GET"]),
-        Route("/metrics", _Answered(door.metrics), methods=["GET"]),
+        Route(HEALTH, _Answered(door.health), methods=["GET"]),
+        Route(METRICS, _Answered(door.metrics), methods=["GET"]),
+        Route(DISCOVERY, _Answered(door.service_discovery), methods=["GET"]),
         Route("/version", _Answered(door.version), methods=["GET"]),
     ]
     handlers = {HTTPException: _refused}
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(_RequestIds)])
+    open_paths = {HEALTH, METRICS, DISCOVERY} if has_open_figures else {HEALTH}
+    layers = [Middleware(_RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
     app.router.redirect_slashes = False  # a client that posts would follow with a GET, or not at all
     return app
 
@@ -87,7 +93,7 @@ class _Door:
         head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()))
         wanted = choices(fields, prompts, chat.chat_limits(fields), head.answer_id, _session_id(request, fields))
         answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted))
-        return self._exchange(wanted, answer, fields, chat.FIELD_NAMES)
+        return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES)
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
         """What follows some texts."""
@@ -100,7 +106,7 @@ class _Door:
         answer = completions.CompletionAnswer(
             head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted)
         )
-        return self._exchange(wanted, answer, fields, completions.FIELD_NAMES)
+        return self._exchange(tenant_of(request), wanted, answer, fields, completions.FIELD_NAMES)
 
     async def models(self, request: Request, entered: ExitStack) -> Response:
         """All that are served."""
@@ -147,15 +153,30 @@ class _Door:
         """What Prometheus reads."""
         return Response(await run_in_threadpool(generate_latest, self.figures), media_type=CONTENT_TYPE_LATEST)
 
+    async def service_discovery(self, request: Request, entered: ExitStack) -> Response:
+        """Where every process serves its metrics, as Prometheus' http_sd reads it."""
+        records = await self.requests.directory.registry.workers()
+        told = [
+            {"targets": [record.metrics], "labels": {"kind": record.kind, "worker_id": record.worker_id}}
+            for record in records
+            if record.metrics
+        ]
+        return JSONResponse(told)
+
     async def version(self, request: Request, entered: ExitStack) -> Response:
         """Release of bough."""
         return JSONResponse({"version": __version__})
 
     def _exchange(
-        self, wanted: tuple[Wanted, ...], answer: Answer, fields: GenerationFields, field_names: Mapping[str, str]
+        self,
+        tenant: Tenant,
+        wanted: tuple[Wanted, ...],
+        answer: Answer,
+        fields: GenerationFields,
+        field_names: Mapping[str, str],
     ) -> Exchange:
         def begin() -> list[AsyncGenerator[Event]]:
-            return [self.requests.generate(one.prompt, one.options) for one in wanted]
+            return [tenant.generate(one.prompt, one.options) for one in wanted]
 
         return Exchange(begin, answer, bool(fields.stream), field_names, self.stalled_seconds)
 

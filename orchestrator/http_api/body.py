@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from bough.errors import InvalidRequest
-from bough.rpc import MAX_MESSAGE_BYTES
+from bough.status import MAX_MESSAGE_BYTES
 from orchestrator.entrance import Entrance
 from orchestrator.http_api.errors import ApiError, shortened
 

@@ -32,7 +32,7 @@ def chat_limits(fields: ChatFields) -> Limits:
     if newer is not None and older is not None and newer != older:
         raise invalid("max_completion_tokens", newer, f"be equal to max_tokens, {older}, or one of them left out")
     most = newer if newer is not None else older
-    if fields.top_logprobs is not None and not fields.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", fields.top_logprobs, "be left out unless logprobs is true")
     return Limits(UNLIMITED if most is None else most, (fields.top_logprobs or 0) if fields.logprobs else None)
 

@@ -10,7 +10,16 @@ from http import HTTPStatus
 
 from starlette.responses import JSONResponse
 
-from bough.errors import BoughError, DeadlineExceeded, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.errors import (
+    BoughError,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    NotFound,
+    StaleEpoch,
+    Unauthenticated,
+    Unavailable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +60,8 @@ class ApiError(Exception):
             headers["retry-after-ms"] = str(math.ceil(self.retry_seconds * 1000))
         elif self.status == HTTPStatus.CONFLICT:
             headers["x-should-retry"] = "false"  # OpenAI's clients would send it again, and meet the same answer
+        elif self.status == HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
         return JSONResponse(self.body(), self.status, headers)
 
 
@@ -74,6 +85,8 @@ def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
         case InvalidRequest():
             message, param = _renamed(str(exc), names)
             return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)
+        case Unauthenticated():
+            return ApiError(HTTPStatus.UNAUTHORIZED, str(exc), code="invalid_api_key")
         case NotFound():
             message, param = _renamed(str(exc), names)
             code = "model_not_found" if param == "model" else "not_found"

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 TextOrTokens = str | tuple[int, ...]
@@ -17,8 +28,6 @@ def _must(text: str) -> PydanticCustomError:
 def _texts(value: Any) -> Any:
     """One text or a list of them."""
     texts = [value] if isinstance(value, str) else value
-    if texts is None:
-        return ()
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise _must("be a text or a list of texts")
     return tuple(texts)
@@ -53,43 +62,57 @@ def _content(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
-def _nothing(value: Any) -> Any:
-    """A field that would change the answer, and that nothing is done about: only its empty values pass."""
-    if value not in (None, [], {}, ""):
-        raise _must("be left out: it is not supported")
-    return None
-
-
-def _tool_choice(value: Any) -> Any:
-    return _nothing(None if value in ("none", "auto") else value)
-
-
-def _response_format(value: Any) -> Any:
-    return _nothing(None if value == {"type": "text"} else value)
-
-
-def _modalities(value: Any) -> Any:
-    return _nothing(None if value == ["text"] else value)
-
-
-def _one(value: Any) -> Any:
-    return _nothing(None if type(value) is int and value == 1 else value)
-
-
 def _speculation(value: Any) -> Any:
     """`true` and `false` are short for an object that says no more."""
     return {"enabled": value} if isinstance(value, bool) else value
 
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
-Refused = Annotated[None, BeforeValidator(_nothing)]
-Ignored = Any
+
+# By field that is not supported, values with which it says what holds anyway.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+
+
+def _unsupported(value: Any, info: ValidationInfo) -> None:
+    """A field that would change the answer, and that nothing is done about."""
+    neutral = NEUTRAL.get(str(info.field_name), ())
+    if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+        alternative = f", or be {' or '.join(map(json.dumps, neutral))}" if neutral else ""
+        raise _must(f"be left out{alternative}: it is not supported")
+
+
+Unsupported = Annotated[None, BeforeValidator(_unsupported)]
+Ignored = Any  # accepted, and of no consequence for the answer
 
 
 class _Fields(BaseModel):
     """A misspelt field is refused by its name: it would otherwise change nothing, in silence."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """Clients that send each field they know send null for what was not asked for."""
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class StreamOptions(_Fields):
@@ -133,7 +156,13 @@ class GenerationFields(_Fields):
     stop_token_ids: list[StrictInt] | None = None
     session_id: str | None = None
     speculation: Annotated[SpeculationFields | None, BeforeValidator(_speculation)] = None
-    # Accepted, and of no consequence for the answer.
+    # Of vLLM's fields those that clients send unasked.
+    include_stop_str_in_output: Unsupported = None
+    length_penalty: Unsupported = None
+    min_tokens: Unsupported = None
+    skip_special_tokens: Unsupported = None
+    spaces_between_special_tokens: Ignored = None
+    use_beam_search: Unsupported = None
     user: Ignored = None
     metadata: Ignored = None
     store: Ignored = None
@@ -155,10 +184,11 @@ class MessageFields(_Fields):
     name: Ignored = None
     refusal: Ignored = None
     annotations: Ignored = None
+    reasoning: Ignored = None
     reasoning_content: Ignored = None
-    audio: Refused = None
-    tool_calls: Refused = None
-    function_call: Refused = None
+    audio: Unsupported = None
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
 
 
 class ChatFields(GenerationFields):
@@ -168,14 +198,17 @@ class ChatFields(GenerationFields):
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    response_format: Annotated[None, BeforeValidator(_response_format)] = None
-    tools: Refused = None
-    tool_choice: Annotated[None, BeforeValidator(_tool_choice)] = None
-    functions: Refused = None
-    function_call: Annotated[None, BeforeValidator(_tool_choice)] = None
-    modalities: Annotated[None, BeforeValidator(_modalities)] = None
-    audio: Refused = None
-    web_search_options: Refused = None
+    response_format: Unsupported = None
+    tools: Unsupported = None
+    tool_choice: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    modalities: Unsupported = None
+    audio: Unsupported = None
+    web_search_options: Unsupported = None
+    add_generation_prompt: Unsupported = None
+    continue_final_message: Unsupported = None
+    chat_template_kwargs: Unsupported = None
 
 
 class CompletionFields(GenerationFields):
@@ -184,8 +217,8 @@ class CompletionFields(GenerationFields):
     prompt: Annotated[tuple[TextOrTokens, ...], BeforeValidator(_prompts)]
     logprobs: StrictInt | None = None
     echo: StrictBool | None = None
-    best_of: Annotated[None, BeforeValidator(_one)] = None
-    suffix: Refused = None
+    best_of: Unsupported = None
+    suffix: Unsupported = None
 
 
 class TokenizeFields(_Fields):

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import pytest
-from fake_stage import Stage, staged, until
+from fake_stage import Stage, config_of, until
 from http_stack import Json, error_of
 
 from bough.client import Client
-from bough.config import OrchestratorConfig, parse
 from orchestrator.assembly import Orchestrator, assembled
 
 PATH = "/v1/completions"
 SHORT: Json = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
 LONG = SHORT | {"max_tokens": 50_000}
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with staged(tmp_path) as stage:
-        yield stage
-
-
-def config(stage: Stage, *flags: str) -> OrchestratorConfig:
-    everywhere = ["--index-url", stage.index_url, "--draft", "none", "--port", "0", "--metrics-port", "-1"]
-    return parse(OrchestratorConfig, "o", [*everywhere, *flags], {})
 
 
 def client_of(orchestrator: Orchestrator) -> httpx.AsyncClient:
@@ -38,7 +24,7 @@ def client_of(orchestrator: Orchestrator) -> httpx.AsyncClient:
 
 async def test_what_runs_finishes_while_new_requests_are_sent_elsewhere(stage: Stage) -> None:
     stop = asyncio.Event()
-    async with assembled(config(stage), stop) as orchestrator, client_of(orchestrator) as client:
+    async with assembled(config_of(stage), stop) as orchestrator, client_of(orchestrator) as client:
         await until(lambda: orchestrator.is_ready)
         serving = asyncio.create_task(orchestrator.serve(stop))
         assert (await client.get("/health")).status_code == 200
@@ -61,7 +47,7 @@ async def test_what_runs_finishes_while_new_requests_are_sent_elsewhere(stage: S
 async def test_what_does_not_finish_in_time_ends_with_an_error(stage: Stage) -> None:
     stop = asyncio.Event()
     async with (
-        assembled(config(stage, "--drain-seconds", "0.2"), stop) as orchestrator,
+        assembled(config_of(stage, "--drain-seconds", "0.2"), stop) as orchestrator,
         client_of(orchestrator) as client,
     ):
         await until(lambda: orchestrator.is_ready)
@@ -78,7 +64,7 @@ async def test_what_does_not_finish_in_time_ends_with_an_error(stage: Stage) -> 
 
 
 async def test_a_client_that_hangs_up_ends_the_call_at_the_target(stage: Stage) -> None:
-    async with assembled(config(stage), asyncio.Event()) as orchestrator, client_of(orchestrator) as client:
+    async with assembled(config_of(stage), asyncio.Event()) as orchestrator, client_of(orchestrator) as client:
         await until(lambda: orchestrator.is_ready)
         stage.target.may_answer.clear()
         for number, is_stream in enumerate((False, True), start=1):
@@ -92,7 +78,7 @@ async def test_a_client_that_hangs_up_ends_the_call_at_the_target(stage: Stage) 
 async def test_a_flood_is_refused_before_it_is_decoded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.entrance.SPARE_CALLS", 0)
     flags = ("--max-running", "1", "--max-waiting", "1")
-    async with assembled(config(stage, *flags), asyncio.Event()) as orchestrator, client_of(orchestrator) as client:
+    async with assembled(config_of(stage, *flags), asyncio.Event()) as orchestrator, client_of(orchestrator) as client:
         await until(lambda: orchestrator.is_ready)
         stage.target.may_answer.clear()
         asking = [asyncio.create_task(client.post(PATH, json=SHORT)) for _ in range(2)]
@@ -107,7 +93,7 @@ async def test_a_flood_is_refused_before_it_is_decoded(stage: Stage, monkeypatch
 async def test_doctor_and_clients_are_told_where_it_is_or_that_it_is_nowhere(stage: Stage) -> None:
     for flags, is_open in (((), True), (("--http-port", "-1"), False)):
         async with (
-            assembled(config(stage, *flags), asyncio.Event()) as orchestrator,
+            assembled(config_of(stage, *flags), asyncio.Event()) as orchestrator,
             Client(f"127.0.0.1:{orchestrator.port}") as client,
         ):
             url = (await client.server_info()).http_url

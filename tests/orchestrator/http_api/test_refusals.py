@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator.entrance import SMALL_BYTES
 from orchestrator.http_api.body import MAX_BODY_BYTES
+from orchestrator.http_api.fields import ChatFields, CompletionFields, MessageFields
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER: Json = {"role": "user", "content": "x"}
@@ -73,7 +74,16 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("response_format", {"type": "json_object"}),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy"}),
-        ("web_search_options", {"x": 1}),
+        ("web_search_options", {}),
+        ("tools", {}),
+        ("tool_choice", {"type": "function", "function": {"name": "x"}}),
+        ("min_tokens", 1),
+        ("min_tokens", False),
+        ("length_penalty", 2),
+        ("skip_special_tokens", False),
+        ("skip_special_tokens", 1),
+        ("continue_final_message", True),
+        ("chat_template_kwargs", {"enable_thinking": False}),
     ],
 )
 async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str, value: Any) -> None:
@@ -84,6 +94,54 @@ async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str,
         assert (status, error["type"]) == (400, "invalid_request_error"), error
         assert error["param"].startswith(field), error
         assert error["message"].startswith(f"{error['param']}: ")
+
+
+async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
+    """Of fields that bough does not know, too: nobody misspells what he does not ask for."""
+    message = dict.fromkeys([*MessageFields.model_fields, "tool_call_id"]) | USER
+    body = dict.fromkeys([*ChatFields.model_fields, "guided_json"]) | {"messages": [message], "max_tokens": 3}
+    assert (await door.answer(CHAT, body))["usage"]["completion_tokens"] <= 3
+    assert (await door.answer(COMPLETIONS, dict.fromkeys(CompletionFields.model_fields) | {"prompt": "x"}))["choices"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("tool_choice", "auto"),
+        ("functions", []),
+        ("function_call", "none"),
+        ("response_format", {"type": "text"}),
+        ("modalities", ["text"]),
+        ("n", 1),
+        ("user", "somebody"),
+        ("store", False),
+        ("metadata", {"a": "b"}),
+        ("parallel_tool_calls", True),
+        ("service_tier", "auto"),
+        ("stream_options", {}),
+        ("stop", []),
+        ("logit_bias", {}),
+        ("top_logprobs", 0),
+        ("logprobs", False),
+        ("temperature", 1),
+        ("top_k", -1),
+        ("reasoning_effort", "low"),
+        ("min_tokens", 0),
+        ("length_penalty", 1.0),
+        ("skip_special_tokens", True),
+        ("add_generation_prompt", True),
+        ("continue_final_message", False),
+        ("chat_template_kwargs", {}),
+        ("messages", [{"role": "developer", "content": "Be short."}, USER]),
+        ("messages", [USER | {"name": "ann", "tool_calls": []}]),
+        ("messages", [USER | {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]),
+        ("messages", [USER, {"role": "assistant", "content": "b", "refusal": None, "annotations": []}, USER]),
+    ],
+)
+async def test_what_says_nothing_new_is_accepted(door: HttpStack, field: str, value: Any) -> None:
+    assert (await door.answer(CHAT, {"messages": [USER]} | SHORT | {field: value}))["choices"]
 
 
 @pytest.mark.parametrize(

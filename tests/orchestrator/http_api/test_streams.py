@@ -20,6 +20,7 @@ from orchestrator.admission import Admission
 from orchestrator.http_api import body, exchange
 from orchestrator.http_api.app import http_app
 from orchestrator.http_api.server import http_serving
+from orchestrator.tenants import Callers
 
 PATH = "/v1/chat/completions"
 BODY: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "speculation": False, "seed": 1}
@@ -74,7 +75,7 @@ async def test_a_stream_says_that_it_is_alive_while_a_sweep_runs(
     slow: HttpStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
-    app = http_app(slow.stack.requests, CollectorRegistry(), 60.0)
+    app = http_app(Callers(slow.stack.requests), CollectorRegistry(), 60.0)
     async with http_serving("127.0.0.1", 0, app) as port, httpx.AsyncClient(timeout=60) as client:
         asked = BODY | {"max_tokens": 2, "stream": True}
         response = await client.post(f"http://127.0.0.1:{port}{PATH}", json=asked)
@@ -168,7 +169,7 @@ async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(tm
 
 async def test_the_server_takes_no_signals_and_ends_with_its_block(door: HttpStack) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    app = http_app(door.stack.requests, CollectorRegistry(), 60.0)
+    app = http_app(Callers(door.stack.requests), CollectorRegistry(), 60.0)
     async with http_serving("127.0.0.1", 0, app) as port, httpx.AsyncClient() as client:
         url = f"http://127.0.0.1:{port}/version"
         assert (await client.get(url)).status_code == 200

@@ -1,0 +1,130 @@
+"""`bough keys`: who may come in at an orchestrator's doors, in a file that it reads."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bough.errors import ConfigError
+from bough.security.api_keys import (
+    ID_DIGITS,
+    ApiKey,
+    hash_of,
+    new_key,
+    read_keys,
+    require_limit,
+    require_name,
+    require_time,
+)
+from bough.security.private_files import read_private, write_private
+
+FILE_VARIABLE = "BOUGH_ORCHESTRATOR_KEYS"
+FLAG = "--file"
+
+
+def add_keys(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("action", choices=("add", "list", "remove"), help="what to do; add prints the new key, once")
+    parser.add_argument("name", nargs="?", help="the tenant's name: what several keys of it have in common")
+    parser.add_argument(
+        FLAG, default=os.environ.get(FILE_VARIABLE, ""), help=f"the file of --keys; {FILE_VARIABLE} by default"
+    )
+    parser.add_argument("--id", default="", help="of remove: one key of the tenant, as list shows it, instead of all")
+    parser.add_argument("--expires", help="of add: a time such as 2027-01-31T00:00:00Z (default: never)")
+    parser.add_argument("--requests", type=int, default=0, help="of add: most requests at once (default: any number)")
+    parser.add_argument(
+        "--tokens-per-minute", type=int, default=0, help="of add: most tokens, of prompts and output (default: any)"
+    )
+
+
+async def keys(arguments: argparse.Namespace) -> int:
+    """Changes or shows the file.
+
+    Raises:
+        ConfigError: naming what cannot be used.
+    """
+    if not arguments.file:
+        raise ConfigError(f"{FLAG}: must be the file of keys ({FILE_VARIABLE} names it, too), got nothing")
+    if arguments.action == "list":
+        return _list(arguments.file)
+    name = require_name("NAME", arguments.name or "")
+    with _alone(arguments.file):
+        return _add(arguments, name) if arguments.action == "add" else _remove(arguments, name)
+
+
+def _add(arguments: argparse.Namespace, name: str) -> int:
+    lines = _lines(arguments.file) if Path(arguments.file).exists() else []
+    key = new_key()
+    entry = ApiKey(
+        name,
+        hash_of(key),
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        None if arguments.expires is None else require_time("--expires", arguments.expires),
+        require_limit("--requests", arguments.requests),
+        require_limit("--tokens-per-minute", arguments.tokens_per_minute),
+    )
+    _write(arguments.file, [*lines, entry.to_line()])
+    print(f"key {entry.key_id} of {name}; it is shown this once, and only its hash is kept:", file=sys.stderr)
+    print(key)
+    return 0
+
+
+def _list(file: str) -> int:
+    for key in read_keys(f"{FLAG}: {file}", read_private(FLAG, file)[0]):
+        ends = "never ends" if key.expires is None else f"{_ends(key)} {key.expires}"
+        limits = [f"{key.requests} requests at once"] if key.requests else []
+        limits += [f"{key.tokens_per_minute} tokens a minute"] if key.tokens_per_minute else []
+        print(f"{key.name}  {key.key_id}  made {key.created or 'some time'}, {ends}", *limits, sep=", ")
+    return 0
+
+
+def _ends(key: ApiKey) -> str:
+    return "ended" if key.has_expired(time.time()) else "ends"
+
+
+def _remove(arguments: argparse.Namespace, name: str) -> int:
+    lines = _lines(arguments.file)
+    entries = [(line, read_keys(FLAG, line)) for line in lines]
+    gone = [line for line, key in entries if any(_is_meant(one, name, arguments.id) for one in key)]
+    if not gone:
+        beside = f" with the id {arguments.id}" if arguments.id else ""
+        raise ConfigError(f"NAME: must be a tenant with a key in {arguments.file}, got {name}{beside}")
+    _write(arguments.file, [line for line in lines if line not in gone])
+    print(f"{len(gone)} of {name} removed; requests that run go on to their end", file=sys.stderr)
+    return 0
+
+
+def _is_meant(key: ApiKey, name: str, key_id: str) -> bool:
+    return key.name == name and key_id in ("", key.key_id[:ID_DIGITS])
+
+
+def _lines(file: str) -> list[str]:
+    """Of a file that can be used."""
+    text, _ = read_private(FLAG, file)
+    read_keys(f"{FLAG}: {file}", text)
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _write(file: str, lines: list[str]) -> None:
+    write_private(FLAG, file, "".join(f"{line}\n" for line in lines))
+
+
+@contextmanager
+def _alone(file: str) -> Iterator[None]:
+    """No two commands change files of one folder at a time: each would undo the other's."""
+    try:
+        folder = os.open(Path(os.path.realpath(file)).parent, os.O_RDONLY)
+    except OSError as exc:
+        raise ConfigError(f"{FLAG}: {file} must be in a folder that is there, got: {exc.strerror}") from exc
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)

@@ -1,0 +1,43 @@
+"""`python -m bough.health ADDRESS [SERVICE]`: whether a process serves, by its exit status; for containers.
+
+ADDRESS is a host and port of any of the three programs. SERVICE is a full name such as bough.v1.Generation; without one
+it is the whole process that is asked about. Exit status 0 is SERVING, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+PATIENCE_SECONDS = 3.0
+
+
+async def status_of(address: str, service: str = "") -> str:
+    """SERVING, NOT_SERVING or SERVICE_UNKNOWN; where nobody answers, why."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            request = health_pb2.HealthCheckRequest(service=service)
+            reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_SECONDS)
+        except grpc.aio.AioRpcError as exc:
+            return f"{exc.code().name}: {exc.details()}"
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the status; 0 where it is SERVING."""
+    parser = argparse.ArgumentParser(prog="bough.health", description=__doc__)
+    parser.add_argument("address", metavar="ADDRESS")
+    parser.add_argument("service", metavar="SERVICE", nargs="?", default="")
+    arguments = parser.parse_args(argv)
+    status = asyncio.run(status_of(arguments.address, arguments.service))
+    print(status)
+    return 0 if status == "SERVING" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Which kernels a GPU has: Triton's, where it is there and works. The one place that asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class Kernels(NamedTuple):
+    """Functions of `bough.model.attention_triton` and `bough.model.gpu.unpack_triton`."""
+
+    attend: Callable[..., torch.Tensor]
+    write_own: Callable[..., None]
+    write_down: Callable[..., None]
+    write_across: Callable[..., None]
+
+
+def kernels_on(device: torch.device) -> Kernels | None:
+    """Those of a device; None on the CPU, which has its own, and where torch's operators must do."""
+    return None if device.type == "cpu" else of_gpus()
+
+
+@cache
+def of_gpus() -> Kernels | None:
+    """All of them; None, with a warning, where Triton is missing."""
+    try:
+        from bough.model import attention_triton
+        from bough.model.gpu import unpack_triton
+    except ImportError as exc:
+        logger.warning(
+            "attention gathers every path, not bit for bit, and 4 and 8 bits are unpacked many times slower than they "
+            "could be: Triton is missing (%s)",
+            exc,
+        )
+        return None
+    unpack = unpack_triton.write_own, unpack_triton.write_down, unpack_triton.write_across
+    return Kernels(attention_triton.attend_by_triton, *unpack)

@@ -1,0 +1,203 @@
+"""Weights of 4 and 8 bits written out on a GPU, as Triton kernels: one a format, packed bytes in, numbers out.
+
+What `bough.model.packed` says in torch's words, with its very bits: an integer of at most 8 bits times a scale of 11 is
+exact in float32, so that there is one rounding, that to the type which is written. A tile reads its packed bytes once
+and its scales once, but where GPTQ's inputs are not in the order of their groups: every input then reads its group's,
+from a table that a GPU's cache holds.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+NUM_WARPS = 4
+TILE_BYTES = 4096  # packed, of bough's own format
+TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs, at most, and outputs of the others: inputs in order are within a group
+NIBBLES = 8  # of a word
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounded(value, IS_BF16: tl.constexpr, out):  # type: ignore[no-untyped-def]
+    """As `out` holds it: bfloat16 as its bits, rounded to nearest even, as Triton's interpreter would not."""
+    if IS_BF16:
+        bits = value.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    return value.to(out.dtype.element_ty)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def unpack_own(  # type: ignore[no-untyped-def]
+    packed,  # (num_groups, HALF) uint8, or with IS_WHOLE int8: groups of all rows, one after another
+    scales,  # (num_groups,) float16, and in 4 bits as many offsets behind them
+    out,  # (num_groups, group size)
+    num_groups,
+    HALF: tl.constexpr,  # bytes of a group
+    IS_WHOLE: tl.constexpr,  # a byte is a number, and no offset is added
+    IS_BF16: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    groups = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    columns, is_there = tl.arange(0, HALF), groups < num_groups
+    scale = tl.load(scales + groups, mask=is_there, other=0.0).to(tl.float32)[:, None]
+    tile, is_in = groups[:, None] * HALF + columns[None, :], is_there[:, None]
+    numbers = tl.load(packed + tile, mask=is_in, other=0)
+    if IS_WHOLE:
+        tl.store(out + tile, _rounded(numbers.to(tl.float32) * scale, IS_BF16, out), mask=is_in)
+    else:
+        offset = tl.load(scales + num_groups + groups, mask=is_there, other=0.0).to(tl.float32)[:, None]
+        low = (numbers & 15).to(tl.float32) * scale + offset
+        high = (numbers >> 4).to(tl.float32) * scale + offset
+        begin = out + groups[:, None] * (2 * HALF) + columns[None, :]
+        tl.store(begin, _rounded(low, IS_BF16, out), mask=is_in)
+        tl.store(begin + HALF, _rounded(high, IS_BF16, out), mask=is_in)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _spread(words, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Every column PER_WORD times, side by side."""
+    words = tl.interleave(words, words)
+    words = tl.interleave(words, words)
+    if PER_WORD == 8:
+        words = tl.interleave(words, words)
+    return words
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def unpack_down(  # type: ignore[no-untyped-def]
+    words,  # (num_inputs / PER_WORD, num_outputs) int32
+    zeros,  # (num_groups, num_outputs / PER_WORD) int32
+    scales,  # (num_groups, num_outputs) float16
+    group_of,  # (num_inputs,) int32, or anything with IS_ORDERED
+    out,  # (num_inputs, num_outputs)
+    num_inputs,
+    num_outputs,
+    group_size,  # with IS_ORDERED
+    zero_offset,
+    num_groups,
+    BITS: tl.constexpr,
+    IS_ORDERED: tl.constexpr,  # the inputs of a tile are of one group
+    ROWS: tl.constexpr,  # words, one below the other
+    COLUMNS: tl.constexpr,
+    IS_BF16: tl.constexpr,
+):
+    PER_WORD: tl.constexpr = 32 // BITS
+    MASK: tl.constexpr = (1 << BITS) - 1
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    word_columns = tl.program_id(1) * (COLUMNS // PER_WORD) + tl.arange(0, COLUMNS // PER_WORD)
+    is_column, is_row = columns < num_outputs, rows < num_inputs // PER_WORD
+    is_in, is_zero = is_row[:, None] & is_column[None, :], word_columns < num_outputs // PER_WORD
+    tile = tl.load(words + rows[:, None].to(tl.int64) * num_outputs + columns[None, :], mask=is_in, other=0)
+    shifts = BITS * (columns % PER_WORD)
+    if IS_ORDERED:
+        group = tl.program_id(0).to(tl.int64) * (ROWS * PER_WORD) // group_size
+        scale = tl.load(scales + group * num_outputs + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        zero = tl.load(zeros + group * (num_outputs // PER_WORD) + word_columns, mask=is_zero, other=0)
+        zero = (((_spread(zero, PER_WORD) >> shifts) & MASK) + zero_offset).to(tl.float32)[None, :]
+    for i in tl.static_range(PER_WORD):
+        inputs = (rows * PER_WORD + i).to(tl.int64)
+        if not IS_ORDERED:
+            groups = tl.load(group_of + inputs, mask=is_row, other=0)
+            groups = tl.minimum(tl.maximum(groups, 0), num_groups - 1).to(tl.int64)  # a bad one must not end the GPU
+            scale = tl.load(scales + groups[:, None] * num_outputs + columns[None, :], mask=is_in, other=0.0)
+            scale = scale.to(tl.float32)
+            places = groups[:, None] * (num_outputs // PER_WORD) + word_columns[None, :]
+            zero = tl.load(zeros + places, mask=is_row[:, None] & is_zero[None, :], other=0)
+            zero = (((_spread(zero, PER_WORD) >> shifts[None, :]) & MASK) + zero_offset).to(tl.float32)
+        value = (((tile >> (BITS * i)) & MASK).to(tl.float32) - zero) * scale
+        cells = inputs[:, None] * num_outputs + columns[None, :]
+        tl.store(out + cells, _rounded(value, IS_BF16, out), mask=is_in)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def unpack_across(  # type: ignore[no-untyped-def]
+    words,  # (num_inputs, num_outputs / 8) int32
+    zeros,  # (num_groups, num_outputs / 8) int32
+    scales,  # (num_groups, num_outputs) float16
+    out,  # (num_inputs, num_outputs)
+    num_inputs,
+    num_outputs,
+    group_size,  # a multiple of ROWS
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_BF16: tl.constexpr,
+):
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    word_columns = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
+    is_column, is_word = columns < num_outputs, word_columns < num_outputs // 8
+    is_row = rows < num_inputs
+    group = tl.program_id(0).to(tl.int64) * ROWS // group_size
+    shifts = 4 * ((columns % 8) // 2 + 4 * (columns % 2))  # of eight, the odd ones stand four further
+    scale = tl.load(scales + group * num_outputs + columns, mask=is_column, other=0.0).to(tl.float32)
+    zero = tl.load(zeros + group * (num_outputs // 8) + word_columns, mask=is_word, other=0)
+    zero = ((_spread(zero, 8) >> shifts) & 15).to(tl.float32)
+    places = rows[:, None] * (num_outputs // 8) + word_columns[None, :]
+    tile = tl.load(words + places, mask=is_row[:, None] & is_word[None, :], other=0)
+    integers = ((_spread(tile, 8) >> shifts[None, :]) & 15).to(tl.float32)
+    value = (integers - zero[None, :]) * scale[None, :]
+    cells = rows[:, None] * num_outputs + columns[None, :]
+    tl.store(out + cells, _rounded(value, IS_BF16, out), mask=is_row[:, None] & is_column[None, :])
+
+
+def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """bough's own: packed (rows, columns * bits / 8), scales (1 or 2, rows, groups) float16, out (rows, columns)."""
+    _, rows, groups = scales.shape
+    num_groups, group_bytes = rows * groups, packed.shape[1] // groups
+    tile = TILE_BYTES // group_bytes
+    grid = (triton.cdiv(num_groups, tile),)
+    constants = {"HALF": group_bytes, "IS_WHOLE": bits == 8, "TILE": tile}
+    unpack_own[grid](packed, scales, _bits(out), num_groups, **constants, **_options(out))
+
+
+def write_down(
+    words: torch.Tensor,
+    zeros: torch.Tensor,
+    scales: torch.Tensor,
+    groups: torch.Tensor | None,
+    bits: int,
+    zero_offset: int,
+    out: torch.Tensor,
+) -> None:
+    """GPTQ's: words (inputs * bits / 32, outputs), zeros (groups, outputs * bits / 32), scales (groups, outputs).
+
+    `groups` (inputs,) int32 are those of each input, None where they are in order; out (inputs, outputs).
+    """
+    num_inputs, num_outputs = out.shape
+    group_size, per_word = num_inputs // len(scales), 32 // bits
+    rows = (_tile_rows(group_size) if groups is None else TILE_ROWS) // per_word
+    is_ordered = groups is None and rows > 0  # a tile is whole words
+    if groups is None:
+        groups = words if is_ordered else torch.arange(num_inputs, device=out.device).int() // group_size
+    rows = max(rows, 1)
+    grid = (triton.cdiv(num_inputs // per_word, rows), triton.cdiv(num_outputs, TILE_COLUMNS))
+    numbers = num_inputs, num_outputs, group_size, zero_offset, len(scales)
+    constants = {"BITS": bits, "IS_ORDERED": is_ordered, "ROWS": rows, "COLUMNS": TILE_COLUMNS}
+    unpack_down[grid](words, zeros, scales, groups, _bits(out), *numbers, **constants, **_options(out))
+
+
+def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """AWQ's: words (inputs, outputs / 8), zeros (groups, outputs / 8), scales (groups, outputs), out as the words."""
+    num_inputs, num_outputs = out.shape
+    group_size = num_inputs // len(scales)
+    rows = _tile_rows(group_size)
+    grid = (triton.cdiv(num_inputs, rows), triton.cdiv(num_outputs, TILE_COLUMNS))
+    constants = {"ROWS": rows, "COLUMNS": TILE_COLUMNS}
+    numbers = num_inputs, num_outputs, group_size
+    unpack_across[grid](words, zeros, scales, _bits(out), *numbers, **constants, **_options(out))
+
+
+def _tile_rows(group_size: int) -> int:
+    """Inputs of a tile: a power of two that divides a group."""
+    return min(TILE_ROWS, group_size & -group_size)
+
+
+def _bits(out: torch.Tensor) -> torch.Tensor:
+    return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
+
+
+def _options(out: torch.Tensor) -> dict[str, object]:
+    """A sum after a product is to round as the reference's: versions of Triton differ in their default."""
+    return {"IS_BF16": out.dtype == torch.bfloat16, "num_warps": NUM_WARPS, "enable_fp_fusion": False}

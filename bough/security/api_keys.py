@@ -1,0 +1,133 @@
+"""Keys of applications: how one is made, and the lines of a file that say who has which.
+
+A file has one JSON object a line: a tenant's name, the SHA-256 of a key of its own, and what it may use. Several lines
+may have one name: a tenant changes keys without a gap by having two for a while.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from bough.errors import ConfigError
+
+PREFIX = "sk-bough-"
+SECRET_BYTES = 32
+ID_DIGITS = 12  # of a hash, that name a key where a tenant has several
+MAX_LIMIT = 10**12
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A tenant's right to come in. 0 is no limit, None no end."""
+
+    name: str
+    sha256: str
+    created: str = ""
+    expires: str | None = None  # ISO 8601, with a time zone
+    requests: int = 0  # at once
+    tokens_per_minute: int = 0  # of prompts and output
+
+    @property
+    def key_id(self) -> str:
+        """Names the key where its tenant has several; tells nothing of it."""
+        return self.sha256[:ID_DIGITS]
+
+    def has_expired(self, now: float) -> bool:
+        """By seconds since 1970."""
+        return self.expires is not None and now >= datetime.fromisoformat(self.expires).timestamp()
+
+    def to_line(self) -> str:
+        """As `read_line` reads it."""
+        fields = {"name": self.name, "sha256": self.sha256, "created": self.created}
+        limits = {"expires": self.expires, "requests": self.requests, "tokens_per_minute": self.tokens_per_minute}
+        return json.dumps(fields | {name: value for name, value in limits.items() if value})
+
+
+def new_key() -> str:
+    """One that nobody guesses."""
+    return PREFIX + secrets.token_urlsafe(SECRET_BYTES)
+
+
+def hash_of(key: str) -> str:
+    """What is stored of a key. It has 256 random bits, so that a fast hash without salt gives nothing away."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def require_name(where: str, name: object) -> str:
+    """A tenant's name. Raises ConfigError."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: must be 1 to 64 letters, digits, dots, hyphens and underscores, got {name!r}")
+    return name
+
+
+def require_time(where: str, text: object) -> str:
+    """A moment. Raises ConfigError for one without a time zone: it would be another on each machine."""
+    try:
+        moment = datetime.fromisoformat(text) if isinstance(text, str) else None
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise ConfigError(f"{where}: must be a time such as 2027-01-31T00:00:00Z, got {text!r}")
+    return moment.astimezone(UTC).isoformat(timespec="seconds")
+
+
+def require_limit(where: str, value: object) -> int:
+    """A limit. Raises ConfigError."""
+    if type(value) is not int or not 0 <= value <= MAX_LIMIT:
+        raise ConfigError(f"{where}: must be a number from 0 to {MAX_LIMIT}, got {value!r}")
+    return value
+
+
+def read_keys(where: str, text: str) -> tuple[ApiKey, ...]:
+    """All keys of a file. Raises ConfigError naming line and field, and never what may be a key itself."""
+    numbered = ((f"{where}, line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+    keys = tuple(read_line(place, line) for place, line in numbered)
+    _require_distinct(where, keys)
+    return keys
+
+
+def read_line(where: str, line: str) -> ApiKey:
+    """One key. Raises ConfigError."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: must be a JSON object, as `bough keys add` writes it")
+    return _read_fields(where, fields)
+
+
+def _read_fields(where: str, fields: Mapping[str, Any]) -> ApiKey:
+    known = ("name", "sha256", "created", "expires", "requests", "tokens_per_minute")
+    for field in fields:
+        if field not in known:
+            raise ConfigError(f"{where}: fields must be some of {', '.join(known)}, got another")
+    sha256 = fields.get("sha256")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise ConfigError(f"{where}: sha256: must be 64 hexadecimal digits in lower case")
+    expires = fields.get("expires")
+    return ApiKey(
+        require_name(f"{where}: name", fields.get("name")),
+        sha256,
+        str(fields.get("created", "")),
+        None if expires is None else require_time(f"{where}: expires", expires),
+        require_limit(f"{where}: requests", fields.get("requests", 0)),
+        require_limit(f"{where}: tokens_per_minute", fields.get("tokens_per_minute", 0)),
+    )
+
+
+def _require_distinct(where: str, keys: Iterable[ApiKey]) -> None:
+    seen: dict[str, str] = {}
+    for key in keys:
+        if key.sha256 in seen:
+            raise ConfigError(f"{where}: every key must be one tenant's, got one of {seen[key.sha256]} and {key.name}")
+        seen[key.sha256] = key.name

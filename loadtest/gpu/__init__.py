@@ -1,0 +1,1 @@
+"""What a GPU will run, looked at or measured."""

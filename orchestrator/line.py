@@ -1,0 +1,61 @@
+"""Those who wait for a KV slot of the same targets: the oldest of them asks for all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import insort
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from bough.errors import Exhausted
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Of one who waits."""
+
+    epoch: int  # a time: of when its request began, or was moved
+    _is_first: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def told(self, is_first: bool) -> None:
+        """Whether nobody older waits now."""
+        (self._is_first.set if is_first else self._is_first.clear)()
+
+    async def first(self, deadline: float) -> None:
+        """Returns once nobody older waits. Raises Exhausted where that is not so by `deadline`, a monotonic time."""
+        seconds = deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(seconds if seconds < float("inf") else None):
+                await self._is_first.wait()
+        except TimeoutError as exc:
+            raise Exhausted("no KV slot came free in time (--queue-timeout)") from exc
+
+
+class Line:
+    """By age, not by arrival: whoever has given way to others in the middle of a request comes before new ones."""
+
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody waits."""
+        return not self._places
+
+    @contextmanager
+    def place(self, epoch: int) -> Iterator[Place]:
+        """A place for as long as the block runs."""
+        place = Place(epoch)
+        insort(self._places, place, key=lambda each: each.epoch)
+        self._tell()
+        try:
+            yield place
+        finally:
+            self._places.remove(place)
+            self._tell()
+
+    def _tell(self) -> None:
+        for index, place in enumerate(self._places):
+            place.told(index == 0)

@@ -1,0 +1,172 @@
+"""Containers, Kubernetes and systemd: files that their own tools take, with settings that our programs take."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
+from bough.settings import parse
+from deploy.check import check
+
+DOCKER, KUBERNETES, SYSTEMD = (Path("deploy") / name for name in ("docker", "kubernetes", "systemd"))
+COMPOSE = [DOCKER / "compose.yaml", DOCKER / "compose.gpu.yaml"]
+UNITS = sorted(SYSTEMD.glob("*.service"))
+# Of KubeRay 1.7.0's CRD: version v1 without descriptions, and `additionalProperties: false` wherever fields are listed.
+RAY_SERVICE = Path("tests/data/kuberay-rayservice-v1.schema.json.gz")
+PROGRAMS: Mapping[str, type[ServiceConfig]] = {
+    "target_worker": TargetConfig,
+    "draft_worker": DraftConfig,
+    "orchestrator": OrchestratorConfig,
+}
+
+
+def tool(name: str) -> str:
+    """A program that came with the packages of the extra `dev`."""
+    found = shutil.which(name, path=Path(sys.executable).parent)
+    assert found is not None
+    return found
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Ends within a minute."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_image_is_built_as_dockerfiles_should() -> None:
+    done = run(tool("hadolint"), str(DOCKER / "Dockerfile"))
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_has_all_that_is_copied_into_it() -> None:
+    """And what is left out of the build's context is not copied."""
+    lines = (DOCKER / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+    allowed = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {f"!{name.removeprefix('./')}" for name in copied} == {line for line in allowed if line.startswith("!")}
+    assert all(Path(name).exists() for name in copied)
+
+
+@pytest.mark.parametrize("files", [COMPOSE[:1], COMPOSE], ids=["compose", "with GPUs"])
+def test_compose_files_are_what_compose_takes(files: list[Path], tmp_path: Path) -> None:
+    command = (tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec")
+    done = run(*command, *map(str, files))
+    assert done.returncode == 0, done.stdout
+    misspelt = tmp_path / "misspelt.yaml"
+    misspelt.write_text(COMPOSE[0].read_text().replace("stop_grace_period", "stop_grace_time"))
+    assert run(*command, str(misspelt)).returncode != 0
+
+
+def test_compose_starts_programs_with_settings_that_they_take() -> None:
+    services = yaml.safe_load(COMPOSE[0].read_text())["services"]
+    default = ["orchestrator", *(word.strip('",') for word in dockerfile_command("orchestrator"))]
+    commands = {name: services[name].get("command", default) for name in ("target", "draft", "orchestrator")}
+    for name, (module, *flags) in commands.items():
+        config = parse(PROGRAMS[module], module, flags, services[name]["environment"])
+        assert config.index_url == "redis://index:6379"
+        assert config.host == "0.0.0.0"
+    for name, service in services.items():
+        ports = service.get("ports", [])
+        assert all(port.startswith("127.0.0.1:") for port in ports), f"{name} is open to other machines"
+        for volume in service.get("volumes", []):
+            if volume.startswith("."):
+                assert (DOCKER / volume.split(":")[0]).exists()
+
+
+def dockerfile_command(stage: str) -> list[str]:
+    """The words of a stage's CMD."""
+    text = (DOCKER / "Dockerfile").read_text()
+    after = text[text.index(f" AS {stage}\n") :]
+    found = re.search(r"^CMD \[(.*)\]$", after, re.MULTILINE)
+    assert found is not None
+    return found[1].split()
+
+
+def manifests() -> Iterator[dict[str, Any]]:
+    """All of Kubernetes'."""
+    yield from yaml.safe_load_all((KUBERNETES / "bough.yaml").read_text())
+
+
+def test_kubernetes_takes_every_manifest_and_no_misspelt_one(tmp_path: Path) -> None:
+    for number, manifest in enumerate(each for each in manifests() if each["kind"] != "RayService"):
+        (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(manifest))
+    done = run(tool("kubernetes-validate"), "--strict", *map(str, sorted(tmp_path.iterdir())))
+    assert done.returncode == 0, done.stdout + done.stderr
+    misspelt = yaml.safe_dump(next(manifests())).replace("selector", "selectors")
+    (tmp_path / "0.yaml").write_text(misspelt)
+    assert run(tool("kubernetes-validate"), "--strict", str(tmp_path / "0.yaml")).returncode != 0
+
+
+def test_kuberay_takes_the_ray_service_and_its_configuration_is_checked_as_ours() -> None:
+    (service,) = (each for each in manifests() if each["kind"] == "RayService")
+    validator = jsonschema.Draft202012Validator(json.loads(gzip.decompress(RAY_SERVICE.read_bytes())))
+    assert [error.message for error in validator.iter_errors(service)] == []
+    service["spec"]["rayClusterConfig"]["headGroupSpecs"] = {}
+    assert len(list(validator.iter_errors(service))) == 1
+    check(yaml.safe_load(service["spec"]["serveConfigV2"]))
+
+
+def test_every_resource_that_a_deployment_wants_is_on_some_node() -> None:
+    (service,) = (each for each in manifests() if each["kind"] == "RayService")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    wanted = {name for each in application["deployments"] for name in each["ray_actor_options"]["resources"]}
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    there = {name for group in groups for name in json.loads(json.loads(group["rayStartParams"]["resources"]))}
+    assert wanted == there
+
+
+def test_only_pods_of_bough_reach_workers_and_index() -> None:
+    policies = {each["metadata"]["name"]: each["spec"] for each in manifests() if each["kind"] == "NetworkPolicy"}
+    assert policies.keys() == {"bough", "bough-index"}
+    outside = [rule for rule in policies["bough"]["ingress"] if "namespaceSelector" in rule["from"][0]]
+    assert {port["port"] for rule in outside for port in rule["ports"]} == {7411, 8000, 8265, 52365}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_takes_every_unit(unit: Path, tmp_path: Path) -> None:
+    there = tmp_path / unit.name
+    there.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/sh", unit.read_text(), flags=re.MULTILINE))
+    done = run("systemd-analyze", "verify", str(there))
+    assert (done.returncode, done.stderr) == (0, "")
+    there.write_text(there.read_text().replace("Restart=", "Restarts="))
+    assert "Unknown key" in run("systemd-analyze", "verify", str(there)).stderr
+
+
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if "index" not in unit.stem], ids=lambda unit: unit.stem)
+def test_units_start_programs_and_give_them_their_time_to_drain(unit: Path) -> None:
+    text = unit.read_text()
+    (module,) = re.findall(r"^ExecStart=\S+ -m (\S+)$", text, re.MULTILINE)
+    config = parse(PROGRAMS[module], module, ["--model", "m"] if "worker" in module else [], {})
+    (seconds,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    assert int(seconds) >= config.drain_seconds + 10
+
+
+def test_variables_in_the_guide_are_settings() -> None:
+    """Those of docs/deployment.md, as they stand there."""
+    text = Path("docs/deployment.md").read_text()
+    files = re.findall(r"^# /etc/bough/(\w+)\.env\n((?:\w+=.*\n)+)", text, re.MULTILINE)
+    assert {name for name, _ in files} == {"index", "target", "draft", "orchestrator"}
+    modules = {"target": "target_worker", "draft": "draft_worker", "orchestrator": "orchestrator"}
+    for name, lines in files:
+        if module := modules.get(name):
+            variables = dict(line.split("=", 1) for line in lines.splitlines())
+            parse(PROGRAMS[module], module, [], variables)
+
+
+def test_health_is_told_by_the_exit_status() -> None:
+    """Of nobody here; of a process that serves in tests/test_health.py."""
+    done = run(sys.executable, "-m", "bough.health", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert done.stdout.startswith("UNAVAILABLE")

@@ -1,0 +1,56 @@
+"""What a sweep may ask of a GPU: to be waited for once, to be sent nothing within a layer, and few launches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import save_model
+from device_sweeps import Where, on_the_device, three_sweeps
+from pretend import Notes, device, notes, pretending
+from test_reproducible import FAMILIES
+
+from bough.model.pack import pack
+
+DENSE_LAUNCHES = 57  # of a layer of a Llama and a chunk of rows, in 16 bits, with its share of what is around layers
+MOST_SENDS = 8  # tokens, positions, paths, and which rows are wanted, before the first layer
+
+
+def counted(folder: Path, where: Where, rows: int, kv: torch.device) -> tuple[Notes, int]:
+    """Of one sweep of 31 rows, after one that made what is made once; and the number of layers."""
+    with pretending(), on_the_device(folder, where, torch.bfloat16, rows) as model:
+        three_sweeps(model, kv, counting=True)
+        return notes, len(model.tiers.layers)
+
+
+@pytest.mark.parametrize("kv_on_host", [False, True])
+def test_a_dense_sweep_waits_once_and_sends_nothing_within_a_layer(kv_on_host: bool, tiny: Path) -> None:
+    kv = torch.device("cpu") if kv_on_host else device()
+    seen, _ = counted(tiny, Where(kv_on_host=kv_on_host), 64, kv)
+    assert len(seen.stops) == 1, seen.stops
+    assert seen.stops[0].startswith("_to_copy"), "the logits, at the end"
+    assert not seen.inside
+    assert len(seen.sends) <= MOST_SENDS, seen.sends
+
+
+def test_a_layer_is_launched_in_few_pieces(tiny: Path) -> None:
+    seen, num_layers = counted(tiny, Where(), 64, device())
+    assert sum(seen.launches.values()) <= num_layers * DENSE_LAUNCHES, seen.launches
+
+
+def test_a_packed_layer_costs_a_launch_more_for_each_matrix(tiny: Path, tmp_path: Path) -> None:
+    """By way of torch's operators it was hundreds."""
+    pack(str(tiny), 4, tmp_path / "packed")
+    plain, num_layers = counted(tiny, Where(), 64, device())
+    num_plain = sum(plain.launches.values())
+    packed, _ = counted(tmp_path / "packed", Where(), 64, device())
+    assert packed.launches["write_own"] == 7 * num_layers
+    assert sum(packed.launches.values()) <= num_plain + 7 * num_layers
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2 moe, shared expert"])
+def test_a_mixture_waits_once_for_each_router(family: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES[family])
+    seen, num_layers = counted(folder, Where(expert_slabs=8), 64, device())
+    assert len(seen.stops) <= num_layers + 1, seen.stops

@@ -1,0 +1,104 @@
+"""The pretended device itself: what would be wrong on a GPU must be wrong here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from device_sweeps import Where, on_the_device, three_sweeps
+from models import CPU
+from pretend import device, notes, pretending
+from pretend_lanes import NEVER, PretendedLanes
+
+from target_worker.copy_ring import DeviceRing
+from target_worker.kv_stage import KVStage
+from target_worker.lanes import Mark
+
+
+def test_two_memories_are_not_mixed() -> None:
+    with pretending():
+        mine = torch.ones(3).to(device())
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            mine + torch.ones(3)
+        with pytest.raises(TypeError, match="can't convert"):
+            mine.numpy()
+        assert torch.equal((mine + 1).cpu(), torch.full((3,), 2.0))
+
+
+def test_what_nobody_has_written_is_no_number() -> None:
+    with pretending():
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            assert torch.empty(5, dtype=dtype, device=device()).isnan().all().cpu()
+
+
+def test_what_stops_the_device_is_counted() -> None:
+    with pretending():
+        mine = torch.tensor([1.0, 2.0], device=device())
+        assert (len(notes.stops), len(notes.sends)) == (0, 1)
+        assert float(mine.sum()) == 3.0
+        assert notes.stops == ["_local_scalar_dense"]
+        mine[torch.tensor([1])]
+        assert len(notes.sends) == 2
+
+
+def test_numbers_of_a_graph_are_not_asked_for_while_it_is_captured() -> None:
+    with pretending():
+        mine = torch.ones(2).to(device())
+        notes.is_capturing = True
+        with pytest.raises(RuntimeError, match="stream is capturing"):
+            mine.cpu()
+
+
+def test_a_copy_is_made_when_somebody_waits_for_it() -> None:
+    with pretending():
+        lanes = PretendedLanes(NEVER)
+        source, target = torch.arange(4, dtype=torch.uint8), lanes.device_memory(4)
+        copy = lanes.copy(source, target, None)
+        assert not copy.done.query()
+        assert target.raw[0] == 255  # type: ignore[attr-defined]
+        lanes.compute_after(copy.done)
+        assert torch.equal(target.cpu(), source)
+        assert not notes.order.races
+
+
+def forget(self: PretendedLanes, mark: Mark) -> None:
+    """A wait that is missing."""
+
+
+def free_at_once(self: DeviceRing, computed: Mark | None) -> None:
+    """Slabs that nobody waits for."""
+    reset(self, computed)
+    self._free_after = _Nobody([None] * len(self._slabs))
+
+
+class _Nobody(list[Mark | None]):
+    def __setitem__(self, *_: object) -> None:
+        pass
+
+
+def take_back_at_once(self: KVStage, layer: int, computed: Mark) -> None:
+    """What a layer adds is copied without regard to whether it is there."""
+    take_back(self, layer, None)  # type: ignore[arg-type]
+
+
+reset, take_back = DeviceRing._reset, KVStage._take_back
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (PretendedLanes, "compute_after", forget),
+        (DeviceRing, "_reset", free_at_once),
+        (KVStage, "_take_back", take_back_at_once),
+    ],
+)
+def test_a_mark_that_is_missing_is_found_whichever_came_first(
+    owner: type, name: str, broken: Callable[..., object], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    where = Where(max_resident=0, host_layers=4, kv_on_host=True)
+    with pretending(), on_the_device(tiny, where, torch.float32) as model:
+        three_sweeps(model, CPU)
+        assert notes.order.races

@@ -1,0 +1,64 @@
+"""What a worker on a GPU refuses at its start, here with the compiler's own errors."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.runtime.build import compile_module_from_src
+
+from bough.errors import ConfigError
+from bough.model.gpu import ready
+
+GPU = torch.device("cuda", 0)
+LAUNCHER = "#include <Python.h>\nPyMODINIT_FUNC PyInit_nothing(void) { return NULL; }\n"
+
+
+def launch() -> None:
+    """The step at which Triton wants a C compiler."""
+    compile_module_from_src(LAUNCHER, "nothing")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
+
+
+def test_without_a_compiler_the_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ConfigError, match=r"^--device: on cuda:0 Triton must compile.*Failed to find C compiler.*gcc"):
+        ready.require_kernels(GPU, launch)
+
+
+def test_without_headers_the_flag_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    paths = sysconfig.get_paths()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *_, **__: {**paths, "include": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"^--device: on cuda:0 .*CalledProcessError.*Python\.h"):
+        ready.require_kernels(GPU, launch)
+
+
+def test_where_triton_is_missing_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready, "of_gpus", lambda: None)
+    ready.require_kernels(GPU, launch)
+
+
+def test_sums_are_in_float32() -> None:
+    """Their defaults let cuBLAS round partial sums, by the shape of a product."""
+    products = torch.backends.cuda.matmul
+    before = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
+    try:
+        ready.settle_sums()
+        assert not products.allow_tf32
+        assert not products.allow_bf16_reduced_precision_reduction
+        assert not products.allow_fp16_reduced_precision_reduction
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
+
+
+def test_the_cpu_is_ready() -> None:
+    ready.make_ready(torch.device("cpu"))

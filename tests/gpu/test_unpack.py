@@ -1,0 +1,168 @@
+"""Kernels that write packed weights out on a GPU, interpreted: the reference's bits, in one pass over the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+
+from bough.model.checkpoint import TensorPlace
+from bough.model.gpu import unpack_triton
+from bough.model.packed import Awq, Gptq, Packed
+from bough.model.source import FreshMemory, Source
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def place(name: str, array: np.ndarray) -> TensorPlace:
+    names = {"uint8": "U8", "int8": "I8", "int32": "I32", "float16": "F16"}
+    return TensorPlace(name, Path(), 0, array.nbytes, names[str(array.dtype)], array.shape)
+
+
+def raws(*arrays: np.ndarray) -> list[torch.Tensor]:
+    return [torch.from_numpy(array.copy()).view(torch.uint8).flatten() for array in arrays]
+
+
+def halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Scales of all magnitudes that are numbers, either sign."""
+    values = rng.integers(0, 1 << 16, shape).astype(np.uint16).view(np.float16)
+    return np.where(np.isfinite(values) & (np.abs(values) < 100), values, np.float16(0.01))
+
+
+def words(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-(1 << 31), 1 << 31, shape).astype(np.int32)
+
+
+def own(rng: np.random.Generator, rows: int, groups: int, bits: int) -> tuple[Source, list[torch.Tensor]]:
+    packed = rng.integers(0, 256, (rows, groups * (16 if bits == 4 else 64))).astype(np.uint8)
+    packed = packed if bits == 4 else packed.view(np.int8)
+    scales = halves(rng, 2 if bits == 4 else 1, rows, groups)
+    return Packed(place("w", packed), place("s", scales), bits), raws(packed, scales)
+
+
+def gptq(
+    rng: np.random.Generator, inputs: int, outputs: int, group: int, bits: int, has_order: bool, offset: int
+) -> tuple[Source, list[torch.Tensor]]:
+    integers, zeros = words(rng, inputs * bits // 32, outputs), words(rng, inputs // group, outputs * bits // 32)
+    scales, order = halves(rng, inputs // group, outputs), rng.permutation(np.arange(inputs) // group).astype(np.int32)
+    groups = place("g", order) if has_order else None
+    source = Gptq(place("w", integers), place("z", zeros), place("s", scales), groups, bits, offset)
+    return source, raws(integers, zeros, scales, *((order,) if has_order else ()))
+
+
+def awq(rng: np.random.Generator, inputs: int, outputs: int, group: int) -> tuple[Source, list[torch.Tensor]]:
+    integers, zeros = words(rng, inputs, outputs // 8), words(rng, inputs // group, outputs // 8)
+    scales = halves(rng, inputs // group, outputs)
+    return Awq(place("w", integers), place("z", zeros), place("s", scales)), raws(integers, zeros, scales)
+
+
+def by_kernel(source: Source, raw: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """As `packed` calls it for a GPU."""
+    tensors = [r.view(t).view(p.shape) for r, p, t in zip(raw, source.places, map(_type, source.places), strict=True)]
+    out = torch.full((source.shape if isinstance(source, Packed) else source.shape[::-1]), torch.nan, dtype=dtype)
+    if isinstance(source, Packed):
+        unpack_triton.write_own(*tensors, source.bits, out)
+        return out
+    if isinstance(source, Awq):
+        unpack_triton.write_across(*tensors, out)
+        return out.t()
+    assert isinstance(source, Gptq)
+    groups = tensors[3] if source.groups else None
+    unpack_triton.write_down(*tensors[:3], groups, source.bits, source.zero_offset, out)
+    return out.t()
+
+
+def _type(where: TensorPlace) -> torch.dtype:
+    return {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "F16": torch.float16}[where.dtype]
+
+
+CASES: dict[str, Any] = {
+    "bough, 4 bits": lambda rng: own(rng, 5, 3, 4),
+    "bough, 4 bits, more than a tile": lambda rng: own(rng, 9, 8, 4),
+    "bough, 8 bits": lambda rng: own(rng, 5, 2, 8),
+    "gptq": lambda rng: gptq(rng, 128, 136, 32, 4, False, 1),
+    "gptq, its second version": lambda rng: gptq(rng, 64, 40, 64, 4, False, 0),
+    "gptq, 8 bits": lambda rng: gptq(rng, 64, 40, 32, 8, False, 1),
+    "gptq, in an order of its own": lambda rng: gptq(rng, 128, 136, 32, 4, True, 1),
+    "gptq, 8 bits, in an order of its own": lambda rng: gptq(rng, 96, 16, 32, 8, True, 1),
+    "gptq, groups of no whole words": lambda rng: gptq(rng, 24, 16, 12, 4, False, 1),
+    "awq": lambda rng: awq(rng, 96, 136, 32),
+    "awq, groups of an odd number of eights": lambda rng: awq(rng, 48, 8, 24),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_gives_the_reference_s_bits(name: str, dtype: torch.dtype) -> None:
+    source, raw = CASES[name](np.random.default_rng(len(name)))
+    wanted = source.value(raw, dtype, FreshMemory(CPU))
+    found = by_kernel(source, raw, dtype)
+    assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+class Traffic:
+    """Bytes that an interpreted kernel loads and stores, and how many of them are different ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.moved = 0
+        self._read: list[np.ndarray] = []
+        self._written: list[np.ndarray] = []
+        builder = interpreter.InterpreterBuilder
+        load, store = builder.create_masked_load, builder.create_masked_store
+
+        def loads(own: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+            self._note(self._read, ptrs, mask)
+            return load(own, ptrs, mask, *others)
+
+        def stores(own: Any, ptrs: Any, value: Any, mask: Any, *others: Any) -> Any:
+            self._note(self._written, ptrs, mask)
+            return store(own, ptrs, value, mask, *others)
+
+        monkeypatch.setattr(builder, "create_masked_load", loads)
+        monkeypatch.setattr(builder, "create_masked_store", stores)
+
+    def _note(self, places: list[np.ndarray], ptrs: Any, mask: Any) -> None:
+        size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+        there = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+        self.moved += there.size * size
+        places.append((there.ravel()[:, None] + np.arange(size, dtype=there.dtype)).ravel())
+
+    @property
+    def different(self) -> int:
+        return sum(len(np.unique(np.concatenate(places))) for places in (self._read, self._written))
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "most_moved"),
+    [
+        ("bough, 4 bits", lambda rng: own(rng, 64, 16, 4), 3.0),
+        ("gptq", lambda rng: gptq(rng, 256, 256, 128, 4, False, 1), 3.0),
+        (
+            "gptq, in an order of its own",
+            lambda rng: gptq(rng, 256, 256, 128, 4, True, 1),
+            5.2,
+        ),  # its groups' from a cache
+        ("awq", lambda rng: awq(rng, 256, 256, 128), 3.0),
+    ],
+)
+def test_a_weight_costs_less_than_three_bytes_of_traffic(
+    name: str, case: Any, most_moved: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which two and a half cannot be less: half a byte in, two out. By torch's operators it is 30 to 67."""
+    source, raw = case(np.random.default_rng(0))
+    traffic = Traffic(monkeypatch)
+    out = by_kernel(source, raw, torch.bfloat16)
+    assert traffic.different / out.numel() < 3.0, name
+    assert traffic.moved / out.numel() < most_moved, name
+
+
+def test_a_group_that_is_not_there_reads_nothing_beyond_the_table() -> None:
+    """A file that changes while a worker runs must not end a GPU's context."""
+    source, raw = gptq(np.random.default_rng(0), 64, 16, 32, 4, True, 1)
+    raw[3].view(torch.int32)[:2] = torch.tensor([1_000_000, -5])
+    assert not by_kernel(source, raw, torch.float32).isnan().any()

@@ -1,0 +1,84 @@
+"""Whole sweeps over the path for GPUs, on a pretended device: right, in every order of work that marks allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import save_model
+from device_sweeps import Where, on_cpu, on_device
+from pretend_lanes import ALWAYS, NEVER
+from test_packed import awq, gptq, rewrite, tensors_of
+from test_reproducible import FAMILIES
+
+from bough.model.pack import pack
+
+CLOSE = 1e-4  # of the largest: torch's products and ours, in float32, over four layers
+MIXTURES = [name for name, config in FAMILIES.items() if "moe" in name or hasattr(config, "num_local_experts")]
+GROUP = 32
+
+
+def require_close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(mine, theirs, atol=CLOSE * float(theirs.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_what_the_cpu_gives(family: str, tmp_path: Path) -> None:
+    """On a device whose memory is NaN wherever nobody has written."""
+    folder = save_model(tmp_path / "model", FAMILIES[family])
+    require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_that_come_when_they_are_chosen(family: str, tmp_path: Path) -> None:
+    """Copied from the host's memory as late as may be."""
+    folder = save_model(tmp_path / "model", FAMILIES[family])
+    mine = on_device(folder, Where(expert_slabs=8, chance=NEVER), torch.float32)
+    require_close(mine, on_cpu(folder, torch.float32))
+
+
+PLACES = {
+    "all layers come from disk, through the host": Where(max_resident=0, host_layers=2),
+    "all stay in the host's memory": Where(max_resident=0, host_layers=4),
+    "all stay on the device": Where(max_resident=4),
+    "keys and values are the host's": Where(kv_on_host=True),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(name: str, tiny: Path) -> None:
+    """Copies as early as the device may make them, as late, and by chance; races are looked for in all other orders."""
+    where = PLACES[name]
+    wanted = on_device(tiny, Where(), torch.bfloat16)
+    for chance, seed in ((ALWAYS, 0), (NEVER, 0), (0.6, 1)):
+        again = Where(where.max_resident, where.host_layers, where.kv_on_host, 0, chance, seed)
+        assert torch.equal(on_device(tiny, again, torch.bfloat16), wanted), (chance, seed)
+
+
+def in_words(folder: Path, method: str, is_ordered: bool, source: Path) -> Path:
+    """The model in a format of others; `is_ordered` inputs are in the order of their groups."""
+    make, rng, packed = {"awq": awq, "gptq": gptq}[method], np.random.default_rng(5), {}
+    for name, tensor in tensors_of(source).items():
+        if "proj" not in name:
+            packed[name] = tensor
+            continue
+        parts, _ = make(tensor, 4, GROUP, rng, is_ordered)
+        packed |= {f"{name.removesuffix('.weight')}.{key}": data for key, data in parts.items()}
+    quantization: dict[str, object] = {"quant_method": method, "bits": 4, "group_size": GROUP}
+    if method == "awq":
+        quantization["version"] = "gemm"
+    return rewrite(source, folder, packed, quantization)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bough_s_own_packing(bits: int, tiny: Path, tmp_path: Path) -> None:
+    pack(str(tiny), bits, tmp_path / "packed")
+    require_close(on_device(tmp_path / "packed", Where(), torch.float32), on_cpu(tmp_path / "packed", torch.float32))
+
+
+@pytest.mark.parametrize(("method", "is_ordered"), [("awq", True), ("gptq", True), ("gptq", False)])
+def test_packings_of_others(method: str, is_ordered: bool, tiny: Path, tmp_path: Path) -> None:
+    folder = in_words(tmp_path / method, method, is_ordered, tiny)
+    require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))

@@ -1,0 +1,281 @@
+"""An orchestrator with a file of keys: who comes in at both doors; nothing of a tenant's is known to another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from fake_stage import Stage, staged, until
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from http_stack import error_of
+from prometheus_client.parser import text_string_to_metric_families
+
+from bough import wire_generation as wire
+from bough.client import Client
+from bough.config import OrchestratorConfig, parse
+from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, Unauthenticated
+from bough.generation import Finished, GenerateOptions, Resume, Started, TextPrompt
+from bough.pb import generation_pb2 as pb
+from bough.pb import generation_pb2_grpc
+from bough.rpc import is_serving, open_channel
+from bough.security.api_keys import hash_of
+from bough.status import to_error
+from orchestrator.assembly import Orchestrator, assembled
+
+PROMPT = TextPrompt("hello")
+SHORT = GenerateOptions(max_tokens=3, temperature=0.0)
+BODY = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
+ALICE, BOB = "sk-alice", "sk-bob"
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """An orchestrator with keys."""
+
+    stage: Stage
+    orchestrator: Orchestrator
+    file: Path
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.orchestrator.port}"
+
+    def client(self, key: str | None) -> Client:
+        return Client(self.address, patience_seconds=0.0, api_key=key)
+
+    def http(self, key: str = "") -> httpx.AsyncClient:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.AsyncClient(base_url=self.orchestrator.requests.http_url, timeout=60, headers=headers)
+
+    def write(self, *lines: dict[str, Any]) -> None:
+        self.file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def line(name: str, key: str, **limits: int) -> dict[str, Any]:
+    return {"name": name, "sha256": hash_of(key), **limits}
+
+
+@asynccontextmanager
+async def guarded(folder: Path, *flags: str, **limits: int) -> AsyncIterator[Guarded]:
+    """Alice, to whom `limits` apply, and Bob."""
+    file = folder / "keys"
+    file.touch(0o600)
+    async with staged(folder) as stage:
+        everywhere = ["--index-url", stage.index_url, "--draft", "none", "--port", "0", "--keys", str(file)]
+        config = parse(OrchestratorConfig, "o", [*everywhere, *flags], {})
+        file.write_text(f"{json.dumps(line('alice', ALICE, **limits))}\n{json.dumps(line('bob', BOB))}\n")
+        async with assembled(config, asyncio.Event()) as orchestrator:
+            await until(lambda: orchestrator.directory.has_target)
+            yield Guarded(stage, orchestrator, file)
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[Guarded]:
+    async with guarded(tmp_path) as running:
+        yield running
+
+
+async def answer(client: Client, options: GenerateOptions = SHORT) -> tuple[Started, Finished]:
+    events = [event async for event in client.generate(PROMPT, options)]
+    assert isinstance(events[0], Started)
+    assert isinstance(events[-1], Finished)
+    return events[0], events[-1]
+
+
+@pytest.mark.parametrize("key", ["", "sk-nobody", ALICE[:-1], hash_of(ALICE)])
+async def test_nothing_over_grpc_is_answered_without_a_key(door: Guarded, key: str) -> None:
+    """Every call of the service, unknown ones and reflection: before a message of theirs is read."""
+    async with door.client(key) as client:
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: answer(client), lambda: client.abort("r"), lambda: client.close_session("s"), client.models,
+            client.server_info, client.loads, client.acceptance, client.decisions,
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(Unauthenticated, match="authorization: must be Bearer and a key that is valid here"):
+                await call()
+    async with open_channel(door.address) as channel:
+        for method in ("/bough.v1.Generation/NoSuch", "/nothing", "/bough.v1.Generation/Generate"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary(method)(b"\xff" * 1000)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await asked.read()
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await is_serving(channel, "", 5.0)  # balancers have no key
+    assert not door.stage.target.asked
+
+
+async def test_a_key_opens_both_doors_as_its_clients_have_it(door: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with door.client(ALICE) as client:
+        started, finished = await answer(client)
+        assert (finished.finish_reason, len(started.request_id)) == ("length", 32)
+        assert await client.models()
+    monkeypatch.setenv("BOUGH_API_KEY", BOB)
+    async with door.client(None) as client:
+        await answer(client)
+    async with door.http(ALICE) as client:
+        assert (await client.post("/v1/completions", json=BODY)).json()["usage"]["completion_tokens"] == 3
+        assert (await client.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer sk-nobody"}, {"authorization": ALICE}])
+async def test_nothing_over_http_is_answered_without_a_key(door: Guarded, headers: dict[str, str]) -> None:
+    """But health; also no path that is not there, and before a body is read."""
+    asked = [("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")]
+    asked += [
+        ("GET", path)
+        for path in ("/v1/models", "/v1/models/fake", "/metrics", "/service-discovery", "/version", "/nothing")
+    ]
+    async with door.http() as client:
+        for method, path in asked:
+            response = await client.request(method, path, headers=headers, json=BODY if method == "POST" else None)
+            error = error_of(response)
+            assert (response.status_code, error["type"], error["code"]) == (
+                401, "invalid_request_error", "invalid_api_key",
+            )  # fmt: skip
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["x-request-id"]
+        assert (await client.get("/health")).status_code == 200
+    assert not door.stage.target.asked
+
+
+async def test_figures_are_shown_to_whoever_has_a_key_or_to_all_where_that_is_set(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as door, door.http(ALICE) as client:
+        assert any(text_string_to_metric_families((await client.get("/metrics")).text))
+        assert door.orchestrator.requests.metrics_url.startswith("http://127.0.0.1:")
+    async with guarded(tmp_path, "--open-metrics") as door, door.http() as client:
+        assert any(text_string_to_metric_families((await client.get("/metrics")).text))
+        assert (await client.get("/v1/models")).status_code == 401
+
+
+async def test_keys_change_while_streams_run(door: Guarded) -> None:
+    """By SIGHUP's way at once, and soon by itself; who has begun goes on, and a mistake in the file changes nothing."""
+    door.stage.target.may_answer.clear()
+    async with door.client(ALICE) as alice, door.client("sk-carol") as carol:
+        running = asyncio.create_task(answer(alice))
+        await until(lambda: door.stage.target.asked)
+        door.write(line("carol", "sk-carol"))
+        door.orchestrator.callers.refresh()
+        await carol.models()
+        with pytest.raises(Unauthenticated):
+            await alice.models()
+        door.stage.target.may_answer.set()
+        assert (await running)[1].finish_reason == "length"
+        door.write({"name": "carol"})
+        door.orchestrator.callers.refresh()
+        await carol.models()
+        door.write(line("alice", ALICE))
+        await until(lambda: [key.name for key in door.orchestrator.callers.keyring.file.value] == ["alice"])  # type: ignore[union-attr]
+        await alice.models()
+
+
+async def test_ids_of_one_tenant_are_nobodys_to_another(door: Guarded) -> None:
+    """Equal names at one time are two requests in two sessions; a foreign name is answered as an unknown one."""
+    named = GenerateOptions(request_id="r", session_id="s", max_tokens=3, temperature=0.0)
+    door.stage.target.may_answer.clear()
+    async with door.client(ALICE) as alice, door.client(BOB) as bob:
+        running = asyncio.create_task(answer(alice, named))
+        await until(lambda: door.stage.target.asked)
+        other = asyncio.create_task(answer(bob, named))
+        await until(lambda: len(set(door.stage.target.asked)) == 2)
+        for call in (lambda c: c.abort("q"), lambda c: c.close_session("q"), lambda c: c.decisions("q")):
+            assert str(await refusal(call(bob))) == str(await refusal(call(alice)))
+        door.stage.target.may_answer.set()
+        assert ((await running)[0].request_id, (await other)[0].request_id) == ("r", "r")
+        await bob.close_session("s")
+        assert "session_id: 's' is not known" in str(await refusal(bob.close_session("s")))
+        again, _ = await answer(alice, GenerateOptions(session_id="s", continues=True, max_tokens=3, temperature=0.0))
+        assert again.prompt_tokens == 5 + 3 + 5  # Alice's session is still there
+
+
+async def test_a_foreign_request_is_neither_aborted_nor_resumed_nor_explained(door: Guarded) -> None:
+    door.stage.target.may_answer.clear()
+    async with door.client(ALICE) as alice, door.client(BOB) as bob:
+        running = asyncio.create_task(answer(alice, GenerateOptions(request_id="r", max_tokens=3, seed=1)))
+        await until(lambda: door.stage.target.asked)
+        assert isinstance(await refusal(bob.abort("r")), NotFound)
+        door.stage.target.may_answer.set()
+        assert (await running)[1].finish_reason == "length"
+        for name in ("r", "alice::r", ""):  # the last session at work is not Bob's
+            assert isinstance(await refusal(bob.decisions(name)), NotFound)
+        assert await alice.decisions("r") == await alice.decisions("")
+        resume = GenerateOptions(request_id="r", max_tokens=3, seed=1, resume=Resume(2))
+        seen = await refusal(raw(door, BOB, resume))
+        assert "0 tokens of request_id 'r' are known" in str(seen)
+        assert isinstance(seen, InvalidRequest)
+        assert await raw(door, ALICE, resume)
+
+
+async def test_what_a_key_allows_holds_at_both_doors(tmp_path: Path) -> None:
+    async with guarded(tmp_path, requests=1, tokens_per_minute=20) as door:
+        door.stage.target.may_answer.clear()
+        async with door.client(ALICE) as alice, door.client(BOB) as bob, door.http(ALICE) as http:
+            running = asyncio.create_task(answer(alice))
+            await until(lambda: door.stage.target.asked)
+            refused = await refusal(answer(alice))
+            assert isinstance(refused, Exhausted)
+            assert refused.retry_seconds
+            response = await http.post("/v1/completions", json=BODY)
+            assert (response.status_code, error_of(response)["code"]) == (429, "rate_limit_exceeded")
+            assert int(response.headers["retry-after"]) >= 1
+            door.stage.target.may_answer.set()
+            await running
+            await answer(bob)
+            await answer(alice, GenerateOptions(max_tokens=50, temperature=0.0))
+            refused = await refusal(answer(alice))
+            assert "tokens_per_minute: this key's 20 are used" in str(refused)
+            await answer(bob)
+
+
+async def test_sighup_has_the_keys_read_again_and_ends_nothing(tmp_path: Path) -> None:
+    """The program's own handler, in a process of its own."""
+    file = tmp_path / "keys"
+    file.touch(0o600)
+    async with staged(tmp_path) as stage:
+        command = [sys.executable, "-m", "orchestrator", "--index-url", stage.index_url, "--draft", "none"]
+        command += ["--port", "0", "--http-port", "-1", "--metrics-port", "-1", "--keys", str(file)]
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(60):
+                while b": orchestrator-" not in (told := await process.stderr.readline()):
+                    assert told, "it ended"
+                file.write_text(json.dumps(line("alice", ALICE)) + "\n")
+                os.kill(process.pid, signal.SIGHUP)
+                while b"has been read again" not in (told := await process.stderr.readline()):
+                    assert told, "it ended"
+            assert process.returncode is None
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+async def refusal(call: Awaitable[object]) -> BoughError:
+    """What a call is refused with."""
+    with pytest.raises(BoughError) as refused:
+        await call
+    return refused.value
+
+
+async def raw(door: Guarded, key: str, options: GenerateOptions) -> list[pb.GenerateEvent]:
+    """One call without the client's own resuming."""
+    async with open_channel(door.address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        call = stub.Generate(wire.request_to_wire(PROMPT, options), metadata=(("authorization", f"Bearer {key}"),))
+        try:
+            return [event async for event in call]
+        except grpc.aio.AioRpcError as exc:
+            raise to_error(exc, door.address) from exc
