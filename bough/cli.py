@@ -18,6 +18,7 @@ from bough.config import DEFAULT_PORT, PLANNERS, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions
 from bough.growth import Scheme
+from bough.output import reader_may_leave
 from bough.values import DRAFT_BITS, DTYPE_NAMES
 
 PLAN_SETTINGS = (
@@ -25,25 +26,15 @@ PLAN_SETTINGS = (
     "experts", "max_context", "max_nodes", "max_sweep_tokens", "rows", "dtype", "bits", "threads", "link_threads",
     "link_speed", "host_link_speed", "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
-EXIT_PIPE = 128 + signal.SIGPIPE  # as a shell has it of a command that the signal ends; Python ignores the signal
 OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # modules that nobody can install
 COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command; an error that the user can mend is one line on standard error and exit status 2.
-
-    One whose reader has gone, as in `bough doctor | head`, ends without a word.
-    """
-    try:
-        try:
-            _run(argv)
-        finally:
-            sys.stdout.flush()  # here, and not at the interpreter's end, where an error of it would be told
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what could not be written
-        raise SystemExit(EXIT_PIPE) from None
+    """Runs a command; an error that the user can mend is one line on standard error and exit status 2."""
+    with reader_may_leave():
+        _run(argv)
 
 
 def _run(argv: Sequence[str] | None) -> None:
