@@ -82,8 +82,9 @@ class TargetWorker(ServedTarget):
         self._tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes, self._experts)
         tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
+        model, waiting, observe = self._model, config.max_waiting, self._metrics.observe
         self._engine = Engine(
-            StreamedSweeper(self._model), pool, self._limits, config.max_waiting, config.gather, self._metrics.observe
+            StreamedSweeper(model), pool, self._limits, waiting, config.gather, observe, lambda: model.num_layers_begun
         )
         self._start_engine(lambda: compute_reproducibly_with(config.threads))
         self._weights_hash.require_unchanged()
