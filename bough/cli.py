@@ -31,13 +31,9 @@ COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
+@reader_may_leave()
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command; an error that the user can mend is one line on standard error and exit status 2."""
-    with reader_may_leave():
-        _run(argv)
-
-
-def _run(argv: Sequence[str] | None) -> None:
     arguments = argument_parser().parse_args(argv)
     if arguments.command in COMPUTING:
         signal.signal(signal.SIGINT, _interrupt)
