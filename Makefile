@@ -13,8 +13,8 @@ help:  ## list the commands
 demo: $(READY)  ## the whole pipeline on a real model: build, start, generate with trees, in sizes, and without, compare
 	@$(BIN)/bough demo
 
-serve: $(READY)  ## the demonstration under Ray Serve on this machine, until Ctrl-C; SIMULATE=PROFILE does it without weights
-	@$(BIN)/python -m deploy.up $(if $(SIMULATE),--simulate $(SIMULATE))
+serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PROFILE without weights, PORT=N for HTTP
+	@$(BIN)/python -m deploy.up $(if $(SIMULATE),--simulate $(SIMULATE)) $(if $(PORT),--port $(PORT))
 
 # Two of everything compute at once here, so threads that wait make room sooner than in service (docs/decisions.md).
 test: $(READY)  ## the whole suite

@@ -36,6 +36,11 @@ def is_wildcard(host: str) -> bool:
     return bare(host) == "" or _has(host, "is_unspecified")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether what listens there is reached by this machine alone."""
+    return bare(host) == "localhost" or _has(host, "is_loopback")
+
+
 def source_towards(family: int, address: SocketAddress) -> str:
     """This machine's own address on the way to another one. Nothing is sent. Raises OSError where there is no way."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -6,16 +6,21 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bough.forked import ForkedProcess
 from bough.records import WorkerRecord
 
 TAIL_LINES = 12  # of a log, when its process ends too early
 TAIL_BYTES = 8192  # of a log, in which they are looked for
 KINDS = {"target_worker": "target", "draft_worker": "draft", "orchestrator": "orchestrator"}  # in the index, by name
 LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.process.configure_logging`
+DRAIN_SECONDS = 1.0  # after SIGTERM, before another one: who ends everything does not wait for streams to finish
+STOP_SECONDS = 10.0  # after that, before SIGKILL
 
 
 def named(name: str) -> str:
@@ -31,7 +36,7 @@ class Child:
     command: tuple[str, ...]
     variables: Mapping[str, str]  # of its environment, beside ours
     log: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
 
     @property
     def title(self) -> str:
@@ -67,3 +72,23 @@ class Child:
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             return log.read().decode(errors="replace").splitlines()
+
+
+def end(children: Sequence[Child]) -> None:
+    """An idle process ends with the first signal, one that drains with the second (see `bough.process`)."""
+    for patience_seconds in (DRAIN_SECONDS, STOP_SECONDS):
+        for child in children:
+            if not child.has_ended():
+                child.process.terminate()
+        _wait(children, patience_seconds)
+    for child in children:
+        if not child.has_ended():
+            child.process.kill()
+            child.process.wait()
+
+
+def _wait(children: Sequence[Child], patience_seconds: float) -> None:
+    deadline = time.monotonic() + patience_seconds
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))

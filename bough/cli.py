@@ -76,6 +76,8 @@ def _command(name: str) -> Command:
         from bough.commands.explain import explain as command
     elif name == "keys":
         command = keys
+    elif name == "top":
+        from bough.commands.top import top as command
     elif name == "chat":
         from bough.commands.talk import chat as command
     else:
@@ -133,6 +135,10 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     _add_explain(commands.add_parser("explain", help="why a session's trees were as large as they were"))
     add_keys(commands.add_parser("keys", help="who may come in: add, list and remove keys of applications"))
+    running = commands.add_parser("top", help="what is running now, shown again and again")
+    running.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (default 1)")
+    running.add_argument("--count", type=int, default=0, help="looks, after which it ends (default: never)")
+    _add_address(running)
     _add_doctor(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 

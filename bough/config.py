@@ -211,6 +211,9 @@ class OrchestratorConfig(ServiceConfig):
     open_metrics: bool = setting(
         False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
     )
+    ui: str = setting(
+        "auto", one_of("auto", "yes", "no"), "serve a page to watch at /ui of the HTTP port; auto is on loopback only"
+    )
     max_running: int = setting(64, parse_count, "requests that are generated at once; others wait for a place")
     max_waiting: int = setting(
         256, number(int, 0), "requests that may wait for a place; one more is RESOURCE_EXHAUSTED, with a retry delay"

@@ -9,10 +9,12 @@
     ├── PrefixMissing        the worker does not hold what the caller stands on; carries what it does hold
     ├── StaleEpoch           the session has been placed anew since
     ├── Exhausted            no room now; the same call may succeed later, and it may say when
-    │   └── Preempted        a session's KV has given way to older ones
+    │   ├── Preempted        a session's KV has given way to older ones
+    │   └── AcceleratorFull  a sweep found no memory on its device
     ├── DeadlineExceeded     the caller's time is up, or it has stopped reading what it asked for
     ├── Unavailable          a worker or the index does not answer
     │   ├── NoAnswer         a call has ended without one: the connection is lost, or the time is up
+    │   ├── AcceleratorLost  a worker's device answers nothing but errors; its process ends
     │   └── StreamError      weights could not be read
     ├── ConfigError          a setting, found at start
     │   └── CheckpointError  a model folder, found at start
@@ -77,6 +79,10 @@ class Preempted(Exhausted):
     """A session's KV has given way to older sessions: its tokens are computed again once there is room, anywhere."""
 
 
+class AcceleratorFull(Exhausted):
+    """An accelerator has no memory left for what was asked of it at once."""
+
+
 class DeadlineExceeded(BoughError):
     """The time that a caller had given is over."""
 
@@ -87,6 +93,10 @@ class Unavailable(BoughError):
 
 class NoAnswer(Unavailable):
     """A call has ended without an answer of its peer's own, which may have gone because of it."""
+
+
+class AcceleratorLost(Unavailable):
+    """An accelerator does nothing more for this process."""
 
 
 class StreamError(Unavailable):

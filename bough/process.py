@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -40,6 +40,7 @@ Result = TypeVar("Result")
 Config = TypeVar("Config", bound=ServiceConfig)
 
 EXIT_CONFIG = 2
+WATCH_SECONDS = 5.0  # between two looks at a worker
 EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
 
 
@@ -139,6 +140,15 @@ class Draining(Protocol):
         ...
 
 
+@runtime_checkable
+class Watched(Protocol):
+    """A worker that may come to a standstill without an error."""
+
+    def trouble(self) -> str:
+        """What keeps it from answering, in words; empty where nothing does."""
+        ...
+
+
 AnyWorker = TypeVar("AnyWorker", bound=Worker)
 
 
@@ -206,9 +216,22 @@ async def serve_worker(
             await served.set_ready(True)
             ready()
             logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
-            await stop.wait()
+            await watch(worker, served, stop)
             await served.leave()
         await drain_worker(served, worker, kind, config.drain_seconds)
+
+
+async def watch(worker: Worker, served: Served, stop: asyncio.Event, every_seconds: float = WATCH_SECONDS) -> None:
+    """Until told to stop: health is NOT_SERVING while a worker is in trouble."""
+    was_well = True
+    while not stop.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), every_seconds)
+        trouble = worker.trouble() if isinstance(worker, Watched) else ""
+        if was_well == bool(trouble):
+            was_well = not trouble
+            logger.warning("%s", trouble or "it goes on")
+            await served.set_ready(was_well)
 
 
 async def drain_worker(served: Served, worker: Worker, kind: str, patience_seconds: float) -> None:

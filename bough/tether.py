@@ -104,12 +104,21 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def main() -> None:
-    """Asks the kernel for SIGTERM at the death of the thread that is the parent, which outlives the exec."""
-    parent_id, command = int(sys.argv[1]), sys.argv[2:]
+def end_with_parent(parent_id: int) -> None:
+    """Asks the kernel for SIGTERM at the death of the thread that is the parent.
+
+    Raises:
+        SystemExit: the parent is another process, as this one's has ended already.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_id:
         raise SystemExit("the parent has ended already")
+
+
+def main() -> None:
+    """Becomes the command; what the kernel was asked for outlives the exec."""
+    parent_id, command = int(sys.argv[1]), sys.argv[2:]
+    end_with_parent(parent_id)
     os.execv(command[0], command)
 
 

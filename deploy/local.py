@@ -21,6 +21,7 @@ from bough.commands.up import ensure_demonstration
 from bough.config import DEFAULT_PORT
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.ray_dashboard import Application, Node, RayDashboard
+from bough.simulation.profile import load_profile
 from deploy.check import check, load, require_resources
 from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, Role
 
@@ -45,6 +46,8 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
         BoughError: something is wrong that the user can mend.
     """
     catch_signals()
+    if simulate:
+        load_profile(simulate)  # whatever is wrong with it is said before anything is started
     config = load(file)
     adapt(config, simulate, port)
     check(config)
@@ -67,7 +70,7 @@ def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
 
 def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
     """Raises ConfigError, naming the setting, for a port that something else listens on."""
-    ports = {"--dashboard-port": dashboard_port, "http_options.port": _http_port(config)}
+    ports = {"--dashboard-port": dashboard_port, "--port (or http_options.port)": _http_port(config)}
     for deployment in _deployments(config):
         name, settings = deployment["name"], deployment.get("user_config", {})
         if name == INDEX:

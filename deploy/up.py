@@ -31,7 +31,7 @@ def main() -> int:
     default = FOLDER / "one-machine.yaml"
     parser.add_argument("file", type=Path, nargs="?", default=default, help="a configuration for one machine")
     parser.add_argument("--simulate", metavar="PROFILE", default="", help="workers without weights, as for `bough up`")
-    parser.add_argument("--port", type=int, help="of HTTP (default: what the file says)")
+    parser.add_argument("--port", type=int, help="of HTTP, instead of what the file says; `make serve PORT=N`")
     parser.add_argument("--dashboard-port", type=int, default=DASHBOARD_PORT, help=f"default {DASHBOARD_PORT}")
     arguments = parser.parse_args()
     prepare_environment()

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from bough.model.batch import Batch
+from bough.model.gpu.faults import named_faults
 from bough.model.segment import Segment
 from draft_worker.grow import Candidates
 from draft_worker.guess import Guessing
@@ -49,7 +50,11 @@ class ModelDraft:
         self._model, self._vocab_size = model, vocab_size
 
     def ask(self, parts: Sequence[Stepping]) -> list[Largest]:
-        """The largest adjusted logits of each part's rows."""
+        """The largest adjusted logits of each part's rows. Raises AcceleratorFull, AcceleratorLost."""
+        with named_faults(self._model.device):
+            return self._asked(parts)
+
+    def _asked(self, parts: Sequence[Stepping]) -> list[Largest]:
         segments = [part.segments() for part in parts]
         readable = [self._readable(segment) for own in segments for segment in own]
         logits = self._model.logits(Batch(readable, None, self._model.device))

@@ -14,6 +14,16 @@ from bough.model.runner import ResidentModel
 from bough.model.vectors import multiplies_bytes
 
 
+def draft_skeleton(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: str) -> Skeleton:
+    """A draft without its weights. `drop_layers` makes it a substitute; they are counted without identity copies.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: a layer to drop is not there.
+    """
+    return build_skeleton(checkpoint, DTYPES[dtype], kept_layers(checkpoint, drop_layers))
+
+
 def load_draft(
     checkpoint: Checkpoint,
     drop_layers: tuple[int, ...],
@@ -21,19 +31,22 @@ def load_draft(
     device: torch.device,
     bits: str = "16",
 ) -> ResidentModel:
-    """Loads the draft model for good. `drop_layers` makes it a substitute; they are counted without identity copies.
+    """Loads the draft model for good, as `draft_skeleton` and `with_weights` do."""
+    return with_weights(draft_skeleton(checkpoint, drop_layers, dtype), device, bits)
 
-    Products are made in 8 or 16 bits, or as is faster ("auto"); in 8 bits the draft guesses a little otherwise.
+
+def with_weights(skeleton: Skeleton, device: torch.device, bits: str) -> ResidentModel:
+    """Products are made in 8 or 16 bits, or as is faster ("auto"); in 8 bits the draft guesses a little otherwise.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: a layer to drop is not there or 8 bits are not possible.
+        ConfigError: 8 bits are not possible.
     """
-    skeleton = build_skeleton(checkpoint, DTYPES[dtype], kept_layers(checkpoint, drop_layers))
-    return ResidentModel(skeleton, device, _is_int8(skeleton, device, bits))
+    return ResidentModel(skeleton, device, is_int8(skeleton, device, bits))
 
 
-def _is_int8(skeleton: Skeleton, device: torch.device, bits: str) -> bool:
+def is_int8(skeleton: Skeleton, device: torch.device, bits: str) -> bool:
+    """Whether such a setting makes products in 8 bits. Raises ConfigError where it must, and they are not possible."""
     is_possible = can_int8(skeleton, device)
     if bits == "8" and not is_possible:
         raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from bough import __version__
@@ -12,11 +14,15 @@ from bough.messages import WorkerInfo
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device
 from bough.model.gpu.ready import make_ready
+from bough.model.kernel_cache import compiled_ground
 from bough.model.kv_arena import KVArena
+from bough.model.lean_parts import is_lean
+from bough.model.loading import Skeleton
 from bough.model.memory import free_device_bytes
 from bough.model.pages import large_pages
 from bough.model.threads import compute_with, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
+from bough.runtime.compile_once import compile_apart
 from bough.runtime.kv_budget import kv_budget
 from bough.startup import stage
 from draft_worker.ahead import MAX_ROWS, num_steps
@@ -26,8 +32,15 @@ from draft_worker.pool import SessionPool
 from draft_worker.served import ServedDraft
 from draft_worker.session import Window
 from draft_worker.sharpness import Sharpnesses
-from draft_worker.sources import load_draft
+from draft_worker.sources import draft_skeleton, is_int8, with_weights
 from draft_worker.warm_up import warm_up_choosing
+
+
+def compile_draft(skeleton: Skeleton, dtype: str, bits: str, device: torch.device) -> bool:
+    """Has what its steps call compiled, as `compile_apart` does; False where they are not compiled whole."""
+    if not is_lean(skeleton, device):
+        return False
+    return compile_apart("draft_worker.kernels", [dtype, bits], compiled_ground(Path(__file__).parent))
 
 
 class DraftWorker(ServedDraft):
@@ -45,8 +58,11 @@ class DraftWorker(ServedDraft):
 
         def load() -> SessionPool:
             compute_with(config.threads)
+            skeleton = draft_skeleton(checkpoint, config.drop_layers, config.dtype)
+            compile_draft(skeleton, config.dtype, "8" if is_int8(skeleton, device, config.bits) else "16", device)
+            stage("reading weights")
             try:
-                self._model = load_draft(checkpoint, config.drop_layers, config.dtype, device, config.bits)
+                self._model = with_weights(skeleton, device, config.bits)
                 return self._make_pool()
             except torch.OutOfMemoryError as exc:
                 raise ConfigError(

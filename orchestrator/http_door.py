@@ -8,11 +8,16 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from bough.addresses import advertised_host, bare, joined
+from bough.addresses import advertised_host, bare, is_loopback, joined
 from bough.config import OrchestratorConfig
 from orchestrator.tenants import Callers
 
 logger = logging.getLogger(__name__)
+
+
+def has_page(config: OrchestratorConfig) -> bool:
+    """Whether /ui is served: by default only where no other machine reaches it."""
+    return config.ui == "yes" or (config.ui == "auto" and is_loopback(config.host))
 
 
 @asynccontextmanager
@@ -29,7 +34,9 @@ async def http_door(config: OrchestratorConfig, callers: Callers, figures: Colle
     from orchestrator.http_api.app import http_app
     from orchestrator.http_api.server import http_serving
 
-    app = http_app(callers, figures, config.stalled_timeout, has_open_figures=config.open_metrics)
+    app = http_app(
+        callers, figures, config.stalled_timeout, has_open_figures=config.open_metrics, has_page=has_page(config)
+    )
     async with http_serving(bare(config.host), config.http_port, app) as port:
         callers.requests.http_url = f"http://{joined(advertised_host(config), port)}"
         logger.info("OpenAI's clients are served at %s/v1", callers.requests.http_url)

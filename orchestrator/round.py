@@ -7,8 +7,6 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from bough.config import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
 from bough.generation import Tokens
@@ -22,7 +20,7 @@ from orchestrator.failover import Failover
 from orchestrator.lookup import Acceptance, Lookup, assumed_probability
 from orchestrator.recorder import Recorder
 from orchestrator.seat import Seat
-from orchestrator.session import Session
+from orchestrator.session import Session, verified_part
 from orchestrator.sizing.plans import RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
 from orchestrator.transcripts import request_record, session_record
 from orchestrator.workers import DraftClient, TargetClient, Timed
@@ -76,7 +74,7 @@ class Rounds:
         timings = _timings(began_ns, drafting, result, verifying)
         chosen = result.verdict.tokens_of(proposal.tree)
         lookup.observe(guesses, chosen)
-        self.acceptance.observe(scheme, *_verified(proposal.tree, result))
+        self.acceptance.observe(scheme, *verified_part(proposal.tree, result))
         tokens = session.commit(proposal.tree, drafted, result, timings)
         outcome = RoundOutcome(
             len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings
@@ -179,14 +177,6 @@ def _lookup_limits(session: Session, target: Known[TargetClient], plan: RoundPla
     room = target.info.max_nodes - plan.tree.growth.budget if is_sample else plan.max_nodes - 1
     depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
     return Limits(min(plan.lookup, room), depth, session.sampling.stop_token_ids)
-
-
-def _verified(tree: Tree, result: VerifyResult) -> tuple[Tree, list[int]]:
-    """What of a tree the target has looked at, and which of its nodes it accepted."""
-    if not result.left_out_nodes:
-        return tree, list(result.verdict.accepted_nodes)
-    kept = np.setdiff1d(np.arange(len(tree)), result.left_out_nodes)
-    return tree.only(kept), np.searchsorted(kept, result.verdict.accepted_nodes).tolist()
 
 
 def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -> None:

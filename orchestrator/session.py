@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+import numpy as np
+
 from bough.errors import BoughError
 from bough.generation import (
     Event,
@@ -17,6 +19,7 @@ from bough.generation import (
     Started,
     Tokens,
     Usage,
+    VerifiedTree,
 )
 from bough.messages import RoundTimings, VerifyResult, WorkerInfo, weights_differ
 from bough.prefix import TokenHistory
@@ -159,7 +162,8 @@ class Session:
         What of the accepted path the draft worker had `drafted` too is its own; the rest was looked up.
         """
         accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
-        num_verified = len(tree) - len(result.left_out_nodes)
+        verified = verified_part(tree, result)
+        num_verified = len(verified.tree)
         self._count(num_verified - 1, len(accepted), timings)
         committed: list[int] = []
         texts: list[str] = []
@@ -183,6 +187,7 @@ class Session:
             int(tree.depths().max()),
             timings,
             num_lookup,
+            verified,
         )
 
     def _count(self, num_drafted: int, num_accepted: int, timings: RoundTimings) -> None:
@@ -240,3 +245,11 @@ def never_begun(options: GenerateOptions) -> tuple[Event, ...]:
         Started(options.request_id, 0, options.seed or 0, "", num_seen),
         Finished("abort", "", "", Usage(0, num_seen, 0), SpeculationMetrics(0, 0, 0, 0.0, (), 0), RoundTimings(), ()),
     )
+
+
+def verified_part(tree: Tree, result: VerifyResult) -> VerifiedTree:
+    """What of a tree the target has looked at, and which of its nodes it accepted."""
+    if not result.left_out_nodes:
+        return VerifiedTree(tree, result.verdict.accepted_nodes)
+    kept = np.setdiff1d(np.arange(len(tree)), result.left_out_nodes)
+    return VerifiedTree(tree.only(kept), np.searchsorted(kept, result.verdict.accepted_nodes).tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import zlib
@@ -17,6 +18,8 @@ from bough.model.checkpoint import MAX_HEADER_BYTES, TensorPlace
 from bough.model.contents import samples_digest
 from target_worker.files import open_file
 from target_worker.weights import Extent, LayerWeights
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 * 1024 * 1024  # one read: smaller ones cost processors more, which sweeps need as well
 
@@ -108,10 +111,7 @@ class Disk:
         descriptor, offset, num_bytes, needed, begin = self.place_of(piece)
         target, done = slab.view[begin : begin + num_bytes], 0
         while done < needed:
-            try:
-                count = os.preadv(descriptor, [target[done:]], offset + done)
-            except OSError as exc:
-                raise ReadError(offset + done, str(exc)) from exc
+            count = _read_twice(descriptor, target[done:], offset + done)
             if count == 0:
                 raise ReadError(offset + done, "the file ends here")
             done += count
@@ -141,6 +141,18 @@ class Disk:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as threads:
             for _ in threads.map(read, jobs):
                 pass
+
+
+def _read_twice(descriptor: int, target: memoryview, offset: int) -> int:
+    """Bytes that were read. A disk or a network may fail once, and a sweep of seconds would be lost with it."""
+    try:
+        return os.preadv(descriptor, [target], offset)
+    except OSError as exc:
+        logger.warning("a read failed and is tried again: %s", exc)
+    try:
+        return os.preadv(descriptor, [target], offset)
+    except OSError as exc:
+        raise ReadError(offset, str(exc)) from exc
 
 
 class ReadError(Exception):

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from bough.errors import BoughError, StaleEpoch, Unavailable
+from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
 from bough.futures import Unanswered, settle
 from bough.messages import Verdict, VerifyCall, VerifyResult
 from bough.model.limits import Limits
@@ -28,6 +28,7 @@ from target_worker.job import Job, SweepShare
 from target_worker.price import TokenPrice
 from target_worker.sharing import choose_shared
 from target_worker.slots import SlotPool
+from target_worker.stillness import Stillness
 from target_worker.sweep_figures import SweepFigures
 from target_worker.sweeper import Sweeper, Swept
 
@@ -48,10 +49,12 @@ class Engine:
         max_waiting: int,
         patience: float = 0.0,
         observe: Callable[[int, SweepFigures], None] = lambda *_: None,
+        progress: Callable[[], int] | None = None,
     ) -> None:
         """At most `max_waiting` calls at once; for `patience` see `Gathering`.
 
-        `observe` hears of every sweep, on the sweep thread: its tokens, and where its time went.
+        `observe` hears of every sweep, on the sweep thread: its tokens, and where its time went. `progress` grows
+        while one gets on; without it nobody looks.
         """
         self.pool = pool
         self.num_running = 0  # calls that have a part in the sweep that is under way
@@ -62,6 +65,8 @@ class Engine:
         self._unanswered = Unanswered(max_waiting)
         self._times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
         self.cost: CostCurve | None = None  # seconds of a sweep by its rows; any thread may read this
+        self._most_tokens = limits.max_sweep_tokens  # of a sweep; fewer once there was no memory for more
+        self._stillness = Stillness(progress) if progress else None
         self._gathering = Gathering(patience)
         self._calls = Calls(pool, limits, self._gathering.left)
         self._price = TokenPrice()
@@ -104,6 +109,10 @@ class Engine:
     def idle_seconds(self) -> float:
         """Since the last sweep; 0 while one is under way. Any thread."""
         return 0.0 if self.num_running else time.monotonic() - self._idle_since
+
+    def trouble(self) -> str:
+        """What keeps a sweep from getting on, in words; empty where nothing does. One thread may ask."""
+        return self._stillness.trouble(self.num_running > 0) if self._stillness else ""
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queues a call; any thread may call this. The future raises what `bough.errors` names.
@@ -210,7 +219,7 @@ class Engine:
         jobs = [*self._calls]
         chunk, cost = self._sweeper.rows.most, self.cost
         knee = max(self._times.knee, chunk)  # that much is computed at once, and how long rows take is seen there
-        price, most = self._price.price, self._limits.max_sweep_tokens
+        price, most = self._price.price, self._most_tokens
         make_fit(jobs, cost, price, most)
         parts = choose_shared(jobs, most, knee, chunk, cost or (lambda _: 0.0))
         share_rows(parts, cost, price, most)
@@ -229,6 +238,8 @@ class Engine:
             self._observe(num_tokens, swept.figures)
             self._finish(parts, swept, began_ns)
         except Exception as exc:  # the thread outlives whatever a sweep can do; its callers are told
+            if isinstance(exc, AcceleratorFull) and self._shrink(sum(part.num_tokens for part in parts), exc):
+                return
             logger.exception("a sweep failed")
             for part in parts:
                 self._calls.drop(part.job.call.context.session_id, exc)
@@ -236,6 +247,15 @@ class Engine:
             self._idle_since = time.monotonic()
             self.num_running = 0
             self.num_passes += 1
+
+    def _shrink(self, num_tokens: int, exc: AcceleratorFull) -> bool:
+        """Has sweeps be smaller from now on than one for which there was no memory; False where they cannot be."""
+        least = max(self._limits.max_nodes, self._sweeper.rows.most)
+        if num_tokens <= least:
+            return False
+        self._most_tokens = max(least, num_tokens // 2)
+        logger.warning("%s; sweeps have at most %d tokens from now on, not %d", exc, self._most_tokens, num_tokens)
+        return True
 
     def _observe_times(self, num_rows: int, figures: SweepFigures) -> None:
         self._times.observe(num_rows, figures.total_ns * NANO, figures.wait_ns * NANO, figures.link_bytes)

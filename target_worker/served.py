@@ -71,6 +71,10 @@ class ServedTarget(ABC):
         """Forgets a session, unless a newer epoch than this one has begun; 0 does not care."""
         return self._engine.release(session_id, epoch)
 
+    def trouble(self) -> str:
+        """What keeps it from answering, in words; empty where nothing does."""
+        return self._engine.trouble()
+
     def drain(self) -> Future[None]:
         """Refuses new sessions from now on; done when no call is without an answer."""
         return self._engine.drain()

@@ -7,6 +7,7 @@ arrive while trees are being grown. Knows nothing of models; a layer is a list o
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -100,6 +101,8 @@ class Ring:
         self._link = Link.of(reads, num_slabs, first, slab_bytes, self._room, self._arrived, traffic)
         self._consumed = 0  # sequence number of the layer that is wanted next
         self._error: StreamError | None = None
+        self._failed = sys.maxsize  # sequence number of the first layer that could not be read
+        self._failing = threading.Lock()
         self._wait_ns = 0
         self._threads = [threading.Thread(target=self._read, name=f"link-{i}", daemon=True) for i in range(num_threads)]
 
@@ -131,9 +134,10 @@ class Ring:
         sequence = self._consumed
         assert sequence % len(self.layers) == index, "layers are taken in order"
         began = time.perf_counter_ns()
-        while self._error is None and not has_arrived(self._link, sequence):
+        while sequence < self._failed and not has_arrived(self._link, sequence):
             os.eventfd_read(self._arrived)
-        if self._error is not None:
+        if sequence >= self._failed:
+            assert self._error is not None
             raise self._error
         self._wait_ns += time.perf_counter_ns() - began
         yield self._slabs[sequence % self.num_slabs].bytes
@@ -144,7 +148,7 @@ class Ring:
         """Begins again with layer 0, after an error or a sweep that was given up."""
         while stop(self._link):
             os.eventfd_read(self._arrived)  # nobody may still write into a slab
-        self._consumed, self._error = 0, None
+        self._consumed, self._error, self._failed = 0, None, sys.maxsize
         os.write(self._more_room, bytes(restart(self._link)))
 
     def figures(self) -> LinkFigures:
@@ -159,5 +163,11 @@ class Ring:
             try:
                 self._disk.read(piece, self._slabs[sequence % self.num_slabs])
             except ReadError as exc:
-                self._error = self._error or stream_error(exc, self.layers[index], piece.extent)
+                self._fail(sequence, stream_error(exc, self.layers[index], piece.extent))
             end_read(self._link, number, self._error is None)
+
+    def _fail(self, sequence: int, error: StreamError) -> None:
+        """A layer that comes ahead of its turn fails only the sweep that wants it: those before it are read already."""
+        with self._failing:
+            if sequence < self._failed:
+                self._error, self._failed = error, sequence

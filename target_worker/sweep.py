@@ -13,6 +13,7 @@ from bough.model.batch import Batch, Chunk, Segment
 from bough.model.device import await_all, working_on
 from bough.model.draw import require_numbers
 from bough.model.experts import with_rows
+from bough.model.gpu.faults import named_faults
 from bough.model.lean_parts import is_lean
 from bough.model.loading import Skeleton, bind_resident, move_buffers
 from bough.model.reproducible import describe, make_reproducible
@@ -64,6 +65,7 @@ class StreamedModel:
         self._has_failed = False  # the last sweep
         self._held: torch.Tensor | None = None  # layer 0's slab, while that layer alone is computed again and again
         self._layer_seconds = 0.0  # that it took the last time
+        self.num_layers_begun = 0  # since the start
         self._num_computed = len(tiers.layers)  # layers of a sweep, from the first on; rows pass by the others
         bind_resident(skeleton, skeleton.resident_slots, device)
         move_buffers(skeleton.model, device)
@@ -78,16 +80,19 @@ class StreamedModel:
 
         Raises:
             StreamError: a layer could not be read; the ring has begun again and the next sweep may succeed.
+            AcceleratorFull: there was no memory for so many rows.
+            AcceleratorLost: the process ends.
         """
         began, kv_bytes = time.perf_counter_ns(), self._kv.num_bytes
-        try:
-            if self._has_failed:
-                self.tiers.renew()
-            logits = self._logits(batch)
-        except BaseException:
-            self._has_failed = True
-            self.tiers.restart()
-            raise
+        with named_faults(self.device):
+            try:
+                if self._has_failed:
+                    self.tiers.renew()
+                logits = self._logits(batch)
+            except BaseException:
+                self._has_failed = True
+                self.tiers.restart()
+                raise
         self._has_failed = False
         return logits, self._account(time.perf_counter_ns() - began, kv_bytes)
 
@@ -170,6 +175,7 @@ class StreamedModel:
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
             if index >= self._num_computed:
                 return hidden_states
+            self.num_layers_begun += 1
             arrival = self.tiers.layer(index) if self._held is None else self._timed(self._held)
             with arrival as slab, self._kv.layer(index):
                 place = self._bind(index, slab)

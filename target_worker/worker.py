@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from bough.model import files_hash
 from bough.model.checkpoint import Checkpoint
 from bough.model.device import choose_device, device_name
 from bough.model.gpu.ready import make_ready
+from bough.model.kernel_cache import compiled_ground
 from bough.model.kv_arena import KVArena
 from bough.model.limits import Limits
 from bough.model.loading import DTYPES, build_skeleton
@@ -28,10 +30,10 @@ from bough.model.memory import (
 from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.placement import Placement, Tier, gigabytes
+from bough.runtime.compile_once import compile_apart
 from bough.startup import stage
 from target_worker.budgets import choose_places
 from target_worker.engine import Engine
-from target_worker.kernels import compile_apart
 from target_worker.kv_stage import KVHome, KVInPlace, KVStage
 from target_worker.served import ServedTarget
 from target_worker.slots import SlotPool
@@ -42,6 +44,11 @@ from target_worker.weights import LayerExperts, plan_apart, plan_layer, sizes_ap
 from target_worker.weights_hash import WeightsHash
 
 logger = logging.getLogger(__name__)
+
+
+def compile_target(dtype: str) -> bool:
+    """Has what sweeps in numbers of this type call on a CPU compiled, as `compile_apart` does."""
+    return compile_apart("target_worker.kernels", [dtype], compiled_ground(Path(__file__).parent))
 
 
 class TargetWorker(ServedTarget):
@@ -66,7 +73,7 @@ class TargetWorker(ServedTarget):
         self._num_rows = self._limits.num_rows(self._skeleton.kv_shape().row_bytes, config.kv_memory)
         self._placement = self._place()
         if self._device.type == "cpu":
-            compile_apart(config.dtype)
+            compile_target(config.dtype)
         stage("reading weights")
         try:
             self._start()
@@ -82,8 +89,9 @@ class TargetWorker(ServedTarget):
         self._tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes, self._experts)
         tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
+        model, waiting, observe = self._model, config.max_waiting, self._metrics.observe
         self._engine = Engine(
-            StreamedSweeper(self._model), pool, self._limits, config.max_waiting, config.gather, self._metrics.observe
+            StreamedSweeper(model), pool, self._limits, waiting, config.gather, observe, lambda: model.num_layers_begun
         )
         self._start_engine(lambda: compute_reproducibly_with(config.threads))
         self._weights_hash.require_unchanged()

@@ -16,12 +16,12 @@ from bough.model.runner import ResidentModel
 from draft_worker.sources import load_draft
 from draft_worker.warm_up import warm_up_choosing
 from loadtest.tiny_model import TINY, save_model
-from target_worker.kernels import compile_apart
+from target_worker.worker import compile_target
 
 
 def compile_for(dtype: str) -> None:
     """All that a target in numbers of a type calls, and a draft."""
-    if not compile_apart(dtype):
+    if not compile_target(dtype):
         raise SystemExit("the kernels do not compile; the log above says why")
     with TemporaryDirectory() as folder:
         tiny = save_model(Path(folder) / "tiny", TINY)

@@ -79,7 +79,7 @@ async def http_stack(
     async with simulated_stack(folder, pair) as stack:
         figures = CollectorRegistry()
         figures.register(OrchestratorCollector(stack.requests.figures))
-        app = http_app(Callers(stack.requests), figures, stalled_seconds)
+        app = http_app(Callers(stack.requests), figures, stalled_seconds, has_page=True)
         transports: list[asyncio.Transport] = []
 
         async def noted(scope: Scope, receive: Receive, send: Send) -> None:

@@ -46,12 +46,12 @@ async def test_a_draft_that_holds_what_cannot_be(fakes: Fleet, length: str) -> N
 async def test_an_answer_that_is_no_message() -> None:
     """gRPC makes None of it, and tells nobody but the log."""
 
-    async def call() -> None:
+    async def call(_request: object, **_options: float) -> None:
         return None
 
     client = DraftClient("127.0.0.1:1")
     with pytest.raises(BoughError, match=r"127\.0\.0\.1:1: its answer is no such message"):
-        await client._errors(call())
+        await client._ask(call, None, 1.0)
     await client.close()
 
 

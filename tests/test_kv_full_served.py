@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -56,7 +57,7 @@ def figure(requests: Requests, name: str) -> float:
 async def test_a_request_that_gives_way_in_the_middle_says_what_it_would_have(tiny: Path) -> None:
     flags = ["--max-context", str(CONTEXT), "--max-nodes", str(NODES), "--kv-memory", str(FIT * TOKEN_BYTES)]
     async with pipeline(settings(tiny, None, *flags)) as cluster, requests_at(cluster) as requests:
-        older, younger = (requests.generate(PROMPT, OPTIONS) for _ in range(2))
+        older, younger = (requests.generate(PROMPT, replace(OPTIONS, request_id=name)) for name in ("older", "younger"))
         first: list[Event] = []
         second: list[Event] = []
         async with aclosing(older), aclosing(younger):

@@ -29,9 +29,9 @@ from bough.config import TargetConfig, parse
 from bough.messages import Context, VerifyCall
 from bough.sampling import SamplingParams
 from bough.tree import Tree
-from target_worker.kernels import compile_apart
+from target_worker.worker import compile_target
 from target_worker.worker import TargetWorker
-compile_apart("bfloat16")  # what a process has waited for counts as read by who waited
+compile_target("bfloat16")  # what a process has waited for counts as read by who waited
 import numba, transformers.models.llama.modeling_llama
 numba.njit(lambda x: x + 1)(1)
 

@@ -14,6 +14,7 @@ import pytest
 from bough.errors import StreamError
 from bough.model.checkpoint import TensorPlace
 from target_worker.disk import Disk
+from target_worker.reading import has_arrived
 from target_worker.stream import Ring
 from target_worker.weights import ALIGNMENT, Extent, LayerWeights
 
@@ -126,6 +127,23 @@ def test_a_file_that_cannot_be_read_is_named_with_its_tensor_until_it_can(
         sweep(ring)
         os.close(readable)
         os.close(unreadable)
+
+
+def test_a_layer_that_fails_ahead_of_its_turn_fails_nobody_before(layers: list[LayerWeights]) -> None:
+    """Those before it have been read by then: a sweep of seconds was lost to a layer of the next one."""
+    with ring_over(layers, num_slabs=NUM_LAYERS, num_threads=2) as ring:
+        sweep(ring)
+        while not all(has_arrived(ring._link, NUM_LAYERS + index) for index in range(NUM_LAYERS)):
+            pass
+        ring._fail(NUM_LAYERS + 2, StreamError("layer 2 of the next sweep"))
+        ring._fail(NUM_LAYERS + 3, StreamError("layer 3, later"))
+        for index in range(2):
+            with ring.layer(index):
+                pass
+        with pytest.raises(StreamError, match="layer 2 of the next sweep"), ring.layer(2):
+            pass
+        ring.restart()
+        sweep(ring)
 
 
 def whole_extent(extent: Extent, name: str) -> TensorPlace:

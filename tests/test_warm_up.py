@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from bough.model.checkpoint import Checkpoint
 from bough.model.pack import pack
 from bough.row_counts import RowCounts
 from loadtest.tiny_model import TINY, save_model
-from target_worker import kernels
 from target_worker.lanes import InlineLanes
 from target_worker.warm_up import PassSeconds, compute_curve
 
@@ -121,27 +118,3 @@ def test_a_damaged_layer_is_named_when_it_comes(twelve_layers: Path, tmp_path: P
         with suppress(StreamError):
             plain_logits(model, TOKENS)
         assert len(plain_logits(model, TOKENS)) == len(TOKENS)
-
-
-def test_kernels_are_compiled_once_by_a_process_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.setattr(kernels, "_compile_in_a_process", compiled.append)
-    for dtype in ("bfloat16", "bfloat16", "float32", "bfloat16"):
-        assert kernels.compile_apart(dtype)
-    assert compiled == ["bfloat16", "float32"]
-
-
-def test_a_target_goes_on_where_they_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(dtype: str) -> None:
-        raise subprocess.CalledProcessError(-9, dtype)
-
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.setattr(kernels, "_compile_in_a_process", fails)
-    with caplog.at_level(logging.WARNING):
-        assert not kernels.compile_apart("bfloat16")
-    assert "kernels could not be compiled apart" in caplog.text
-    monkeypatch.setattr(kernels, "_compile_in_a_process", lambda _: None)
-    assert kernels.compile_apart("bfloat16")

@@ -51,3 +51,4 @@ def compiled_folder() -> Path:
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))
+os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "bough.model.kernel_cache.ByContents,UserProvidedCacheLocator")

@@ -1,5 +1,7 @@
 """Loads transformers' modelling code without torch's compiler and without distributed tensors.
 
+    python -m bough.model.light_imports MODULE ARGUMENTS...    runs a module like `python -m MODULE` after that
+
 Importing it pulls in torch._dynamo, the inductor, sympy and torch.distributed.tensor, for decorators that matter to
 `torch.compile` alone and for tensors that are spread over processes. A worker uses neither; they took a third of its
 imports and 140 MB. So while transformers is loaded, torch._dynamo is a stand-in whose decorators leave functions as
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,3 +90,14 @@ def _indexing() -> Any:
 def _undecorated(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Callable[..., Any]:
     """As a decorator, and as what makes one."""
     return _unchanged if function is None else function
+
+
+def main() -> None:
+    """Runs the module that the command line names, with what follows it there."""
+    import_transformers()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

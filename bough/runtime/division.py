@@ -17,7 +17,9 @@ from bough.runtime.kv_budget import kv_budget
 
 INDEX_BYTES = 50 * 1000**2
 ORCHESTRATOR_BYTES = 150 * 1000**2
-WORKER_BYTES = 450 * 1000**2  # Python, torch, kernels, buffers of calls
+WORKER_BYTES = (
+    320 * 1000**2
+)  # Python, torch, kernels, buffers of calls; 100 MB of them are shared with the other worker
 LEFT_BYTES, LEFT_SHARE = 200 * 1000**2, 0.1  # that stay free, the larger of the two: files' pages, and other programs
 LEAST_TARGET_BYTES = 100 * 1000**2  # a smaller budget than any model's is refused here, where it says why
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 SHARE = 0.8  # of free memory that a process takes which is not told: others live here too
+GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu")  # CUDA's, WSL2's, ROCm's, Jetson's, as files in /dev
 RESERVE_BYTES = 300 * 1000**2  # that it leaves in any case: for its own stacks, kernels and buffers, and for others'
 
 
@@ -49,6 +50,12 @@ def free_memory(root: Path = ROOT) -> int:
 def most_of(free: int) -> int:
     """Bytes of free memory that a process may plan with which is not told how many."""
     return max(0, min(int(free * SHARE), free - RESERVE_BYTES))
+
+
+def may_be_gpu(device: str, root: Path = ROOT) -> bool:
+    """Whether a worker with this setting may compute on a GPU, as far as can be seen without torch."""
+    is_here = any(path for name in GPU_DEVICES for path in (root / "dev").glob(name))
+    return device.startswith("cuda") or (device == "auto" and is_here)
 
 
 def _affinity() -> int:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,16 +17,17 @@ from typing import Any
 
 from bough.client import Client
 from bough.errors import BoughError, ConfigError, Unavailable
-from bough.generation import WorkerStatus
-from bough.ray_dashboard import RayDashboard, Replica
+from bough.generation import ServerInfo, WorkerStatus
+from bough.ray_dashboard import Deployment, RayDashboard, Replica
 from loadtest.cluster.hosts import Host, hosts
 
 FRONT, TARGET, DRAFT = "front", "target", "draft"
 GCS_PORT, DASHBOARD_PORT, ORCHESTRATOR_PORT, HTTP_PORT = 6390, 8265, 7411, 8000
+OTHER_INDEX = "other_index"  # resource of the host that the index moves to
 RESOURCES: Mapping[str, Mapping[str, int]] = {
     FRONT: {"index": 1, "orchestrator": 1},
     TARGET: {"target_gpu": 1},
-    DRAFT: {"draft_gpu": 2},
+    DRAFT: {"draft_gpu": 2, "orchestrator": 1, OTHER_INDEX: 1},
 }
 START_SECONDS = 240.0  # until all nodes are there, and until bough serves
 POLL_SECONDS = 0.5
@@ -53,8 +54,17 @@ class RayCluster:
 
     @property
     def address(self) -> str:
-        """Of the orchestrator."""
-        return f"{self.hosts[FRONT].address}:{ORCHESTRATOR_PORT}"
+        """Of the orchestrator on the front host."""
+        return self.orchestrator_at(FRONT)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of both orchestrators."""
+        return [self.orchestrator_at(host) for host in (FRONT, DRAFT)]
+
+    def orchestrator_at(self, host: str) -> str:
+        """Address of the orchestrator on a host."""
+        return f"{self.hosts[host].address}:{ORCHESTRATOR_PORT}"
 
     @property
     def http_url(self) -> str:
@@ -63,21 +73,46 @@ class RayCluster:
 
     async def replicas(self, deployment: str) -> list[Replica]:
         """Those of a deployment that run; none while nobody answers."""
+        found = [each for each in await self.deployments() if each.name == deployment]
+        return [replica for each in found for replica in each.replicas if replica.state == "RUNNING"]
+
+    async def deployments(self) -> list[Deployment]:
+        """All of them; none while nobody answers."""
         try:
             applications = await asyncio.to_thread(self.dashboard.applications)
         except BoughError:
             return []
-        found = [each for app in applications for each in app.deployments if each.name == deployment]
-        return [replica for each in found for replica in each.replicas if replica.state == "RUNNING"]
+        return [each for application in applications for each in application.deployments]
 
-    async def workers_in_use(self, kind: str) -> list[WorkerStatus]:
-        """Those that the orchestrator uses."""
+    async def server_info(self, address: str) -> ServerInfo | None:
+        """What an orchestrator says of itself; None where it does not answer."""
         try:
-            async with asyncio.timeout(5), Client(self.address) as client:
-                workers = (await client.server_info()).workers
+            async with asyncio.timeout(5), Client(address) as client:
+                return await client.server_info()
         except (BoughError, TimeoutError):
-            return []
+            return None
+
+    async def workers_in_use(self, kind: str, address: str = "") -> list[WorkerStatus]:
+        """Those that the orchestrator at this address uses, or the one on the front host."""
+        info = await self.server_info(address or self.address)
+        workers = info.workers if info else ()
         return [worker for worker in workers if worker.info.kind == kind and not worker.problem]
+
+    async def redeploy(self, config: Mapping[str, Any]) -> None:
+        """A changed configuration; returns when Serve has carried it out and all workers are in use again."""
+        await asyncio.to_thread(self.dashboard.deploy, config)
+        wanted = {each["name"]: each for each in config["applications"][0]["deployments"]}
+
+        async def is_so() -> bool:
+            found = await self.deployments()
+            is_settled = len(found) == len(wanted) and all(
+                each.is_healthy and each.user_config == wanted[each.name]["user_config"] for each in found
+            )
+            return is_settled and all(
+                [await self.workers_in_use(kind, address) for kind in (TARGET, DRAFT) for address in self.addresses]
+            )
+
+        await until(is_so, "the new configuration")
 
     async def wait_for(self, deployment: str, kind: str, number: int, but_not: int = 0) -> None:
         """Returns when so many replicas run (none of them the process `but_not`), and as many workers are in use.
@@ -92,6 +127,12 @@ class RayCluster:
             return len(replicas) == number and is_fresh and len(await self.workers_in_use(kind)) == number
 
         await until(is_so, f"{number} of {deployment}")
+
+    async def kill_host(self, host: str) -> None:
+        """SIGKILL for every process on it, as a power cut would end them."""
+        for process_id in self.hosts[host].process_ids():
+            with suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
 
     async def kill_replica(self, deployment: str) -> int:
         """SIGKILL for one of its replicas, as a crash would end it; the process that it was."""
@@ -128,10 +169,11 @@ async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
         try:
             await cluster.wait_for("Target", "target", 1)
             await cluster.wait_for("Draft", "draft", 1)
+            await cluster.redeploy(config)  # of which nothing is new: until both orchestrators know all
             yield cluster
         except Unavailable as exc:
-            applications = await asyncio.to_thread(dashboard.applications)
-            raise Unavailable(f"{exc}: {'; '.join(each.problem for each in applications)}") from exc
+            problems = [f"{each.name}: {each.message}" for each in await cluster.deployments() if not each.is_healthy]
+            raise Unavailable(f"{exc}: {'; '.join(problems)}") from exc
 
 
 async def _has_nodes(dashboard: RayDashboard, started: Mapping[str, subprocess.Popen[bytes]], folder: Path) -> bool:

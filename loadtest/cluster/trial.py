@@ -8,56 +8,23 @@ import random
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from bough.client import Client
 from bough.generation import GenerateOptions, TextPrompt
-from deploy.check import check, load
 from loadtest.chaos_streams import Received, Streams, Tally, make_scripts, undisturbed
-from loadtest.cluster.ray_cluster import DRAFT, FRONT, HTTP_PORT, TARGET, RayCluster, ray_cluster
+from loadtest.cluster.configurations import trial_config, with_index_elsewhere, with_other_settings
+from loadtest.cluster.ray_cluster import DRAFT, FRONT, TARGET, RayCluster, ray_cluster, until
 
-CONFIG = Path(__file__).parent.parent.parent / "deploy" / "two-machines.yaml"
-PROFILE = Path(__file__).parent.parent / "data" / "cluster-profile.json"
 CUT_SECONDS = 6.0
 CALM_SECONDS = 3.0  # of streams between disturbances
+HEADLESS_SECONDS = 20.0  # of streams without Ray's head
 FEW, MANY = 2, 8  # streams at once
-CALLS_PER_DRAFT = 0.7  # with MANY more trees grow at a moment than that, with FEW fewer
 PROMPT, NUM_TOKENS = "Why is the sky blue?", 24
 HTTP_SECONDS = 120.0
 VOCAB_SIZE = 500  # tokens of prompts: any profile knows more
-
-
-def trial_config() -> dict[str, Any]:
-    """deploy/two-machines.yaml with simulated workers, drafts that scale, and patience for this network."""
-    config = load(CONFIG)
-    config["http_options"] = {"host": "0.0.0.0", "port": HTTP_PORT}
-    for deployment in config["applications"][0]["deployments"]:
-        name, program = deployment["name"], {"simulate": str(PROFILE)}
-        deployment["ray_actor_options"].pop("num_gpus", None)
-        if name == "Target":
-            deployment["user_config"] = {"program": {**program, "drain_seconds": 5}}
-        elif name == "Draft":
-            deployment["user_config"] = {"program": {**program, "drain_seconds": 5}}
-            del deployment["num_replicas"]
-            deployment["autoscaling_config"] = {
-                "min_replicas": 1,
-                "max_replicas": 2,
-                "metrics_interval_s": 1,
-                "look_back_period_s": 4,
-                "upscale_delay_s": 1,
-                "downscale_delay_s": 4,
-                "policy": {
-                    "policy_function": "deploy.policies:PerReplica",
-                    "policy_kwargs": {"metric": "calls", "most": CALLS_PER_DRAFT},
-                },
-            }
-        elif name == "Orchestrator":
-            deployment["user_config"]["program"] |= {"draft_timeout": 2, "failover_timeout": 300}
-    check(config)
-    return config
 
 
 STEPS = (
@@ -66,43 +33,61 @@ STEPS = (
     "target_replica_killed",
     "drafts_scaled_up",
     "drafts_scaled_down",
+    "redeployed",
+    "index_moved",
+    "head_killed",
 )
 
 
 class Trial:
     """Disturbs a cluster step by step, and notes how long each step took."""
 
-    def __init__(self, cluster: RayCluster, make_streams: Callable[[str], Streams]) -> None:
-        """`make_streams` is given a name that no other streams of the trial have."""
+    def __init__(self, cluster: RayCluster, make_streams: Callable[[str, list[str]], Streams]) -> None:
+        """`make_streams` is given a name that no other streams of the trial have, and whom they ask."""
         self.seconds: dict[str, float] = {}
         self.cuts_were_cuts = True
+        self.replicas_stayed = True
         self.tally = Tally()
         self._cluster, self._make_streams = cluster, make_streams
 
-    async def run(self) -> None:
-        """All steps; each returns when the cluster is whole again."""
-        acts: tuple[Callable[[], Awaitable[None]], ...] = (
-            lambda: self._cut_off(TARGET),
-            lambda: self._cut_off(DRAFT),
-            self._kill_target,
-            self._scale_up,
-            self._scale_down,
-        )
-        for name, act in zip(STEPS, acts, strict=True):
-            await self._step(name, act)
+    async def run(self, steps: Sequence[str]) -> None:
+        """Those of STEPS, in that order; each returns when the cluster is whole again, but for the head's."""
+        acts: Mapping[str, Callable[[], Awaitable[None]]] = {
+            "target_host_cut_off": lambda: self._cut_off(TARGET),
+            "draft_host_cut_off": lambda: self._cut_off(DRAFT),
+            "target_replica_killed": self._kill_target,
+            "drafts_scaled_up": self._scale_up,
+            "drafts_scaled_down": self._scale_down,
+            "redeployed": self._redeploy,
+            "index_moved": self._move_index,
+            "head_killed": self._kill_head,
+        }
+        for name in (each for each in STEPS if each in steps):
+            if name == "index_moved":  # all start anew: who asks meanwhile is answered by nobody
+                await self._timed(name, acts[name])
+            elif name == "head_killed":  # and with it one of the orchestrators
+                await self._step(name, acts[name], [self._cluster.orchestrator_at(DRAFT)])
+            else:
+                await self._step(name, acts[name])
 
-    async def _step(self, name: str, step: Callable[[], Awaitable[None]]) -> None:
-        async with self._load(FEW, name):
+    async def _step(
+        self, name: str, step: Callable[[], Awaitable[None]], addresses: Sequence[str] | None = None
+    ) -> None:
+        """While streams ask both orchestrators, or those at these addresses."""
+        async with self._load(FEW, name, addresses):
             await asyncio.sleep(CALM_SECONDS)
-            began = time.monotonic()
-            print(f"{time.strftime('%H:%M:%S')} {name}", file=sys.stderr, flush=True)
-            await step()
-            self.seconds[name] = round(time.monotonic() - began, 1)
+            await self._timed(name, step)
             await asyncio.sleep(CALM_SECONDS)
+
+    async def _timed(self, name: str, step: Callable[[], Awaitable[None]]) -> None:
+        began = time.monotonic()
+        print(f"{time.strftime('%H:%M:%S')} {name}", file=sys.stderr, flush=True)
+        await step()
+        self.seconds[name] = round(time.monotonic() - began, 1)
 
     async def _cut_off(self, host: str) -> None:
         machine = self._cluster.hosts[host]
-        (worker,) = await self._cluster.workers_in_use(host)
+        worker, *_ = await self._cluster.workers_in_use(host)
         machine.cut_off()
         self.cuts_were_cuts &= not await can_connect(worker.address)
         await asyncio.sleep(CUT_SECONDS)
@@ -120,14 +105,54 @@ class Trial:
     async def _scale_down(self) -> None:
         await self._cluster.wait_for("Draft", "draft", 1)
 
+    async def _redeploy(self) -> None:
+        """Other settings for every program, which its replica starts anew; the replicas stay."""
+        before, replicas = await self._worker_ids(), await self._replica_ids()
+
+        async def is_so() -> bool:
+            return not before & await self._worker_ids()
+
+        await self._cluster.redeploy(with_other_settings(trial_config()))
+        await until(is_so, "programs with the new settings")
+        self.replicas_stayed = replicas == await self._replica_ids()
+
+    async def _move_index(self) -> None:
+        """Its replica is placed on another host."""
+        config = with_index_elsewhere(trial_config())
+        host = self._cluster.hosts[DRAFT].address
+
+        async def is_found() -> bool:
+            infos = [await self._cluster.server_info(address) for address in self._cluster.addresses]
+            return all(info is not None and host in info.index_url for info in infos)
+
+        await asyncio.to_thread(self._cluster.dashboard.deploy, config)
+        await until(is_found, "the orchestrators to find the index where it is now")
+        await self._cluster.redeploy(config)
+
+    async def _kill_head(self) -> None:
+        """With Ray's head one of the two orchestrators goes; index, workers and the other one are elsewhere."""
+        await self._cluster.kill_host(FRONT)
+        await asyncio.sleep(HEADLESS_SECONDS)
+
+    async def _worker_ids(self) -> set[str]:
+        return {each.info.worker_id for kind in (TARGET, DRAFT) for each in await self._cluster.workers_in_use(kind)}
+
+    async def _replica_ids(self) -> set[int]:
+        """Of those whose number is fixed."""
+        return {each.process_id for name in ("Target", "Orchestrator") for each in await self._cluster.replicas(name)}
+
     async def _whole(self) -> None:
-        await self._cluster.wait_for("Target", "target", 1)
-        await self._cluster.wait_for("Draft", "draft", 1)
+        """Draft workers may be more than one: a machine that is slow has more trees at once."""
+
+        async def is_so() -> bool:
+            return bool(await self._cluster.workers_in_use(TARGET) and await self._cluster.workers_in_use(DRAFT))
+
+        await until(is_so, "workers to be in use again")
 
     @asynccontextmanager
-    async def _load(self, num_streams: int, name: str) -> AsyncIterator[None]:
+    async def _load(self, num_streams: int, name: str, addresses: Sequence[str] | None = None) -> AsyncIterator[None]:
         """So many streams at once, one after another; those that run at the end of the block may finish."""
-        streams = self._make_streams(name)
+        streams = self._make_streams(name, [*(addresses or self._cluster.addresses)])
         streams.tally = self.tally
         running = asyncio.create_task(streams.run(num_streams, random.Random(name)))
         try:
@@ -137,7 +162,7 @@ class Trial:
             await running
 
 
-async def run_trial(seed: int) -> dict[str, Any]:
+async def run_trial(seed: int, steps: Sequence[str] = STEPS) -> dict[str, Any]:
     """The figures of one trial."""
     began = time.monotonic()
     rng = random.Random(seed)
@@ -148,13 +173,14 @@ async def run_trial(seed: int) -> dict[str, Any]:
         async with Client(cluster.address) as client:
             answers = [await undisturbed(client, script) for script in scripts]
             http_text, text = await asyncio.to_thread(ask_over_http, cluster.http_url), await ask_over_grpc(client)
-        trial = Trial(cluster, lambda name: Streams([cluster.address], scripts, answers, name))
-        await trial.run()
+        trial = Trial(cluster, lambda name, addresses: Streams(addresses, scripts, answers, name))
+        await trial.run(steps)
     tally = trial.tally
     return {
         "placement_is_right": placement,
         "http_answer_is_equal": http_text == text != "",
         "cuts_were_cuts": trial.cuts_were_cuts,
+        "replicas_stayed": trial.replicas_stayed,
         "ready_seconds": round(ready_seconds, 1),
         "steps_seconds": trial.seconds,
         "streams_finished": tally.finished,
@@ -201,9 +227,10 @@ async def can_connect(address: str) -> bool:
 
 async def placement_of(cluster: RayCluster) -> bool:
     """Whether every replica is on the host that has its resource, and every worker announces that host's address."""
-    wanted = {"Index": FRONT, "Orchestrator": FRONT, "Target": TARGET, "Draft": DRAFT}
-    for deployment, host in wanted.items():
-        if [each.host for each in await cluster.replicas(deployment)] != [cluster.hosts[host].address]:
+    wanted = {"Index": {FRONT}, "Orchestrator": {FRONT, DRAFT}, "Target": {TARGET}, "Draft": {DRAFT}}
+    for deployment, hosts in wanted.items():
+        found = sorted(each.host for each in await cluster.replicas(deployment))
+        if found != sorted(cluster.hosts[host].address for host in hosts):
             return False
     for kind in (TARGET, DRAFT):
         addresses = [worker.address for worker in await cluster.workers_in_use(kind)]
@@ -215,7 +242,12 @@ async def placement_of(cluster: RayCluster) -> bool:
 def has_failed(figures: dict[str, Any]) -> bool:
     """Whether anything happened that must not."""
     names = ("failed_streams", "hung_streams", "unequal_streams", "lost_tokens", "repeated_tokens")
-    must = ("placement_is_right", "http_answer_is_equal", "cuts_were_cuts")
+    must = (
+        "placement_is_right",
+        "http_answer_is_equal",
+        "cuts_were_cuts",
+        "replicas_stayed",
+    )
     return not all(figures[name] for name in must) or any(figures[name] for name in names)
 
 

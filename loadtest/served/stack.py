@@ -72,7 +72,7 @@ class Stack:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{child.name} did not end within {DRAIN_SECONDS:g} s of SIGTERM:\n{child.tail()}")
             await asyncio.sleep(POLL_SECONDS)
-        return int(child.process.returncode)
+        return child.process.wait()
 
     def process_ids(self) -> dict[str, int]:
         """Of everything that runs, the index included."""

@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from bough.generation import Event, Finished, SpeculationMetrics, Started, Tokens
 from orchestrator.http_api.errors import Json
+from orchestrator.http_api.rounds import round_of
 from orchestrator.http_api.spelling import Spell, TokenBytes
 
 
@@ -26,6 +27,7 @@ class StreamTelling:
 
     usage: bool = False  # in a chunk at the end
     continuous_usage: bool = False  # in every chunk
+    rounds: bool = False  # each round, with the chunk of its text
 
 
 @dataclass(slots=True)
@@ -97,7 +99,11 @@ class Answer(ABC):
         if isinstance(event, Started):
             self.model = event.model_name
             self._token_bytes = self._spell(event.model_name) if self._spell else None
-        return [self._chunk([one]) for one in self._told(index, event, begin)]
+        chunks = [self._chunk([one]) for one in self._told(index, event, begin)]
+        if self.telling.rounds and isinstance(event, Tokens) and event.num_nodes > 0:
+            chunks = chunks or [self._chunk([])]  # a round may end within a character
+            chunks[0]["metrics"] = {"round": round_of(event)}
+        return chunks
 
     def last_chunks(self) -> Iterator[Json]:
         """What follows the chunks of all choices."""

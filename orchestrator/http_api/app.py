@@ -38,7 +38,9 @@ from orchestrator.http_api.fields import (
 )
 from orchestrator.http_api.guard import Guard, tenant_of
 from orchestrator.http_api.options import Wanted, choices
+from orchestrator.http_api.rounds import cluster_told, decisions_told
 from orchestrator.http_api.spelling import Spell
+from orchestrator.http_api.ui import FILES, page_routes
 from orchestrator.requests import Requests
 from orchestrator.tenants import Callers, Tenant
 
@@ -51,9 +53,17 @@ Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
 
 def http_app(
-    callers: Callers, figures: CollectorRegistry, stalled_seconds: float, *, has_open_figures: bool = False
+    callers: Callers,
+    figures: CollectorRegistry,
+    stalled_seconds: float,
+    *,
+    has_open_figures: bool = False,
+    has_page: bool = False,
 ) -> Starlette:
-    """The ASGI application in front of these callers' requests; `figures` are served at /metrics, to all or to them."""
+    """The ASGI application in front of these callers' requests; `figures` are served at /metrics, to all or to them.
+
+    With `has_page` there is one to watch at /ui.
+    """
     requests = callers.requests
     door = _Door(requests, figures, stalled_seconds, BodyReader(requests.entrance))
     routes = [
@@ -66,10 +76,15 @@ def http_app(
         Route(HEALTH, _Answered(door.health), methods=["GET"]),
         Route(METRICS, _Answered(door.metrics), methods=["GET"]),
         Route(DISCOVERY, _Answered(door.service_discovery), methods=["GET"]),
+        Route("/decisions/{name}", _Answered(door.decisions), methods=["GET"]),
+        Route("/cluster", _Answered(door.cluster), methods=["GET"]),
         Route("/version", _Answered(door.version), methods=["GET"]),
     ]
     handlers = {HTTPException: _refused}
     open_paths = {HEALTH, METRICS, DISCOVERY} if has_open_figures else {HEALTH}
+    if has_page:  # whose own requests have the key that is typed in there
+        routes += page_routes()
+        open_paths |= FILES.keys()
     layers = [Middleware(_RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
     app.router.redirect_slashes = False  # a client that posts would follow with a GET, or not at all
@@ -163,6 +178,14 @@ class _Door:
         ]
         return JSONResponse(told)
 
+    async def decisions(self, request: Request, entered: ExitStack) -> Response:
+        """The last rounds of a request or a session, and why they were as they were."""
+        return JSONResponse(decisions_told(tenant_of(request).decisions(request.path_params["name"])))
+
+    async def cluster(self, request: Request, entered: ExitStack) -> Response:
+        """This orchestrator and its workers."""
+        return JSONResponse(cluster_told(self.requests.server_info(), self.requests.loads()))
+
     async def version(self, request: Request, entered: ExitStack) -> Response:
         """Release of bough."""
         return JSONResponse({"version": __version__})
@@ -201,7 +224,7 @@ class _Door:
 
 def _telling(fields: GenerationFields) -> StreamTelling:
     given = fields.stream_options or StreamOptions()
-    return StreamTelling(bool(given.include_usage), bool(given.continuous_usage_stats))
+    return StreamTelling(bool(given.include_usage), bool(given.continuous_usage_stats), bool(given.include_rounds))
 
 
 def _session_id(request: Request, fields: GenerationFields) -> str:

@@ -131,7 +131,9 @@ def _refusal(exc: ValidationError) -> ApiError:
         case "must":
             message = f"{param}: value was {shortened(first['input'])}; must {first['msg']}"
         case _:
-            must = first["msg"].replace("Input should ", "").replace("List should ", "")
+            must = (
+                first["msg"].replace("Input should ", "").replace("List should ", "").partition(" after validation")[0]
+            )
             message = f"{param}: value was {shortened(first['input'])}; must {must[:1].lower()}{must[1:]}"
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)
 

@@ -120,6 +120,7 @@ class StreamOptions(_Fields):
 
     include_usage: StrictBool | None = None
     continuous_usage_stats: StrictBool | None = None
+    include_rounds: StrictBool | None = None
     include_obfuscation: Ignored = None
 
 

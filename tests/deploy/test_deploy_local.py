@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -100,3 +101,19 @@ def test_a_signal_amid_a_callback_of_asyncio_is_not_lost(caught: Callable[[], No
     caught()
     with pytest.raises(local.Stopped):
         asyncio.run(ask())
+
+
+def test_a_profile_that_is_none_and_a_port_in_use_are_named_before_anything_is_started(
+    caught: Callable[[], None],
+) -> None:
+    file = Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml"
+    with pytest.raises(ConfigError, match="profile: value was 'rtx9999'; must be a JSON file, or one of a100"):
+        local.run(file, "rtx9999", None, 0)
+    with socket.socket() as other:
+        other.bind((local.HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"--port \(or http_options.port\): value was {port}; must be a free port"
+        ):
+            local.run(file, "l40-70b-4bit", port, 0)

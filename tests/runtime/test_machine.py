@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bough.config import TargetConfig, parse
-from bough.runtime.machine import free_memory, most_of, usable_cpus
+from bough.runtime.machine import free_memory, may_be_gpu, most_of, usable_cpus
 from loadtest.limits import limited
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw\n"
@@ -151,3 +151,10 @@ def test_a_process_that_is_not_told_leaves_memory_to_others() -> None:
     assert most_of(10 * 1000**3) == 8 * 1000**3
     assert most_of(1000**3) == 700 * 1000**2
     assert most_of(200 * 1000**2) == 0
+
+
+def test_a_gpu_is_seen_by_its_files(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    assert [may_be_gpu(device, tmp_path) for device in ("auto", "cpu", "cuda:1")] == [False, False, True]
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert [may_be_gpu(device, tmp_path) for device in ("auto", "cpu", "cuda:1")] == [True, False, True]

@@ -1,0 +1,75 @@
+"""What a page, or whoever else wants to watch, is told of rounds and of the cluster; nothing that changes an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from bough.generation import Loads, ServerInfo, Tokens, WorkerStatus
+from bough.sizing.decision import Decision
+from orchestrator.http_api.errors import Json
+
+NANO = 1e-9
+
+
+def round_of(event: Tokens) -> Json:
+    """One round: its tree, what was kept of it, and how its seconds were spent.
+
+    `parents` are of the nodes that were verified, -1 for the root; `accepted` are numbers of nodes, from the root down.
+    """
+    timings, verified = event.timings, event.verified
+    target_ns = timings.target_ns - timings.queue_ns
+    other_ns = timings.total_ns - timings.draft_ns - timings.network_ns - timings.target_ns
+    return {
+        "nodes": event.num_nodes,
+        "depth": event.tree_depth,
+        "parents": verified.tree.parents.tolist() if verified else [],
+        "accepted": list(verified.accepted_nodes) if verified else [],
+        "texts": list(event.texts),
+        "drafted": list(event.drafted),
+        "seconds": {
+            "total": timings.total_ns * NANO,
+            "draft": timings.draft_ns * NANO,
+            "network": timings.network_ns * NANO,
+            "queue": timings.queue_ns * NANO,
+            "wait": timings.wait_ns * NANO,
+            "compute": max(0, target_ns - timings.wait_ns) * NANO,
+            "other": max(0, other_ns) * NANO,
+        },
+    }
+
+
+def decisions_told(decisions: Sequence[Decision]) -> list[Json]:
+    """Why trees were as large as they were, oldest round first; `bough explain` prints the same."""
+    return [asdict(decision) | {"mode": decision.mode.value} for decision in decisions]
+
+
+def cluster_told(info: ServerInfo, loads: Loads) -> Json:
+    """This orchestrator, its workers and the index."""
+    return {
+        "version": info.bough_version,
+        "index": {"url": info.index_url, "problem": info.index_problem},
+        "requests": {
+            "running": loads.num_requests_running,
+            "waiting": loads.num_requests_waiting,
+            "total": loads.num_requests_total,
+        },
+        "workers": [_worker(status) for status in info.workers],
+    }
+
+
+def _worker(status: WorkerStatus) -> Json:
+    info = status.info
+    return {
+        "kind": info.kind,
+        "id": info.worker_id,
+        "address": status.address,
+        "model": info.model_name,
+        "description": info.model_description,
+        "sessions": info.num_sessions,
+        "kv_bytes": info.kv_bytes,
+        "kv_used_bytes": info.kv_used_bytes,
+        "passes": info.num_passes,
+        "problem": status.problem,
+        "notes": list(info.notes),
+    }

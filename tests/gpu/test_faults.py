@@ -1,0 +1,166 @@
+"""A device that fails, a disk that fails once, and a disk that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_sweeps import Where, on_the_device, three_sweeps
+from fake_target import LIMITS, Clock, FakeModel, new_pool, verify_call
+from pretend import device, pretending
+
+from bough.errors import AcceleratorFull, AcceleratorLost
+from bough.model.gpu import faults
+from bough.process import watch
+from bough.row_counts import RowCounts
+from bough.runtime.ending import EXIT_LOST
+from target_worker import disk
+from target_worker.engine import Engine
+from target_worker.stillness import STILL_SECONDS, Stillness
+from target_worker.streamed_sweeper import StreamedSweeper
+from target_worker.sweep import StreamedModel
+
+STICKY = "CUDA error: an illegal memory access was encountered\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, error: Exception, at: int) -> None:
+    """The so manieth attention fails, in the middle of a layer."""
+    calls, index_copy = [0], torch.Tensor.index_copy_
+
+    def fail(self: torch.Tensor, *args: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == at:
+            raise error
+        return index_copy(self, *args)
+
+    monkeypatch.setattr(torch.Tensor, "index_copy_", fail)
+
+
+def test_a_device_that_is_lost_ends_the_process(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call would answer with the same error for ever, while the worker went on taking sessions."""
+    ended: list[Exception] = []
+    monkeypatch.setattr(faults, "end_soon", ended.append)
+    with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
+        failing_once(monkeypatch, torch.AcceleratorError(STICKY), at=4)
+        with pytest.raises(AcceleratorLost, match=r"illegal memory access was encountered$"):
+            three_sweeps(model, device())
+    assert [type(error) for error in ended] == [AcceleratorLost]
+
+
+def test_after_memory_ran_out_the_next_sweep_is_right(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
+        wanted = three_sweeps(model, device())
+        failing_once(monkeypatch, torch.OutOfMemoryError("tried to allocate 2 GiB"), at=4)
+        with pytest.raises(AcceleratorFull, match=r"pretend:0 has no memory left: tried to allocate 2 GiB"):
+            three_sweeps(model, device())
+        assert torch.equal(three_sweeps(model, device()), wanted)
+
+
+def test_the_reason_is_the_last_line_and_the_status_is_not_0() -> None:
+    code = (
+        "import time; from bough.runtime.ending import end_soon; end_soon(Exception('cuda:0 is lost')); time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (EXIT_LOST, "error: cuda:0 is lost")
+
+
+class Small(FakeModel):
+    """Has memory for so many tokens at once."""
+
+    most = LIMITS.max_nodes
+
+    def sweep(self, batch: Any) -> Any:
+        if batch.num_tokens > self.most:
+            raise AcceleratorFull("--device: cuda:0 has no memory left: 2 GiB")
+        return super().sweep(batch)
+
+
+def test_out_of_memory_makes_sweeps_smaller_and_fails_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    model = Small(RowCounts(4, 4))
+    limits = replace(LIMITS, max_sweep_tokens=2 * LIMITS.max_nodes)
+    engine = Engine(StreamedSweeper(model), new_pool(Clock()), limits, 100)
+    engine.start()
+    try:
+        prompt = [token % 30 for token in range(limits.max_sweep_tokens)]
+        with caplog.at_level(logging.WARNING):
+            result = engine.verify(verify_call("a", prompt)).result(10)
+        assert result.verdict.bonus_token == prompt[-1] + 1
+        assert "sweeps have at most" in caplog.text
+        model.most = 0
+        with pytest.raises(AcceleratorFull):
+            engine.verify(verify_call("b", [1])).result(10)
+    finally:
+        engine.stop()
+
+
+def test_a_read_that_fails_once_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"weights")
+    descriptor, calls, preadv = os.open(tmp_path / "file", os.O_RDONLY), [0], os.preadv
+
+    def fail(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] <= failures:
+            raise OSError(5, "Input/output error")
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    try:
+        target = bytearray(7)
+        failures = 1
+        assert disk._read_twice(descriptor, memoryview(target), 0) == 7
+        assert target == b"weights"
+        calls[0], failures = 0, 2
+        with pytest.raises(disk.ReadError, match="Input/output error"):
+            disk._read_twice(descriptor, memoryview(target), 0)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_sweep_that_gets_no_further_is_noticed() -> None:
+    clock, done = Clock(), [0]
+    stillness = Stillness(lambda: done[0], clock)
+    for is_running in (False, True):
+        assert stillness.trouble(is_running) == ""
+    clock.now += STILL_SECONDS - 1
+    assert stillness.trouble(True) == ""
+    clock.now += 2
+    assert stillness.trouble(True).startswith("a sweep has got no further for 121 seconds")
+    done[0] += 1
+    assert stillness.trouble(True) == ""
+    clock.now += 2 * STILL_SECONDS
+    assert stillness.trouble(False) == "", "nobody asks for anything"
+
+
+async def test_health_says_so_while_it_lasts() -> None:
+    stop, said = asyncio.Event(), list[bool]()
+
+    class Served:
+        async def set_ready(self, is_ready: bool) -> None:
+            said.append(is_ready)
+
+    class Worker:
+        troubles = iter(["", "a disk that hangs", "a disk that hangs", ""])
+
+        def trouble(self) -> str:
+            trouble = next(self.troubles, None)
+            if trouble is None:
+                stop.set()
+            return trouble or ""
+
+    await asyncio.wait_for(watch(Worker(), Served(), stop, every_seconds=0.01), 10)  # type: ignore[arg-type]
+    assert said == [False, True]
+
+
+def test_a_sweep_counts_the_layers_that_it_begins(tiny: Path) -> None:
+    with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
+        three_sweeps(model, device())
+        assert isinstance(model, StreamedModel)
+        assert model.num_layers_begun == 3 * len(model.tiers.layers)

@@ -1,0 +1,120 @@
+"""The page at /ui, and what it asks for: rounds in a stream, why they were so, and the cluster."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from http_stack import HttpStack, http_stack
+
+from bough.config import OrchestratorConfig, parse
+from orchestrator.http_api.ui import FILES, FOLDER
+from orchestrator.http_door import has_page
+
+CHAT = "/v1/chat/completions"
+BODY = {
+    "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+    "max_completion_tokens": 24,
+    "seed": 3,
+    "ignore_eos": True,
+    "stream": True,
+}
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+    async with http_stack(tmp_path_factory.mktemp("page")) as running:
+        yield running
+
+
+async def test_a_stream_tells_its_rounds_where_it_is_asked_to(door: HttpStack) -> None:
+    chunks = await door.chunks(CHAT, BODY | {"stream_options": {"include_rounds": True}})
+    rounds = [chunk["metrics"]["round"] for chunk in chunks if "metrics" in chunk]
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert "".join(piece for one in rounds for piece in one["texts"]) == text
+    assert sum(len(one["texts"]) for one in rounds) == 24
+    for one in rounds:
+        assert len(one["parents"]) == one["nodes"]
+        assert one["parents"][0] == -1
+        assert len(one["accepted"]) >= one["drafted"].count(True)
+        path = [0, *one["accepted"]]
+        assert [one["parents"][node] for node in path[1:]] == path[:-1], "what is kept is a path from the root"
+        seconds = one["seconds"]
+        assert sum(seconds.values()) - seconds["total"] == pytest.approx(seconds["total"], rel=0.05)
+    plain = await door.chunks(CHAT, BODY)
+    assert not any("metrics" in chunk for chunk in plain)
+
+
+async def test_why_rounds_were_so_is_told_by_the_answers_own_id(door: HttpStack) -> None:
+    chunks = await door.chunks(CHAT, BODY)
+    decisions = (await door.client.get(f"/decisions/{chunks[0]['id']}")).json()
+    assert sum(one["tokens"] for one in decisions) == 24
+    assert {one["mode"] for one in decisions} <= {"draft", "lookup", "probe", "off"}
+    refusal = await door.client.get("/decisions/nobody")
+    assert refusal.status_code == 404
+    assert "nobody" in refusal.json()["error"]["message"]
+
+
+async def test_the_cluster_is_its_workers_and_what_is_wrong_with_them(door: HttpStack) -> None:
+    cluster = (await door.client.get("/cluster")).json()
+    assert sorted(worker["kind"] for worker in cluster["workers"]) == ["draft", "target"]
+    assert cluster["index"]["problem"] == ""
+    assert all(worker["problem"] == "" and worker["address"] for worker in cluster["workers"])
+
+
+async def test_the_page_is_files_that_load_nothing_from_elsewhere(door: HttpStack) -> None:
+    for path, (name, media_type) in FILES.items():
+        reply = await door.client.get(path)
+        assert reply.headers["content-type"].startswith(media_type)
+        assert reply.text == (FOLDER / name).read_text()
+        assert "default-src 'self'" in reply.headers["content-security-policy"]
+    text = (FOLDER / "index.html").read_text() + (FOLDER / "app.js").read_text()
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    assert "innerHTML" not in text, "what a model says must not become markup"
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_served"),
+    [
+        ([], True),
+        (["--host", "0.0.0.0"], False),
+        (["--host", "0.0.0.0", "--ui", "yes"], True),
+        (["--ui", "no"], False),
+    ],
+)
+def test_it_is_off_by_default_where_others_reach_it(flags: list[str], is_served: bool) -> None:
+    assert has_page(parse(OrchestratorConfig, "orchestrator", flags, {})) == is_served
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
+async def test_in_a_browser_an_answer_is_read_and_its_tree_is_seen(door: HttpStack, tmp_path: Path) -> None:
+    playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+    async with playwright.async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        try:
+            page = await browser.new_page(viewport={"width": 1280, "height": 900})
+            problems: list[str] = []
+            page.on("pageerror", lambda error: problems.append(str(error)))
+            page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+            await page.goto(f"{door.client.base_url}/ui".replace("//ui", "/ui"))
+            await page.fill("#question", "Why is the <b>sky</b> blue?")
+            await page.fill("#length", "24")
+            await page.click("#send")
+            await page.wait_for_selector("#send:not([disabled])")
+            assert await page.locator(".turn.user").all_inner_texts() == ["Why is the <b>sky</b> blue?"]
+            assert await page.locator(".turn.assistant span").count() > 1
+            assert await page.locator("#tree circle").count() >= 1
+            assert await page.locator("#rounds rect").count() >= 2
+            assert "kept" in await page.inner_text("#shape")
+            await page.click("#why")
+            await page.wait_for_selector("#decisions td")
+            assert await page.locator("#workers tr").count() == 3
+            assert await page.inner_text("#problem") == ""
+            assert problems == []
+            await page.screenshot(path=tmp_path / "page.png")
+        finally:
+            await browser.close()

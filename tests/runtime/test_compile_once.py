@@ -1,0 +1,39 @@
+"""Kernels are compiled by a process of their own, once for all that want them."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bough.runtime import compile_once
+from bough.runtime.compile_once import compile_apart
+
+
+def test_each_set_of_kernels_is_compiled_once_by_a_process_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[str, ...]] = []
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setattr(compile_once, "compile_in_a_process", lambda *command: compiled.append(command))
+    wanted = (("target", ["bfloat16"], "1"), ("target", ["float32"], "1"), ("draft", ["bfloat16"], "1"))
+    for each in (*wanted, *wanted, ("target", ["bfloat16"], "2")):
+        assert compile_apart(*each)
+    assert compiled == [(module, arguments) for module, arguments, _ in (*wanted, wanted[0])]
+
+
+def test_a_worker_goes_on_where_they_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(module: str, arguments: list[str]) -> None:
+        raise subprocess.CalledProcessError(-9, [module, *arguments])
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setattr(compile_once, "compile_in_a_process", fails)
+    with caplog.at_level(logging.WARNING):
+        assert not compile_apart("target", ["bfloat16"], "1")
+    assert "kernels could not be compiled apart" in caplog.text
+    monkeypatch.setattr(compile_once, "compile_in_a_process", lambda *_: None)
+    assert compile_apart("target", ["bfloat16"], "1")
