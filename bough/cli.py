@@ -18,6 +18,7 @@ from bough.config import DEFAULT_PORT, PLANNERS, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions
 from bough.growth import Scheme
+from bough.output import reader_may_leave
 from bough.values import DRAFT_BITS, DTYPE_NAMES
 
 PLAN_SETTINGS = (
@@ -30,6 +31,7 @@ COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
+@reader_may_leave()
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command; an error that the user can mend is one line on standard error and exit status 2."""
     arguments = argument_parser().parse_args(argv)

@@ -79,7 +79,8 @@ class StreamedModel:
         """(num_logit_rows, vocab_size) logits of the rows that want them, on the CPU, and where the time went.
 
         Raises:
-            StreamError: a layer could not be read; the ring has begun again and the next sweep may succeed.
+            StreamError: a layer could not be read, or a file was overwritten meanwhile; the ring has begun again and
+                the next sweep may succeed.
             AcceleratorFull: there was no memory for so many rows.
             AcceleratorLost: the process ends.
         """
@@ -89,6 +90,7 @@ class StreamedModel:
                 if self._has_failed:
                     self.tiers.renew()
                 logits = self._logits(batch)
+                self.tiers.require_unchanged()
             except BaseException:
                 self._has_failed = True
                 self.tiers.restart()
