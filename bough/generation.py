@@ -93,6 +93,7 @@ class GenerateOptions:
     continues: bool = False  # the prompt comes after all that the session holds
     resume: Resume | None = None
     model: str = ""  # its name; empty is the session's, or else the only one that is served
+    cache_salt: str = ""  # prefixes are shared with requests that have the same one
 
 
 @dataclass(frozen=True, slots=True)

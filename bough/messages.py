@@ -25,12 +25,13 @@ class Context:
     prefix_hash: int  # of those
     tokens: tuple[int, ...]  # from context_start up to, but excluding, the root
     prompt_length: int
+    cache_salt: str = ""  # what is held serves only sessions with the same one to begin from
 
     @classmethod
-    def of(cls, session_id: str, tokens: Sequence[int], held: int, prompt_length: int) -> Context:
+    def of(cls, session_id: str, tokens: Sequence[int], held: int, prompt_length: int, cache_salt: str = "") -> Context:
         """For a session with these committed tokens, the last of which is the root, at a worker that holds `held`."""
         held = min(held, len(tokens) - 1)
-        return cls(session_id, held, prefix_hash(tokens[:held]), tuple(tokens[held:-1]), prompt_length)
+        return cls(session_id, held, prefix_hash(tokens[:held]), tuple(tokens[held:-1]), prompt_length, cache_salt)
 
     @property
     def base_length(self) -> int:

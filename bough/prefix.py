@@ -109,17 +109,18 @@ def _packed(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
-def block_hashes(tokens: Sequence[int], start: Sequence[int] = ()) -> list[int]:
+def block_hashes(tokens: Sequence[int], start: Sequence[int] = (), cache_salt: str = "") -> list[int]:
     """One hash for each whole block of `BLOCK_TOKENS` tokens: of that block and of all before it.
 
-    Where two sequences have their first n blocks in common, their n-th hashes are equal. Hashes of 64 bits without a
-    key can be made to collide: equal hashes only say where to compare the tokens. `start` are hashes of leading
-    blocks that are known already; they are not computed again.
+    Where two sequences have their first n blocks in common, and the same salt, their n-th hashes are equal. Hashes of
+    64 bits without a key can be made to collide: equal hashes only say where to compare tokens and salts. `start` are
+    hashes of leading blocks that are known already; they are not computed again.
     """
     hashes, data = list(start), np.asarray(tokens[len(start) * BLOCK_TOKENS :], dtype="<i4").tobytes()
     size = 4 * BLOCK_TOKENS
+    beginning = hashlib.blake2b(cache_salt.encode(), digest_size=16).digest() if cache_salt else b""
     for begin in range(0, len(data) - size + 1, size):
-        before = hashes[-1].to_bytes(8, "little") if hashes else b""
+        before = hashes[-1].to_bytes(8, "little") if hashes else beginning
         digest = hashlib.blake2b(before + data[begin : begin + size], digest_size=8).digest()
         hashes.append(int.from_bytes(digest, "little"))
     return hashes

@@ -1,4 +1,7 @@
-"""Who holds the longest beginning of a text, by hashes of its blocks. Knows no KV: a holder is anything with tokens."""
+"""Who holds the longest beginning of a text, by hashes of its blocks. Knows no KV: a holder is anything with tokens.
+
+Texts of different salts have no beginning in common, whatever their tokens are.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,25 @@ class PrefixIndex(Generic[Holder]):
 
     def __init__(self) -> None:
         self._tokens: dict[Holder, list[int]] = {}
+        self._salts: dict[Holder, str] = {}
         self._hashes: dict[Holder, list[int]] = {}
         self._holders: dict[int, dict[Holder, None]] = {}  # by hash of a block and all before it
 
-    def follow(self, holder: Holder, tokens: list[int]) -> None:
-        """These are a holder's tokens now: those of before, cut or gone on with.
+    def follow(self, holder: Holder, tokens: list[int], cache_salt: str = "") -> None:
+        """These are a holder's tokens now: those of before, cut or gone on with, or all of them under another salt.
 
         Between a cut and going on from there it must be called too. `tokens` is kept, and not copied.
         """
-        self._tokens[holder] = tokens
+        if self._salts.get(holder, cache_salt) != cache_salt:
+            self.forget(holder)
+        self._tokens[holder], self._salts[holder] = tokens, cache_salt
         known = self._hashes.setdefault(holder, [])
         num_blocks = len(tokens) // BLOCK_TOKENS
         for block in known[num_blocks:]:
             self._leave(block, holder)
         del known[num_blocks:]
         if len(known) < num_blocks:
-            new = block_hashes(tokens, known)[len(known) :]
+            new = block_hashes(tokens, known, cache_salt)[len(known) :]
             known.extend(new)
             for block in new:
                 self._holders.setdefault(block, {})[holder] = None
@@ -47,9 +53,10 @@ class PrefixIndex(Generic[Holder]):
         for block in self._hashes.pop(holder, ()):
             self._leave(block, holder)
         self._tokens.pop(holder, None)
+        self._salts.pop(holder, None)
 
-    def longest(self, tokens: list[int], hashes: Sequence[int]) -> Match[Holder] | None:
-        """The longest prefix of whole blocks of `tokens` that a holder has; None where it is not even one.
+    def longest(self, tokens: list[int], hashes: Sequence[int], cache_salt: str = "") -> Match[Holder] | None:
+        """The longest prefix of whole blocks of `tokens` that a holder of this salt has; None where it is not even one.
 
         `hashes` are those of the blocks. They say whom to compare with; a match is what the tokens have in common.
         """
@@ -57,7 +64,7 @@ class PrefixIndex(Generic[Holder]):
         for n in range(num_blocks, 0, -1):
             wanted = tokens[: n * BLOCK_TOKENS]
             for holder in self._holders[hashes[n - 1]]:
-                if self._tokens[holder][: len(wanted)] == wanted:
+                if self._salts[holder] == cache_salt and self._tokens[holder][: len(wanted)] == wanted:
                     return Match(holder, len(wanted))
         return None
 

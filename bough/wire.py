@@ -70,20 +70,26 @@ def context_to_wire(context: m.Context) -> common_pb2.Context:
         prefix_hash=context.prefix_hash,
         tokens=context.tokens,
         prompt_length=context.prompt_length,
+        cache_salt=context.cache_salt,
     )
 
 
 def context_from_wire(message: common_pb2.Context, vocab_size: int) -> m.Context:
-    """Raises InvalidRequest for a session whose name is empty or too long, or a token outside the vocabulary."""
+    """Raises InvalidRequest for a name or salt that is too long, no name, or a token outside the vocabulary."""
     if not message.session_id:
         raise InvalidRequest("context.session_id: '' names no session; any other text would do")
-    if len(message.session_id) > MAX_INNER_NAME_LENGTH:
-        raise InvalidRequest(
-            f"context.session_id: {len(message.session_id)} characters; at most {MAX_INNER_NAME_LENGTH} would do"
-        )
+    for name in ("session_id", "cache_salt"):
+        length = len(getattr(message, name))
+        if length > MAX_INNER_NAME_LENGTH:
+            raise InvalidRequest(f"context.{name}: {length} characters; at most {MAX_INNER_NAME_LENGTH} would do")
     require_tokens("context.tokens", message.tokens, vocab_size)
     return m.Context(
-        message.session_id, message.context_start, message.prefix_hash, tuple(message.tokens), message.prompt_length
+        message.session_id,
+        message.context_start,
+        message.prefix_hash,
+        tuple(message.tokens),
+        message.prompt_length,
+        message.cache_salt,
     )
 
 

@@ -32,7 +32,7 @@ def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
 
 def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
     """Raises InvalidRequest: Python gives bytes that are not UTF-8 a place in a text, from which none can be sent."""
-    texts = [(name, getattr(options, name)) for name in ("request_id", "session_id", "model")]
+    texts = [(name, getattr(options, name)) for name in ("request_id", "session_id", "model", "cache_salt")]
     texts += [(f"stop[{i}]", stop) for i, stop in enumerate(options.stop)]
     match prompt:
         case TextPrompt(text):

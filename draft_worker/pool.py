@@ -68,7 +68,7 @@ class SessionPool:
             else:
                 self._arena.resize(session.slot, wanted)
         self._sessions.move_to_end(session_id)
-        session.epoch = max(session.epoch, call.epoch)
+        session.epoch, session.cache_salt = max(session.epoch, call.epoch), call.context.cache_salt
         return session
 
     def epoch_of(self, session_id: str) -> int:
@@ -81,7 +81,8 @@ class SessionPool:
         if not session.num_pending:
             return
         text = session.tokens[session.start :]
-        match = self._index.longest(text, block_hashes(text))
+        salt = session.cache_salt
+        match = self._index.longest(text, block_hashes(text, cache_salt=salt), salt)
         if match is None:
             return
         source = match.holder.slot
@@ -92,7 +93,7 @@ class SessionPool:
     def note(self, session: DraftSession) -> None:
         """Others may begin from what a session holds now."""
         self._index.forget(session)
-        self._index.follow(session, [*session.slot.tokens])
+        self._index.follow(session, [*session.slot.tokens], session.cache_salt)
 
     def release(self, session_id: str) -> None:
         """Forgets a session. Raises NotFound."""

@@ -57,6 +57,7 @@ class DraftSession:
         self.tokens: list[int] = []  # committed, before the root; those that the slot lacks are still to be run
         self.start = 0
         self.epoch = 0  # the newest in which it was called
+        self.cache_salt = ""  # sessions with another one begin from nothing of this one
         self.explored = Explored(0)
         self._window = window
         self.grown: GrowingTree | None = None  # the last call's, as it grew

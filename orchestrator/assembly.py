@@ -98,7 +98,7 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
         config = await with_advertised_host(config)
         worker_id, directory = new_worker_id("orchestrator"), Directory(registry)
         requests = Requests(config, directory, worker_id)
-        callers = Callers(requests, keyring)
+        callers = Callers(requests, keyring, config.share_prefixes)
         with closing(serve_metrics(config, requests)) as metrics:
             async with (
                 directory.running(),

@@ -14,7 +14,7 @@ from bough.wire import MAX_NAME_LENGTH
 
 def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
     """Raises InvalidRequest for a name that `require_name` refuses, or a text that is not UTF-8."""
-    for field in ("request_id", "session_id", "model"):
+    for field in ("request_id", "session_id", "model", "cache_salt"):
         require_name(field, getattr(options, field))
     wire_numbers.require_texts(prompt, options)
 

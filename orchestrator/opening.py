@@ -152,7 +152,11 @@ class Opening:
         if session is not None and any(target.record.worker_id == session.target_id for target in targets):
             home_id = session.target_id
             held[home_id] = min(session.target_length, common_length(session.tokens, tokens))
-        elif len(targets) > 1 and not self.directory.index_problem and (hashes := block_hashes(tokens)):
+        elif (
+            len(targets) > 1
+            and not self.directory.index_problem
+            and (hashes := block_hashes(tokens, cache_salt=options.cache_salt))
+        ):
             with suppress(Unavailable):
                 fingerprint, names = targets[0].info.model_fingerprint, [known.record.worker_id for known in targets]
                 blocks = await self.directory.registry.find_prefixes(fingerprint, hashes, names)
@@ -232,6 +236,7 @@ def _session(
         target_identity=target.info.identity,
         model_name=target.info.model_name,
         model_identity=target.info.model_identity,
+        cache_salt=options.cache_salt,
     )
 
 

@@ -30,6 +30,7 @@ class _State(NamedTuple):
     session: SessionRecord
     request: RequestRecord
     model_fingerprint: str
+    cache_salt: str
 
     @property
     def epoch(self) -> int:
@@ -84,9 +85,11 @@ class Recorder:
         self._registry = registry
         self._logs: dict[str, _Log] = {}
 
-    def record(self, session: SessionRecord, request: RequestRecord, model_fingerprint: str) -> None:
+    def record(
+        self, session: SessionRecord, request: RequestRecord, model_fingerprint: str, cache_salt: str = ""
+    ) -> None:
         """After a round: where the session is, what its request has come to, and which prefixes its target holds."""
-        self._put(session.session_id, _State(session, request, model_fingerprint), has_ended=False)
+        self._put(session.session_id, _State(session, request, model_fingerprint, cache_salt), has_ended=False)
 
     def drop(self, session_id: str, epoch: int) -> None:
         """After a request whose session is not kept."""
@@ -205,7 +208,7 @@ class Recorder:
             first_new = 0
         if num_blocks != len(log.hashes):
             held = state.session.tokens[: num_blocks * BLOCK_TOKENS]
-            log.hashes = block_hashes(held, log.hashes[:num_blocks])
+            log.hashes = block_hashes(held, log.hashes[:num_blocks], state.cache_salt)
         target_id = state.session.target_id
         await self._registry.note_prefixes(state.model_fingerprint, log.hashes, target_id, first_new)
         log.noted = _Noted(state.epoch, target_id, num_blocks, noted.all_at if first_new else now)

@@ -86,7 +86,7 @@ class Rounds:
     def record(self, session: Session, target: Known[TargetClient]) -> None:
         """The index hears of it, in time. Raises StaleEpoch as `require_held` does."""
         known = (session_record(session, target.record.worker_id), request_record(session))
-        self.recorder.record(*known, target.info.model_fingerprint)
+        self.recorder.record(*known, target.info.model_fingerprint, session.cache_salt)
         self.require_held(session)
 
     def require_held(self, session: Session) -> None:

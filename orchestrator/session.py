@@ -57,6 +57,7 @@ class Session:
     target_held: int = 0  # tokens that the target is believed to hold
     draft_held: int = 0
     draft_id: str = ""  # worker that was asked last
+    cache_salt: str = ""  # KV is shared with sessions that have the same one
     born_us: int = 0  # microseconds on the clock of epochs: when the session's first request began
     num_replayed: int = 0  # output tokens from before the request was resumed
     num_failovers: int = 0

@@ -31,6 +31,7 @@ class Tenant:
     requests: Requests
     usage: Usage
     key: ApiKey | None = None  # None where there are no keys
+    shares_prefixes: bool = False  # with other tenants
 
     async def generate(
         self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
@@ -39,7 +40,8 @@ class Tenant:
         require_texts(prompt, options)
         request_id = options.request_id or uuid.uuid4().hex
         session_id = self._inner(options.session_id) if options.session_id else ""
-        inner = replace(options, request_id=self._inner(request_id), session_id=session_id)
+        salt = options.cache_salt if self.shares_prefixes else self._inner(options.cache_salt)
+        inner = replace(options, request_id=self._inner(request_id), session_id=session_id, cache_salt=salt)
         counted = self.usage.request(self.key) if self.key is not None else nullcontext(_uncounted)
         with self._outer_names(), counted as count:
             async with aclosing(self.requests.generate(prompt, inner, timeout_seconds)) as events:
@@ -96,6 +98,7 @@ class Callers:
 
     requests: Requests
     keyring: Keyring | None = None  # None lets everybody in, as one tenant
+    share_prefixes: bool = False  # what is computed of one tenant's prompts serves others too
     _usage: Usage = field(default_factory=Usage)
 
     @asynccontextmanager
@@ -116,7 +119,7 @@ class Callers:
             Unauthenticated: nobody who may.
         """
         key = None if self.keyring is None else self.keyring.holder(authorization)
-        return Tenant(self.requests, self._usage, key)
+        return Tenant(self.requests, self._usage, key, self.share_prefixes)
 
 
 def _uncounted(event: Event) -> None:

@@ -193,7 +193,7 @@ async def _timed(call: Awaitable[Result]) -> tuple[Result, Timed]:
 
 
 def _context(session: Session, held: int) -> Context:
-    return Context.of(session.session_id, session.tokens, held, session.prompt_length)
+    return Context.of(session.session_id, session.tokens, held, session.prompt_length, session.cache_salt)
 
 
 def _common(tokens: Sequence[int], exc: PrefixMissing) -> int:

@@ -66,7 +66,7 @@ class Calls:
                 self._reserve(call, session.slot.tokens)
             session.slot.require(context.context_start, context.prefix_hash)
         held = session.slot.tokens[: context.context_start] if session is not None else []
-        text = Text([*held, *context.tokens])
+        text = Text([*held, *context.tokens], context.cache_salt)
         session = self._lease(call, text)
         self._jobs[context.session_id] = Job(call, session, text, [future], arrived_ns)
 
@@ -145,7 +145,7 @@ class Calls:
 
         When it sends that nobody has taken the room meanwhile; without room nothing need be sent. Raises Exhausted.
         """
-        self.pool.rest(self._lease(call, Text([*held])))
+        self.pool.rest(self._lease(call, Text([*held], call.context.cache_salt)))
 
     def _asks_first(self, call: VerifyCall) -> bool:
         """Whether a call that lacks tokens has its room before it is told to send them."""

@@ -20,7 +20,7 @@ DECIDING = frozenset(
     {f"target_worker.{name}" for name in ("compiled", "expert_store", "judge", "streamed_sweeper", "sweep")}
     | {f"target_worker.{name}" for name in ("traversal", "verify")}
     | {f"bough.{name}" for name in ("draft_probs", "growth", "row_counts", "sampling", "tree")}
-    | {f"bough.model.gpu.{name}" for name in ("kernels", "unpack_triton")}
+    | {f"bough.model.gpu.{name}" for name in ("embeddings", "kernels", "unpack_triton")}
     | {
         f"bough.model.{name}"
         for name in (

@@ -35,13 +35,13 @@ _AFTER = {
 class Text:
     """All of a session's tokens before the root, as a call has them."""
 
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: list[int], cache_salt: str = "") -> None:
+        self.tokens, self.cache_salt = tokens, cache_salt
 
     @cached_property
     def hashes(self) -> list[int]:
         """Of its blocks; not computed for calls that lack nothing."""
-        return block_hashes(self.tokens)
+        return block_hashes(self.tokens, cache_salt=self.cache_salt)
 
     @cached_property
     def array(self) -> NDArray[np.int32]:
@@ -56,6 +56,7 @@ class HeldSession:
     session_id: str  # "" once it is released: what it held stays for others to begin from
     slot: Slot
     epoch: int
+    cache_salt: str = ""  # of the text that it holds
     state: SlotState = SlotState.FREE
     number: int = 0  # of all sessions that came to this pool, in order
     most_rows: int = 0  # that it may come to in its present request

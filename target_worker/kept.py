@@ -55,7 +55,7 @@ class Kept:
 
     def follow(self, session: HeldSession) -> None:
         """What the slot holds has changed: others find it by that."""
-        self._index.follow(session, session.slot.tokens)
+        self._index.follow(session, session.slot.tokens, session.cache_salt)
 
     def roll_back(self, session: HeldSession, length: int) -> None:
         """The slot holds no more than so many tokens."""
@@ -65,7 +65,7 @@ class Kept:
 
     def longest(self, text: Text) -> Match[HeldSession] | None:
         """The slot that has most of the text's beginning, in whole blocks."""
-        return self._index.longest(text.tokens, text.hashes)
+        return self._index.longest(text.tokens, text.hashes, text.cache_salt)
 
     def idle(self, keep: HeldSession | None) -> list[HeldSession]:
         """All idle slots but `keep`, those used longest ago first."""

@@ -75,7 +75,8 @@ def _followers(jobs: Sequence[Sharing], min_tokens: int) -> list[_Follower]:
     followers = []
     for job in sorted((job for job in jobs if job.num_left), key=lambda job: -job.num_held):
         tokens = job.text.array
-        shared = [(whole_blocks(common_length(leader.text.array, tokens)), leader) for leader in leaders]
+        allowed = [leader for leader in leaders if leader.text.cache_salt == job.text.cache_salt]
+        shared = [(whole_blocks(common_length(leader.text.array, tokens)), leader) for leader in allowed]
         num_common, leader = max(shared, key=lambda pair: pair[0], default=(0, job))
         if num_common - job.num_held >= min_tokens:
             followers.append(_Follower(job, leader, num_common))

@@ -128,6 +128,7 @@ class SlotPool:
         if session.state is SlotState.IDLE:
             session.become(SlotState.HELD)
         slot = session.slot
+        session.cache_salt = text.cache_salt
         self._kept.roll_back(session, common_length(slot.tokens, text.tokens))
         self.borrow(session, text)
         return session

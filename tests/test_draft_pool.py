@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,17 @@ def test_a_beginning_that_another_session_has_run_is_not_run_again() -> None:
     call = grow_call([*TEXT[:70], 4, 4, 2], session_id="b")
     assert grow_now(engine, call).tree == grown_alone(call).tree
     assert model.rows_run[0] == 72 - 64 + 1, "what is beyond whole blocks, and the root"
+
+
+def test_a_beginning_under_another_salt_is_run_again() -> None:
+    """How long a draft takes would tell one tenant what another has asked."""
+    model = FakeModel()
+    engine = new_engine(model)
+    for name, salt, num_run in (("a", "alice", 91), ("b", "bob", 91), ("c", "alice", 91 - 64)):
+        model.rows_run.clear()
+        call = grow_call([*TEXT, 1], session_id=name)
+        grow_now(engine, replace(call, context=replace(call.context, cache_salt=salt)))
+        assert model.rows_run[0] == num_run
 
 
 def test_a_session_that_went_another_way_is_not_taken_for_what_it_was() -> None:

@@ -53,7 +53,7 @@ def test_tokens_are_compared_where_hashes_are_equal() -> None:
 
 
 def test_of_several_with_equal_hashes_the_one_with_the_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "block_hashes", lambda tokens, _: [*range(len(tokens) // BLOCK_TOKENS)])
+    monkeypatch.setattr(prefix_index, "block_hashes", lambda tokens, *_: [*range(len(tokens) // BLOCK_TOKENS)])
     index: PrefixIndex[str] = PrefixIndex()
     index.follow("a", [1] * 70)
     index.follow("b", [2] * 70)
@@ -71,3 +71,20 @@ def test_nothing_is_left_of_those_who_are_gone() -> None:
     index.check_integrity([])
     assert index.longest([*range(100)], block_hashes(range(100))) is None
     assert not index._holders, "hashes of nobody stay"
+
+
+def test_texts_of_different_salts_have_nothing_in_common() -> None:
+    """Not even where hashes collide, or are told wrongly."""
+    index: PrefixIndex[str] = PrefixIndex()
+    text = [*range(100)]
+    index.follow("a", text, "alice")
+    assert index.longest(text, block_hashes(text, cache_salt="bob"), "bob") is None
+    assert index.longest(text, block_hashes(text, cache_salt="alice"), "bob") is None
+    assert index.longest(text, block_hashes(text)) is None
+    assert index.longest(text, block_hashes(text, cache_salt="alice"), "alice") == ("a", 96)
+    index.follow("a", text, "bob")  # the same text under another salt
+    assert index.longest(text, block_hashes(text, cache_salt="alice"), "alice") is None
+    assert index.longest(text, block_hashes(text, cache_salt="bob"), "bob") == ("a", 96)
+    index.check_integrity(["a"])
+    index.forget("a")
+    assert not index._holders

@@ -71,6 +71,34 @@ def test_a_system_prompt_of_eight_sessions_is_computed_once(model: FakeModel, en
     assert [result.verdict.bonus_token for result in results] == [n + 21 for n in range(8)]
 
 
+def salted(call: VerifyCall, cache_salt: str) -> VerifyCall:
+    return replace(call, context=replace(call.context, cache_salt=cache_salt))
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_calls_of_different_salts_share_no_work(model: FakeModel, engine: Engine, releases: bool) -> None:
+    """Neither where they wait together, nor of what is held, nor of what nobody holds any more."""
+    own = [[n, n + 10, n + 20] for n in range(4)]
+    calls = [salted(verify_call(f"s{n}", [*SYSTEM, *own[n]]), f"tenant{n % 2}") for n in range(4)]
+    with started(engine):
+        model.gate.clear()
+        first = engine.verify(salted(verify_call("first", [*SYSTEM, 9]), ""))
+        model.wait_for_sweep()
+        futures = [engine.verify(call) for call in calls]
+        model.gate.set()
+        assert first.result(10).cached_length == 0
+        assert [future.result(10).cached_length for future in futures] == [0, 0, BLOCKS, BLOCKS]
+        if releases:
+            for n in range(4):
+                engine.release(f"s{n}").result(10)
+        late = [engine.verify(salted(verify_call(f"late{n}", [*SYSTEM, 30]), f"tenant{n}")) for n in (1, 2)]
+        assert [future.result(10).cached_length for future in late] == [BLOCKS, 0]
+        same = engine.verify(salted(verify_call("first", [*SYSTEM, 9, 8], epoch=2), "tenant3")).result(10)
+        assert same.cached_length == 501, "a session's own text is its own under any salt"
+        again = engine.verify(salted(verify_call("other", [*SYSTEM, 9]), "")).result(10)
+        assert again.cached_length == 0, "and under the old one nobody's any more"
+
+
 def test_those_who_come_while_it_is_computed_do_not_compute_it_either(model: FakeModel, engine: Engine) -> None:
     with started(engine):
         model.gate.clear()

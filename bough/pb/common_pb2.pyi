@@ -134,18 +134,20 @@ class PositionLogprobs(_message.Message):
     def __init__(self, token: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Context(_message.Message):
-    __slots__ = ("session_id", "context_start", "prefix_hash", "tokens", "prompt_length")
+    __slots__ = ("session_id", "context_start", "prefix_hash", "tokens", "prompt_length", "cache_salt")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_START_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     context_start: int
     prefix_hash: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
-    def __init__(self, session_id: _Optional[str] = ..., context_start: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, session_id: _Optional[str] = ..., context_start: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("total_ns", "queue_ns", "wait_ns", "compute_ns", "link_ns", "link_bytes", "num_passes", "link_ideal_ns")

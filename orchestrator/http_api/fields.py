@@ -156,6 +156,7 @@ class GenerationFields(_Fields):
     ignore_eos: StrictBool | None = None
     stop_token_ids: list[StrictInt] | None = None
     session_id: str | None = None
+    cache_salt: str | None = None
     speculation: Annotated[SpeculationFields | None, BeforeValidator(_speculation)] = None
     # Of vLLM's fields those that clients send unasked.
     include_stop_str_in_output: Unsupported = None

@@ -82,6 +82,7 @@ def _options(
         logprobs=limits.logprobs,
         speculation=_speculation(fields.speculation or SpeculationFields()),
         model=fields.model or "",
+        cache_salt=fields.cache_salt or "",
     )
 
 

@@ -1,0 +1,92 @@
+"""What one tenant has asked shows in nothing that another is told: it is computed anew, unless that is allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from simulated import pair_of
+from stack import Stack, simulated_stack
+
+from bough.generation import Finished, GenerateOptions, TokenPrompt
+from bough.prefix import BLOCK_TOKENS, block_hashes
+from bough.security.api_keys import hash_of
+from bough.security.keyring import Keyring
+from orchestrator.tenants import Callers
+
+ALICE, BOB = ["Bearer sk-alice"], ["Bearer sk-bob"]
+PROMPT = TokenPrompt(tuple(range(3, 3 + 5 * BLOCK_TOKENS)))
+WHOLE = 4 * BLOCK_TOKENS  # of it, what another request can begin from: the last token is the root
+
+
+def callers(folder: Path, stack: Stack, *, share_prefixes: bool) -> Callers:
+    file = folder / "keys"
+    file.touch(0o600)
+    lines = ({"name": name, "sha256": hash_of(f"sk-{name}")} for name in ("alice", "bob"))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Callers(stack.requests, Keyring(str(file)), share_prefixes=share_prefixes)
+
+
+async def cached(callers: Callers, who: Sequence[str], cache_salt: str = "", session_id: str = "") -> int:
+    """Tokens of the prompt that were held."""
+    options = GenerateOptions(max_tokens=2, temperature=0.0, cache_salt=cache_salt, session_id=session_id)
+    events = [event async for event in callers.tenant(who).generate(PROMPT, options)]
+    assert isinstance(events[-1], Finished)
+    return events[-1].usage.cached_tokens
+
+
+@pytest.mark.parametrize("session_id", ["", "s"])
+async def test_a_prompt_of_one_tenant_does_not_show_in_cached_tokens_of_another(
+    tmp_path: Path, session_id: str
+) -> None:
+    async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
+        apart = callers(tmp_path, stack, share_prefixes=False)
+        assert await cached(apart, ALICE, session_id=session_id) == 0
+        assert await cached(apart, BOB, session_id=session_id) == 0
+        assert await cached(apart, ALICE) >= WHOLE  # her own is found
+        assert await cached(apart, BOB) >= WHOLE
+        assert await cached(Callers(stack.requests), ()) == 0  # nor by whoever has no key
+        stack.check_integrity()
+
+
+async def test_requests_that_come_together_share_no_sweep_s_work(tmp_path: Path) -> None:
+    async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
+        apart = callers(tmp_path, stack, share_prefixes=False)
+        assert await asyncio.gather(cached(apart, ALICE), cached(apart, BOB)) == [0, 0]
+
+
+async def test_prefixes_are_shared_where_that_is_said(tmp_path: Path) -> None:
+    async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
+        shared = callers(tmp_path, stack, share_prefixes=True)
+        assert await cached(shared, ALICE) == 0
+        assert await cached(shared, BOB) >= WHOLE
+
+
+async def test_a_tenant_keeps_its_own_users_apart_by_a_salt(tmp_path: Path) -> None:
+    async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
+        apart = callers(tmp_path, stack, share_prefixes=False)
+        assert await cached(apart, ALICE, "u1") == 0
+        assert await cached(apart, ALICE, "u2") == 0
+        assert await cached(apart, ALICE, "u1") >= WHOLE
+        assert await cached(apart, BOB, "u1") == 0
+
+
+async def test_the_index_finds_a_tenant_its_own_prefixes_alone(tmp_path: Path) -> None:
+    """Otherwise where a request is sent would tell."""
+    async with simulated_stack(tmp_path, pair_of(tmp_path)) as stack:
+        apart = callers(tmp_path, stack, share_prefixes=False)
+        await cached(apart, ALICE, session_id="s")
+        fingerprint = stack.target.info().model_fingerprint
+
+        async def found(cache_salt: str) -> bool:
+            hashes = block_hashes(PROMPT.token_ids, cache_salt=cache_salt)
+            return bool(await stack.registry.find_prefixes(fingerprint, hashes, ["target"]))
+
+        async with asyncio.timeout(10):
+            while not await found("alice::"):
+                await asyncio.sleep(0.02)
+        assert not await found("bob::")
+        assert not await found("")
