@@ -18,6 +18,7 @@ from bough.records import WorkerRecord
 TAIL_LINES = 12  # of a log, when its process ends too early
 TAIL_BYTES = 8192  # of a log, in which they are looked for
 KINDS = {"target_worker": "target", "draft_worker": "draft", "orchestrator": "orchestrator"}  # in the index, by name
+STARTED = 19  # where /proc/PID/stat has the start, counted from the state on: field 22 of proc(5)
 LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.process.configure_logging`
 DRAIN_SECONDS = 1.0  # after SIGTERM, before another one: who ends everything does not wait for streams to finish
 STOP_SECONDS = 10.0  # after that, before SIGKILL
@@ -26,6 +27,18 @@ STOP_SECONDS = 10.0  # after that, before SIGKILL
 def named(name: str) -> str:
     """A process's name as people read it."""
     return name.replace("_", " ")
+
+
+def process_name(process_id: int) -> str:
+    """Its number and when it started, in the kernel's ticks: a number comes again, on other machines even at once.
+
+    The number alone where the process is not there any more.
+    """
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return str(process_id)
+    return f"{process_id}-{fields[STARTED]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,19 @@ class Child:
     variables: Mapping[str, str]  # of its environment, beside ours
     log: Path
     process: subprocess.Popen[bytes] | ForkedProcess
+    process_name: str  # as in the name by which the index knows it
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        log: Path,
+        process: subprocess.Popen[bytes] | ForkedProcess,
+    ) -> Child:
+        """A process that was just started, and nobody has waited for: its number is nobody else's yet."""
+        return cls(name, tuple(command), variables, log, process, process_name(process.pid))
 
     @property
     def title(self) -> str:
@@ -66,7 +92,7 @@ class Child:
     def is_of(self, record: WorkerRecord) -> bool:
         """Whether a record in the index is this process's own, and not that of one before it or beside it."""
         kind = KINDS.get(self.name)
-        return record.kind == kind and record.worker_id.startswith(f"{kind}-{self.process.pid}-")
+        return record.kind == kind and record.worker_id.startswith(f"{kind}-{self.process_name}-")
 
     def _lines(self) -> list[str]:
         with self.log.open("rb") as log:

@@ -18,6 +18,7 @@ from bough.config import DEFAULT_PORT, PLANNERS, PlanConfig
 from bough.errors import BoughError
 from bough.generation import GenerateOptions
 from bough.growth import Scheme
+from bough.output import reader_may_leave
 from bough.values import DRAFT_BITS, DTYPE_NAMES
 
 PLAN_SETTINGS = (
@@ -30,6 +31,7 @@ COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
+@reader_may_leave()
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command; an error that the user can mend is one line on standard error and exit status 2."""
     arguments = argument_parser().parse_args(argv)
@@ -159,7 +161,9 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="workers without weights: a shipped profile's name or a JSON file (docs/simulated-workers.md)",
     )
     parser.add_argument("--drop-layers", help="layers that a substitute leaves out, such as 12-15")
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="data type of the target (default bfloat16)")
+    parser.add_argument(
+        "--dtype", choices=DTYPE_NAMES, help="data type of the target (default: its own on a GPU, else bfloat16)"
+    )
     parser.add_argument("--max-context", help="most tokens of a session, prompt and output (default 2048)")
     parser.add_argument("--device-memory", help="memory for the target, KV and all (default: most of what is free)")
     parser.add_argument(
@@ -171,7 +175,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draft-bits", choices=DRAFT_BITS, help="bits of the draft's products (default auto)")
     parser.add_argument("--draft-device", help="where the draft computes: cpu, cuda or cuda:1 (default: a GPU, if any)")
-    parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default bfloat16)")
+    parser.add_argument("--draft-dtype", choices=DTYPE_NAMES, help="data type of the draft (default: likewise)")
     parser.add_argument("--planner", choices=PLANNERS, help="who sizes trees (default self; fixed is to compare with)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"of the orchestrator (default {DEFAULT_PORT})")
     http = "of the orchestrator, for OpenAI's clients (default 8000, or a free one; -1 is none)"

@@ -13,6 +13,7 @@ from bough.settings import parse as parse  # who reads settings finds both here
 from bough.settings import setting
 from bough.settings import to_flags as to_flags
 from bough.values import (
+    AUTO,
     DRAFT_BITS,
     DTYPE_NAMES,
     number,
@@ -88,7 +89,11 @@ class WorkerConfig(ServiceConfig):
         "", str, "instead of a model: a shipped profile's name or a JSON file, for a worker without weights"
     )
     model_name: str = setting("", str, "name that users know the model by; its folder's name by default")
-    dtype: str = setting("bfloat16", one_of(*DTYPE_NAMES), "data type to compute in")
+    dtype: str = setting(
+        AUTO,
+        one_of(AUTO, *DTYPE_NAMES),
+        "data type to compute in; auto is the checkpoint's own on a GPU, and bfloat16 on a CPU",
+    )
     device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
     threads: int = setting(usable_cpus(), parse_count, "CPU threads that compute")
     max_context: int = setting(2048, parse_count, "most tokens of a session, prompt and output")
@@ -133,7 +138,10 @@ class TargetConfig(WorkerConfig):
     """Settings of a target worker."""
 
     rows: int = setting(
-        64, parse_count, "rows of every matrix product, where those are a library's and equal sizes make equal bits"
+        0,
+        number(int, 0),
+        "rows of every matrix product, where those are a library's and equal sizes make equal bits; 0 is 256 on a GPU "
+        "and 64 on a CPU",
     )
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
     host_memory: int = setting(

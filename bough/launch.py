@@ -238,7 +238,7 @@ class Cluster:
         variables: Mapping[str, str],
         process: subprocess.Popen[bytes] | ForkedProcess,
     ) -> Child:
-        child = Child(name, tuple(command), variables, self._log(name), process)
+        child = Child.of(name, command, variables, self._log(name), process)
         self.children[name] = child
         return child
 

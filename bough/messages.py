@@ -184,9 +184,10 @@ class WorkerInfo:
             return ""
         if not weights_differ(self.weights_hash, other.weights_hash):
             return ""
+        first, second = sorted((self, other), key=lambda info: info.worker_id)
         return (
-            f"{self.worker_id} and {other.worker_id} pass for one model and have different weights: "
-            f"{self.weights_hash} and {other.weights_hash}"
+            f"{first.worker_id} and {second.worker_id} pass for one model and have different weights: "
+            f"{first.weights_hash} and {second.weights_hash}"
         )
 
     @property

@@ -16,6 +16,7 @@ from bough.errors import ConfigError
 MIN_SLABS = 2  # one that is computed on, one that is filled
 ENOUGH_SLABS = 0.75  # of those that there is room for, where that brings layers to the same slabs again and again
 RING_SHARE = 0.25  # of the memory left for layers, where not all fit
+HOST_SLABS, HOST_RING_BYTES = 3, 512 * 1000**2  # of the ring from disk to pinned memory, whichever is more
 STAGED_LAYERS = 2  # whose KV is on the accelerator, where it is kept on the host: one computed on, one on its way
 
 
@@ -38,11 +39,22 @@ class Fixed:
     host_kv: int = 0  # of the host's memory, where slots are kept there; `kv` is then the stage
     experts: int = 0  # room for those that come when rows choose them
     host_experts: int = 0  # of the host's memory, from which they then come
+    host_embeddings: int = 0  # of the host's memory, where they are looked up there
 
     @property
     def total(self) -> int:
         """Of device memory."""
         return self.resident + self.kv + self.activations + self.scratch + self.experts
+
+    @property
+    def kept_on_host(self) -> int:
+        """Of the host's memory, where that is not the accelerator's, before any experts."""
+        return self.host_kv + self.host_embeddings
+
+    @property
+    def on_host(self) -> int:
+        """Of the host's memory in all."""
+        return self.kept_on_host + self.host_experts
 
     def __str__(self) -> str:
         kv = "KV stage" if self.host_kv else "KV slots"
@@ -55,6 +67,8 @@ class Fixed:
             names["KV slots on the host"] = self.host_kv
         if self.host_experts:
             names["experts on the host"] = self.host_experts
+        if self.host_embeddings:
+            names["embeddings on the host"] = self.host_embeddings
         return ", ".join(f"{name} {gigabytes(size)}" for name, size in names.items())
 
 
@@ -97,7 +111,7 @@ class Placement:
     def host_bytes(self) -> int:
         """What is taken of the host's memory, where that is not the accelerator's."""
         layers = self.num_bytes(Tier.HOST) + self.num_host_slabs * self.slab_bytes
-        return self.fixed.host_kv + self.fixed.host_experts + layers
+        return self.fixed.on_host + layers
 
     def __str__(self) -> str:
         parts = [
@@ -127,10 +141,12 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
         ConfigError: the budget holds not even two layers beside what is always there.
     """
     sizes, num_layers = tuple(layer_bytes), len(layer_bytes)
-    if fixed.host_kv > budgets.host:
+    if fixed.kept_on_host > budgets.host:
+        kept = "KV slots" if fixed.host_kv else "embeddings"
+        less = ", or less --kv-memory," if fixed.host_kv else ""
         raise ConfigError(
-            f"--host-memory: {gigabytes(budgets.host)}; KV slots kept there take {gigabytes(fixed.host_kv)}: more, or "
-            "less --kv-memory, would do"
+            f"--host-memory: {gigabytes(budgets.host)}; {kept} kept there take {gigabytes(fixed.kept_on_host)}: "
+            f"more{less} would do"
         )
     room = budgets.device - fixed.total
     if sum(sizes) <= room and num_layers <= budgets.max_resident:
@@ -148,7 +164,7 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
     num_slabs = min(ring // max(sizes), num_layers)
     resident = _most_that_fit(sizes, range(num_layers), room - num_slabs * max(sizes), budgets.max_resident)
     streamed = [index for index in range(num_layers) if index not in resident]
-    host, num_host_slabs = _place_on_host(sizes, streamed, budgets.host - fixed.host_kv)
+    host, num_host_slabs = _place_on_host(sizes, streamed, budgets.host - fixed.kept_on_host)
     tiers = (Tier.RESIDENT if i in resident else Tier.HOST if i in host else Tier.DISK for i in range(num_layers))
     return Placement(tuple(tiers), sizes, fixed, _in_step(num_slabs, len(streamed)), num_host_slabs)
 
@@ -201,14 +217,15 @@ def place_apart(
     """
     experts, is_all = apart.experts, sum(layer_bytes) <= budgets.device - fixed.total
     on_host = experts.num_bytes if from_host else 0
-    if (is_all and len(layer_bytes) <= budgets.max_resident) or fixed.host_kv > budgets.host:
+    if (is_all and len(layer_bytes) <= budgets.max_resident) or fixed.kept_on_host > budgets.host:
         return place(layer_bytes, fixed, budgets)
-    if fixed.host_kv + on_host > budgets.host and from_host:
+    if fixed.kept_on_host + on_host > budgets.host and from_host:
         if not is_forced:
             return place(layer_bytes, fixed, budgets)
         raise ConfigError(
             f"--host-memory: {gigabytes(budgets.host)}; --experts chosen takes them from the host's memory, all "
-            f"{gigabytes(experts.num_bytes)}: {gigabytes(fixed.host_kv + on_host)} or more, or --experts all, would do"
+            f"{gigabytes(experts.num_bytes)}: {gigabytes(fixed.kept_on_host + on_host)} or more, or --experts all, "
+            "would do"
         )
     least = replace(fixed, experts=experts.most * experts.slab_bytes, host_experts=on_host, scratch=apart.scratch)
     placement = place(apart.layer_bytes, least, replace(budgets, host=budgets.host - on_host))
@@ -228,7 +245,8 @@ def _place_on_host(sizes: Sequence[int], streamed: Sequence[int], budget: int) -
     slab = max(sizes[index] for index in streamed)
     if budget < MIN_SLABS * slab:
         return frozenset(), 0
-    num_slabs = max(MIN_SLABS, int(budget * RING_SHARE) // slab)
+    enough = max(HOST_SLABS, HOST_RING_BYTES // slab)  # a layer that stays is worth more than one that is ahead
+    num_slabs = max(MIN_SLABS, min(enough, int(budget * RING_SHARE) // slab))
     return _most_that_fit(sizes, streamed, budget - num_slabs * slab, len(streamed)), min(num_slabs, len(streamed))
 
 

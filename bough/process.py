@@ -19,6 +19,7 @@ import grpc
 
 from bough import __version__, wire
 from bough.addresses import advertised_host, joined
+from bough.child import process_name
 from bough.config import ServiceConfig, WorkerConfig
 from bough.errors import BoughError, ConfigError, Unavailable
 from bough.gate import SessionGate
@@ -93,7 +94,7 @@ async def unless_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result
 
 def new_worker_id(kind: str) -> str:
     """A name that no other process has."""
-    return f"{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    return f"{kind}-{process_name(os.getpid())}-{uuid.uuid4().hex[:8]}"
 
 
 def advertised(config: ServiceConfig, port: int) -> str:

@@ -1,6 +1,7 @@
 """What the index holds, as plain values and as the bytes that stand there.
 
-Nothing that is read from the index is believed to be well formed: what cannot be one of our records is None.
+Nothing that is read from the index is believed to be well formed: what cannot be one of our records is None. Fields
+that an earlier version did not write may be missing, and are unknown then.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class SessionRecord:
     tokens: Sequence[int]
     born_us: int = 0  # microseconds on the clock of epochs: when its first request began
     model_name: str = ""  # as users know it
-    model_identity: str = ""  # of the targets at which the session may go on
+    model_identity: str = ""  # of the targets at which the session may go on; empty where it is not known
     weights_hash: str = ""  # of these, where it was known
 
     def to_json(self) -> str:
@@ -105,9 +106,9 @@ class SessionRecord:
                 _count(fields["target_length"]),
                 _count(fields["draft_length"]),
                 _unsealed(fields, transcript),
-                _count(fields["born_us"]),
-                _text(fields["model_name"]),
-                _text(fields["model_identity"]),
+                _count(fields.get("born_us", fields["epoch"])),
+                _text(fields.get("model_name", "")),
+                _text(fields.get("model_identity", "")),
                 _text(fields.get("weights_hash", "")),
             )
 
@@ -159,7 +160,7 @@ class RequestRecord:
                 ),
                 _text(fields["finish_reason"]),
                 _text(fields["stop_reason"]),
-                _text(fields["target_identity"]),
+                _text(fields.get("target_identity", "")),
                 _flag(fields.get("keeps_session", True)),
                 _text(fields.get("weights_hash", "")),
             )

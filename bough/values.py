@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+AUTO = "auto"
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
 DRAFT_BITS = ("auto", "8", "16")
 _UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}

@@ -45,7 +45,7 @@ def start(
         logger.warning("niceness %d is not allowed here; RAY_worker_niceness=%d would give it", niceness, niceness)
     except ProcessLookupError:
         pass
-    return Child(name, tuple(command), variables, Path(stream.name), process)
+    return Child.of(name, command, variables, Path(stream.name), process)
 
 
 def describe_end(child: Child) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from bough.errors import ConfigError
+from bough.model.architecture import load_config
 from bough.model.checkpoint import Checkpoint
+from bough.model.chosen_settings import chosen_dtype
 from bough.model.layers import kept_layers
 from bough.model.lean_parts import can_int8
 from bough.model.loading import DTYPES, Skeleton, build_skeleton
@@ -14,14 +16,15 @@ from bough.model.runner import ResidentModel
 from bough.model.vectors import multiplies_bytes
 
 
-def draft_skeleton(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: str) -> Skeleton:
+def draft_skeleton(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: str, device: torch.device) -> Skeleton:
     """A draft without its weights. `drop_layers` makes it a substitute; they are counted without identity copies.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
         ConfigError: a layer to drop is not there.
     """
-    return build_skeleton(checkpoint, DTYPES[dtype], kept_layers(checkpoint, drop_layers))
+    name = chosen_dtype(dtype, load_config(checkpoint.folder), device.type)
+    return build_skeleton(checkpoint, DTYPES[name], kept_layers(checkpoint, drop_layers))
 
 
 def load_draft(
@@ -32,7 +35,7 @@ def load_draft(
     bits: str = "16",
 ) -> ResidentModel:
     """Loads the draft model for good, as `draft_skeleton` and `with_weights` do."""
-    return with_weights(draft_skeleton(checkpoint, drop_layers, dtype), device, bits)
+    return with_weights(draft_skeleton(checkpoint, drop_layers, dtype, device), device, bits)
 
 
 def with_weights(skeleton: Skeleton, device: torch.device, bits: str) -> ResidentModel:

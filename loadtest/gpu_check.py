@@ -28,6 +28,7 @@ from transformers import LlamaConfig
 
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
+from bough.model.gpu.ready import make_ready
 from bough.model.kv import KVSlot
 from bough.model.pack import pack
 from bough.placement import Tier
@@ -35,6 +36,11 @@ from bough.runtime.machine import free_memory, most_of
 from bough.tree import Tree
 from bough.values import parse_bytes
 from loadtest import gpu_parts
+from loadtest.gpu.contexts import contexts
+from loadtest.gpu.copying import bandwidth, pinning
+from loadtest.gpu.layer_bits import layer_bits
+from loadtest.gpu.tables import table
+from loadtest.gpu.unpacking import unpacking
 from loadtest.gpu_experts import Mixture, experts
 from loadtest.gpu_model import Machine, layers_without_disk, repeated, streamed, write_random
 from target_worker.lanes import CudaLanes, InlineLanes, Lanes
@@ -58,6 +64,9 @@ class Sizes:
     draft: LlamaConfig
     trees: tuple[int, ...]
     copy_bytes: int
+    unpacked: tuple[tuple[int, int], tuple[int, int]]  # matrices (outputs, inputs) that are compared, and timed
+    matrices: tuple[tuple[int, int], ...]  # of a layer whose rows' bits are compared
+    contexts: tuple[tuple[int, ...], tuple[int, ...]]  # rows and lengths that attention is timed with
 
 
 def _llama(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: int, vocab: int) -> LlamaConfig:
@@ -82,6 +91,9 @@ REAL = Sizes(
     draft=_llama(2048, 8192, 32, 8, 16, 128_256),
     trees=(1, 64, 256, 512),
     copy_bytes=1 << 30,
+    unpacked=((4096, 2048), (28672, 8192)),
+    matrices=((8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672)),
+    contexts=((64, 256, 768), (1024, 4096, 8192)),
 )
 _TINY = (64, 96, 4, 2)
 MINIATURE = Sizes(
@@ -94,6 +106,9 @@ MINIATURE = Sizes(
     draft=_llama(*_TINY, 2, 256),
     trees=(1, 8),
     copy_bytes=1 << 20,
+    unpacked=((256, 128), (256, 128)),
+    matrices=((64, 64),),
+    contexts=((4,), (32,)),
 )
 
 
@@ -107,20 +122,6 @@ def random_tree(size: int, vocab_size: int, seed: int = 0) -> Tree:
 def new_lanes(device: torch.device) -> Lanes:
     """Of the GPU; on the CPU, lanes that stand for one."""
     return InlineLanes() if device.type == "cpu" else CudaLanes(device)
-
-
-def bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes per second from pinned memory to the device."""
-    lanes = new_lanes(device)
-    try:
-        source = torch.frombuffer(lanes.host_memory(num_bytes), dtype=torch.uint8)
-        target = lanes.device_memory(num_bytes)
-        lanes.copy(source, target, None).done.synchronize()
-        began, copies = time.perf_counter(), [lanes.copy(source, target, None) for _ in range(10)]
-        copies[-1].done.synchronize()
-        return len(copies) * num_bytes / (time.perf_counter() - began)
-    finally:
-        lanes.close()
 
 
 def sweeps(model: StreamedModel, sizes: Sizes, num_rows: int, bits: int, rate: float) -> list[dict[str, Any]]:
@@ -199,10 +200,14 @@ def check(device: torch.device, sizes: Sizes, folder: Path, arguments: argparse.
     """Everything, in an order in which what is most likely to fail comes first."""
     machine = Machine(device, new_lanes(device), arguments.device_memory, 0, 1)
     report: dict[str, Any] = {"device": gpu_parts.describe(device), "attention": gpu_parts.attention(device)}
+    report["unpacking"] = unpacking(device, *sizes.unpacked)
+    report["layer_bits"] = layer_bits(device, sizes.matrices, machine.rows, torch.bfloat16)
+    report["contexts"] = contexts(device, *sizes.contexts)
     report["equality"] = gpu_parts.equality(machine, sizes.small, sizes.num_compared, folder / "small", new_lanes)
     report["experts"] = experts(device, sizes.mixture, folder / "mixture", new_lanes)
     report["draft"] = gpu_parts.draft_steps(device, sizes.draft, folder / "draft")
-    rate = bandwidth(device, sizes.copy_bytes)
+    rate = bandwidth(new_lanes(device), sizes.copy_bytes)
+    report["pinning"] = pinning(new_lanes(device), sizes.copy_bytes)
     report["host_to_device_gb_s"] = round(rate / 1e9, 2)
     print(report, flush=True)
     sources = write_big(sizes.target, folder / "target", device)  # before the host's memory is counted: it may be there
@@ -218,6 +223,8 @@ def _holds(report: dict[str, Any], on_gpu: bool) -> bool:
     is_right = (
         report["attention"]["is_close"]
         and all(case["equal"] == case["compared"] for case in report["equality"])
+        and all(row["is_equal"] for row in report["unpacking"])
+        and report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
         and report["experts"]["equal"] == report["experts"]["compared"]
         and all(memory["is_within"] for memory in report["memory"])
         and all(row["is_close"] for row in report["draft"])
@@ -240,12 +247,14 @@ def main() -> None:
         raise SystemExit(2)
     device = torch.device("cpu") if arguments.dry_run_on_cpu else torch.device("cuda", 0)
     sizes = MINIATURE if arguments.dry_run_on_cpu else REAL
+    make_ready(device)
     began = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="bough-gpu-check-", dir=arguments.folder or _roomy(sizes)))
     try:
         report = check(device, sizes, folder, arguments)
     finally:
         shutil.rmtree(folder)
+    print(table(report))
     report |= {"is_dry_run": arguments.dry_run_on_cpu, "seconds": round(time.perf_counter() - began, 1)}
     print(json.dumps(report))
     raise SystemExit(0 if report["ok"] else 1)

@@ -12,11 +12,12 @@ import torch
 
 from bough.model.batch import Batch, Segment
 from bough.model.checkpoint import Checkpoint
+from bough.model.chosen_settings import CPU_ROWS
 from bough.model.kv import KVSlot
 from bough.model.loading import build_skeleton
 from bough.placement import Budgets, Fixed, place, place_apart
 from loadtest.experts import random_tree, save_mixture
-from loadtest.gpu_model import LINK_THREADS, ROWS, planned
+from loadtest.gpu_model import LINK_THREADS, planned
 from target_worker.lanes import Lanes
 from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
@@ -68,7 +69,7 @@ def _swept(folder: Path, device: torch.device, lanes: Lanes, is_apart: bool) -> 
         placement = place_apart(sizes, sizes_apart(rest, apart, skeleton.dtype, 0), own, budgets, True, True)
         layers = list(rest)
     with Tiers(layers, placement, LINK_THREADS, {}, lanes, apart) as tiers:
-        model = StreamedModel(skeleton, tiers, ROWS, device)
+        model = StreamedModel(skeleton, tiers, CPU_ROWS, device)
         first = [_sweep(model, size, seed=0)[0] for size in TREES]
         again = [[_sweep(model, size, seed) for seed in range(1, REPEATS + 1)] for size in TREES]
     return _Swept(

@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bough.model.checkpoint import INDEX_NAME, Checkpoint
+from bough.model.chosen_settings import CPU_ROWS, GPU_ROWS
+from bough.model.gpu.embeddings import host_bytes
 from bough.model.limits import Limits
 from bough.model.loading import Skeleton, build_skeleton
 from bough.model.memory import activation_bytes, resident_bytes, unpacking_bytes
@@ -25,7 +27,6 @@ from target_worker.sweep import StreamedModel
 from target_worker.tiers import Tiers
 from target_worker.weights import LayerWeights, plan_layer
 
-ROWS = 64  # of every matrix product
 LINK_THREADS = 8
 LAYER_NAME = re.compile(r"(.*\.layers\.)(\d+)(\..*)")
 
@@ -39,6 +40,11 @@ class Machine:
     device_memory: int  # bytes, as a placement counts them
     host_memory: int  # bytes
     max_resident: int  # layers at most
+
+    @property
+    def rows(self) -> int:
+        """Of every matrix product."""
+        return CPU_ROWS if self.device.type == "cpu" else GPU_ROWS
 
 
 def write_random(folder: Path, config: LlamaConfig, device: torch.device) -> Checkpoint:
@@ -86,11 +92,13 @@ def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int)
     """Places the first layers of a model, beside a KV slot of `num_rows` tokens, within what the machine has."""
     layers = planned(skeleton)[:num_layers]
     sizes = [layer.num_bytes for layer in layers]
+    on_host, rows = host_bytes(skeleton, machine.device.type), machine.rows
     fixed = Fixed(
-        resident_bytes(skeleton),
+        resident_bytes(skeleton) - on_host,
         num_rows * skeleton.kv_shape().row_bytes,
-        activation_bytes(skeleton.config, skeleton.kv_shape(), Limits(ROWS, num_rows, num_rows, num_rows)),
+        activation_bytes(skeleton.config, skeleton.kv_shape(), Limits(rows, num_rows, num_rows, num_rows)),
         max(layer.scratch_bytes(skeleton.dtype) for layer in layers) + unpacking_bytes(skeleton, machine.device),
+        host_embeddings=on_host,
     )
     budgets = Budgets(machine.device_memory, machine.host_memory, 3 * max(sizes), machine.max_resident)
     return place(sizes, fixed, budgets)
@@ -114,4 +122,4 @@ def streamed(
     placement = placed(skeleton, machine, len(skeleton.layers), num_rows)
     with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.lanes) as tiers:
         kv = KVStage(skeleton.kv_shape(), num_rows, kv_lanes) if kv_lanes else None
-        yield StreamedModel(skeleton, tiers, ROWS, machine.device, kv)
+        yield StreamedModel(skeleton, tiers, machine.rows, machine.device, kv)

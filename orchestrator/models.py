@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.generation import GenerateOptions, ModelInfo
@@ -12,6 +13,7 @@ from orchestrator.weights import other_weights, with_weights
 from orchestrator.workers import TargetClient
 
 SHOWN = 64  # characters of a name that nobody knows
+OF_EARLIER = "was recorded by an earlier version of bough, which did not say with which model"
 
 Targets = Sequence[Known[TargetClient]]
 
@@ -31,6 +33,24 @@ def largest_context(directory: Directory) -> int:
     return max((target.info.max_context for target in directory.targets), default=0)
 
 
+def with_its_model(
+    directory: Directory, request: RequestRecord | None, session: SessionRecord | None
+) -> tuple[RequestRecord | None, SessionRecord | None]:
+    """Records in which an earlier version did not say the model, with that of the target where the session was last.
+
+    As they are where that target is gone, which was one process with one model: nobody knows then which one it was.
+    """
+    target = None if session is None else directory.find(session.target_id)
+    if target is None or session is None:
+        return request, session
+    info = target.info
+    if request is not None and not request.target_identity and request.epoch == session.epoch:
+        request = replace(request, target_identity=info.identity)
+    if not session.model_identity:
+        session = replace(session, model_name=info.model_name, model_identity=info.model_identity)
+    return request, session
+
+
 def targets_for(
     directory: Directory, options: GenerateOptions, request: RequestRecord | None, session: SessionRecord | None
 ) -> Targets:
@@ -42,14 +62,20 @@ def targets_for(
     Raises:
         InvalidRequest: the model that is named is another than what the request goes on with, or none is named and
             there are several.
-        NotFound: no target has ever served the model that is named.
+        NotFound: no target has ever served the model that is named, or nobody knows with which one it was begun.
         Unavailable: no target that serves it can be used now.
     """
     targets = directory.targets
     if not any(target.is_usable for target in targets):
         raise Unavailable(directory.why_no_target())
-    if request is not None and request.target_identity:
+    if request is not None:
         return _begun(targets, options, request)
+    if session is not None and not session.model_identity:
+        if options.continues:
+            raise NotFound(
+                f"session_id: {session.session_id!r} {OF_EARLIER}; the full history, with continues false, would do"
+            )
+        session = None  # whose name is all that is left of it
     if session is not None and (options.continues or not options.model):
         return _continued(targets, options, session)
     served = sorted({target.info.model_name for target in targets})
@@ -72,6 +98,8 @@ def targets_for(
 
 def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -> Targets:
     """Those that give the tokens that a resumed request would have had."""
+    if not request.target_identity:
+        raise NotFound(f"request_id: {request.request_id!r} {OF_EARLIER}; the request anew, without resume, would do")
     same = [target for target in targets if target.info.identity == request.target_identity]
     for target in same:
         _require_named(options, target.info.model_name, f"the model that request_id {request.request_id!r} began with")

@@ -21,7 +21,7 @@ from bough.sampling import SamplingParams, StopConditions
 from orchestrator.claims import Claims
 from orchestrator.directory import Directory, Known
 from orchestrator.limits import require_room, require_size, require_sizes
-from orchestrator.models import Targets, targets_for
+from orchestrator.models import Targets, targets_for, with_its_model
 from orchestrator.pace import Need
 from orchestrator.prompt import continued_prompt, next_prompt, whole_prompt
 from orchestrator.recorder import Recorder
@@ -79,7 +79,7 @@ class Opening:
             Unavailable: there is no target with its model, or no index to tell what the request continues.
             StaleEpoch: another request goes on with the same session at this moment.
         """
-        past = await self._past(options)
+        past = _Past(*with_its_model(self.directory, *await self._past(options)))
         targets = targets_for(self.directory, options, past.request, past.session)
         past = past.of_model(targets[0].info)
         largest = max(targets, key=lambda known: known.info.max_context)

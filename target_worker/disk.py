@@ -16,7 +16,8 @@ import torch
 from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint import MAX_HEADER_BYTES, TensorPlace
 from bough.model.contents import samples_digest
-from target_worker.files import open_file
+from target_worker.digests import file_digest, known_digest
+from target_worker.files import FileState, OpenFile, open_file
 from target_worker.weights import Extent, LayerWeights
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Disk:
         self._unchecked: dict[Path, list[TensorPlace]] = {}
         for place in unchecked:
             self._unchecked.setdefault(place.file, []).append(place)
+        self._states = {path: FileState.of(file.descriptor) for path, file in self._files.items()}
         self._layouts = {file: _layout_of(file) for file in self._files}
         self._contents = {file: self._contents_of(file) for file in self._files}
 
@@ -68,32 +70,80 @@ class Disk:
         for file in self._files.values():
             os.close(file.descriptor)
 
-    def renew(self) -> set[Path]:
-        """Goes over to files that have taken the place of those that are open, under the same descriptors; which.
+    def require_unchanged(self) -> None:
+        """After reads, before what came of them is used.
 
         Raises:
-            StreamError: what stands there now is laid out otherwise, or has other weights.
+            StreamError: a file was written to in place, so that they may have brought bytes of two checkpoints.
+        """
+        for path, file in self._files.items():
+            if FileState.of(file.descriptor) != self._states[path]:
+                raise StreamError(f"{path}: was written to while the model is served; what this sweep read is not used")
+
+    def renew(self) -> set[Path]:
+        """Goes on with files that were written to, or have taken the place of those that are open, and hold the same.
+
+        Returns which. Descriptors stay: whoever reads knows them.
+
+        Raises:
+            StreamError: what stands there now is laid out otherwise, or has other weights, or is not known to have the
+                same: half of it may be overwritten.
         """
         renewed = set()
         for path, file in self._files.items():
-            if not path.exists() or os.path.samestat(path.stat(), os.fstat(file.descriptor)):
+            before, found = self._states[path], _state_of(path, file)
+            if found == before:
                 continue
-            if _layout_of(path) != self._layouts[path]:
-                raise StreamError(
-                    f"{path}: another file stands here than when the model was opened, with other tensors or places; "
-                    "the one that was there, or starting again, would do"
-                )
-            if self._contents_of(path) != self._contents[path]:
-                raise StreamError(
-                    f"{path}: another file stands here than when the model was opened, with other weights; sessions "
-                    "have begun with those that were there: put these back, or start again"
-                )
-            new = open_file(path)
-            os.dup2(new.descriptor, file.descriptor)  # whoever reads knows the number
-            os.close(new.descriptor)
-            self._files[path] = new._replace(descriptor=file.descriptor)
+            self._require_same(path, before, found)
+            if found.inode != before.inode:
+                new = open_file(path)
+                os.dup2(new.descriptor, file.descriptor)
+                os.close(new.descriptor)
+                self._files[path] = new._replace(descriptor=file.descriptor)
+            self._states[path] = found
+            self.require_unchanged()
             renewed.add(path)
         return renewed
+
+    def _require_same(self, path: Path, before: FileState, found: FileState) -> None:
+        """By checksums, which are compared with what is then read; by a digest, where one was known before; by samples,
+        where another file is there, which nobody would have renamed before it was whole. Raises StreamError.
+        """
+        if found.size != before.size:
+            raise StreamError(
+                f"{path}: has {found.size} bytes, and had {before.size} when the model was opened; the file that was "
+                "there, or starting again, would do"
+            )
+        if _layout_of(path) != self._layouts[path]:
+            raise StreamError(
+                f"{path}: another file stands here than when the model was opened, with other tensors or places; "
+                "the one that was there, or starting again, would do"
+            )
+        if path not in self._unchecked:
+            return
+        digest = known_digest(path, before)
+        if digest is not None:
+            if self._digest_of(path, found) != digest:
+                raise StreamError(
+                    f"{path}: has other bytes than when the model was opened; sessions have begun with those that were "
+                    "there: put these back, or start again"
+                )
+        elif found.inode == before.inode:
+            raise StreamError(
+                f"{path}: was written to in place since the model was opened, and whether it holds the same is not "
+                "known; sessions have begun with what was there: start again"
+            )
+        elif self._contents_of(path) != self._contents[path]:
+            raise StreamError(
+                f"{path}: another file stands here than when the model was opened, with other weights; sessions "
+                "have begun with those that were there: put these back, or start again"
+            )
+
+    def _digest_of(self, path: Path, state: FileState) -> str:
+        try:
+            return known_digest(path, state) or file_digest(path, state)
+        except CheckpointError as exc:
+            raise StreamError(str(exc)) from exc
 
     def place_of(self, piece: Piece) -> tuple[int, int, int, int, int]:
         """Descriptor, offset, bytes, how many of them are needed, and where they belong in the layer's slab."""
@@ -178,8 +228,16 @@ def cut(extents: Sequence[Extent]) -> list[Piece]:
     ]
 
 
-def _layout_of(file: Path) -> tuple[int, int]:
-    """What changes if tensors are elsewhere: the file's size, and a checksum of its header."""
+def _state_of(path: Path, file: OpenFile) -> FileState:
+    """Of what stands at a path; of what is open, where nothing does."""
+    try:
+        return FileState.of(path)
+    except OSError:
+        return FileState.of(file.descriptor)
+
+
+def _layout_of(file: Path) -> int:
+    """A checksum of the header: it changes if tensors are elsewhere."""
     with file.open("rb") as stream:
         (num_bytes,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
-        return file.stat().st_size, zlib.crc32(stream.read(min(num_bytes, MAX_HEADER_BYTES)))
+        return zlib.crc32(stream.read(min(num_bytes, MAX_HEADER_BYTES)))

@@ -56,8 +56,12 @@ class ExpertCopies:
         """As many as keep the copying lane at work."""
         return -(-max(0, GUESSED_BYTES - self._traffic.outstanding_bytes) // self._slabs.shape[1])
 
-    def renew(self) -> None:
+    def require_unchanged(self) -> None:
         """Whoever reads for the host does."""
+
+    def renew(self) -> bool:
+        """All experts stay in the host's memory, as they were."""
+        return False
 
     def begin(self) -> None:
         """No slab is given up in the turn in which it is computed with."""

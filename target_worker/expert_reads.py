@@ -72,12 +72,17 @@ class ExpertReads:
         """Any number: they have threads of their own."""
         return len(self._slabs)
 
-    def renew(self) -> None:
-        """As `Tiers.renew`. Raises StreamError."""
+    def require_unchanged(self) -> None:
+        """As `Tiers.require_unchanged`. Raises StreamError."""
+        self._disk.require_unchanged()
+
+    def renew(self) -> bool:
+        """As `Disk.renew`; whether there are any such files. Raises StreamError."""
         renewed = self._disk.renew()
         for index, layer in self._layers.items() if self._checksums else ():
             of_renewed = (n for n, each in enumerate(layer.each) if any(e.file in renewed for e in each.extents))
             self._unseen |= {Expert(index, number) for number in of_renewed}
+        return bool(renewed)
 
     def begin(self) -> None:
         """What the CPU was told to compute, it has computed."""

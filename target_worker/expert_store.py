@@ -49,8 +49,12 @@ class Arrivals(Protocol):
         """How many may be begun now, without what is wanted next having to wait for them."""
         ...
 
-    def renew(self) -> None:
-        """Goes over to files that have taken the place of others. Raises StreamError: they are laid out otherwise."""
+    def require_unchanged(self) -> None:
+        """Raises StreamError where what is there may be of two checkpoints."""
+        ...
+
+    def renew(self) -> bool:
+        """Goes on with files that have changed, if they hold the same; whether any have. Raises StreamError."""
         ...
 
     def begin(self) -> None:
@@ -112,7 +116,7 @@ class ExpertStore:
         """`num_slabs` are those that `arrivals` has: at least as many as a layer has experts."""
         self._layers = dict(layers)
         self._rooms = ExpertRooms(max(layers) + 1, sizes_of(layers.values()).most, num_slabs)
-        self._arrivals = arrivals
+        self._arrivals, self._num_slabs = arrivals, num_slabs
 
     def __enter__(self) -> ExpertStore:
         self._arrivals.__enter__()
@@ -178,9 +182,15 @@ class ExpertStore:
             raise
         return tuple(weights.bytes_of(place, data) for place in weights.slots[slot].source.places)
 
+    def require_unchanged(self) -> None:
+        """As `Tiers.require_unchanged`. Raises StreamError."""
+        self._arrivals.require_unchanged()
+
     def renew(self) -> None:
-        """As `Tiers.renew`. Raises StreamError."""
-        self._arrivals.renew()
+        """As `Tiers.renew`; what came while a file was another is not kept. Raises StreamError."""
+        if self._arrivals.renew():
+            for slab in range(self._num_slabs):
+                self._empty(slab)
 
     def restart(self) -> None:
         """After an error or a sweep that was given up."""

@@ -122,13 +122,18 @@ class HostLayers:
         if self._ring is not None:
             self._ring.restart()
 
-    def renew(self) -> bool:
-        """Goes over to files that have taken the place of others, whose layers are compared again; whether any have.
+    def require_unchanged(self) -> None:
+        """Raises StreamError where what streams has come from files that were written to meanwhile."""
+        if self._ring is not None:
+            self._disk.require_unchanged()
 
-        Call `restart` then: what has come ahead is of the others.
+    def renew(self) -> bool:
+        """As `Disk.renew`; the layers of those files are compared again. Whether there are any.
+
+        Call `restart` then: what has come ahead is of what was there before.
 
         Raises:
-            StreamError: what stands there now is laid out otherwise, or has other weights.
+            StreamError: as `Disk.renew`.
         """
         renewed = self._disk.renew()
         if self._checksums:

@@ -13,6 +13,7 @@ from bough.model.batch import Batch, Chunk, Segment
 from bough.model.device import await_all, working_on
 from bough.model.draw import require_numbers
 from bough.model.experts import with_rows
+from bough.model.gpu.embeddings import embeddings_for_host, looked_up, split_slots
 from bough.model.gpu.faults import named_faults
 from bough.model.lean_parts import is_lean
 from bough.model.loading import Skeleton, bind_resident, move_buffers
@@ -31,6 +32,7 @@ from target_worker.tiers import Tiers
 from target_worker.warm_up import PassSeconds, compute_curve
 from target_worker.weights import MadeLayer
 
+CPU = torch.device("cpu")
 NANO = 1e-9
 MOST_ROWS = 4096  # up to which it is told how many experts rows choose
 SPEED_BYTES = 1000**3  # over which the link's speed is taken
@@ -67,7 +69,9 @@ class StreamedModel:
         self._layer_seconds = 0.0  # that it took the last time
         self.num_layers_begun = 0  # since the start
         self._num_computed = len(tiers.layers)  # layers of a sweep, from the first on; rows pass by the others
-        bind_resident(skeleton, skeleton.resident_slots, device)
+        self._host_embeddings = embeddings_for_host(skeleton.model, device.type)
+        for slots, where in zip(split_slots(skeleton, self._host_embeddings), (device, CPU), strict=True):
+            bind_resident(skeleton, slots, where)
         move_buffers(skeleton.model, device)
         if tiers.experts is not None:
             tiers.experts.bind(skeleton.dtype)
@@ -79,7 +83,8 @@ class StreamedModel:
         """(num_logit_rows, vocab_size) logits of the rows that want them, on the CPU, and where the time went.
 
         Raises:
-            StreamError: a layer could not be read; the ring has begun again and the next sweep may succeed.
+            StreamError: a layer could not be read, or a file was overwritten meanwhile; the ring has begun again and
+                the next sweep may succeed.
             AcceleratorFull: there was no memory for so many rows.
             AcceleratorLost: the process ends.
         """
@@ -89,6 +94,7 @@ class StreamedModel:
                 if self._has_failed:
                     self.tiers.renew()
                 logits = self._logits(batch)
+                self.tiers.require_unchanged()
             except BaseException:
                 self._has_failed = True
                 self.tiers.restart()
@@ -153,7 +159,7 @@ class StreamedModel:
         with working_on(self.device), self._kv.sweep(batch) as batch:
             batch.send()
             output = self.skeleton.model(
-                input_ids=batch.input_ids,
+                **self._inputs(batch),
                 position_ids=batch.position_ids,
                 use_cache=False,
                 logits_to_keep=batch.logit_rows,
@@ -161,6 +167,12 @@ class StreamedModel:
             )
             logits: torch.Tensor = output.logits[0].cpu()  # of a GPU's sweep, the one place that waits for it
             return logits
+
+    def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Of transformers' forward: tokens, or what the host has looked up for them."""
+        if self._host_embeddings is None:
+            return {"input_ids": batch.input_ids}
+        return {"inputs_embeds": looked_up(self._host_embeddings, batch, self.device)}
 
     def _account(self, total_ns: int, kv_bytes: int) -> SweepFigures:
         """What the link has done since the last sweep; `kv_bytes` were copied before this one."""

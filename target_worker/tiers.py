@@ -147,11 +147,17 @@ class Tiers:
             self.experts.restart()
         (self._host if self._copies is None else self._copies).restart()
 
+    def require_unchanged(self) -> None:
+        """After a sweep. Raises StreamError where its weights may be of two checkpoints: a file was overwritten."""
+        self._host.require_unchanged()
+        if self.experts is not None:
+            self.experts.require_unchanged()
+
     def renew(self) -> None:
-        """After a sweep that failed: goes over to files that have taken the place of those that are open.
+        """After a sweep that failed: as `Disk.renew`.
 
         Raises:
-            StreamError: what stands there now is laid out otherwise, or has other weights.
+            StreamError: as `Disk.renew`.
         """
         is_renewed = self._host.renew()
         if self.experts is not None:

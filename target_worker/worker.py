@@ -11,9 +11,11 @@ import torch
 from bough import __version__
 from bough.config import TargetConfig
 from bough.messages import WorkerInfo
-from bough.model import files_hash
+from bough.model.architecture import load_config
 from bough.model.checkpoint import Checkpoint
+from bough.model.chosen_settings import conversion, settled
 from bough.model.device import choose_device, device_name
+from bough.model.gpu.embeddings import host_bytes
 from bough.model.gpu.ready import make_ready
 from bough.model.kernel_cache import compiled_ground
 from bough.model.kv_arena import KVArena
@@ -33,6 +35,7 @@ from bough.placement import Placement, Tier, gigabytes
 from bough.runtime.compile_once import compile_apart
 from bough.startup import stage
 from target_worker.budgets import choose_places
+from target_worker.code_hash import code_hash
 from target_worker.engine import Engine
 from target_worker.kv_stage import KVHome, KVInPlace, KVStage
 from target_worker.served import ServedTarget
@@ -63,7 +66,11 @@ class TargetWorker(ServedTarget):
         self._fingerprint = checkpoint.fingerprint()
         self._device = choose_device(config.device)
         make_ready(self._device)
+        self._config = config = settled(config, load_config(checkpoint.folder), self._device.type)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
+        self._conversion = conversion(checkpoint.tensors.values(), self._skeleton.dtype)
+        if self._conversion:
+            logger.warning("%s", self._conversion)
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
         self._experts: dict[int, LayerExperts] = {}  # by layer, of which `layers` are then without them
         self.vocab_size = self._skeleton.vocab_size
@@ -106,7 +113,7 @@ class TargetWorker(ServedTarget):
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
         figures = self._engine.pool.figures()
-        ground = self._model.arithmetic, device_name(self._device), f"torch {torch.__version__}", f"code {files_hash()}"
+        ground = self._model.arithmetic, device_name(self._device), f"torch {torch.__version__}", f"code {code_hash()}"
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,
@@ -133,7 +140,7 @@ class TargetWorker(ServedTarget):
         )
 
     def _notes(self) -> tuple[str, ...]:
-        notes = [self._memory_in_words]
+        notes = [self._memory_in_words, *([self._conversion] if self._conversion else [])]
         if self._experts:
             notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":
@@ -174,11 +181,12 @@ class TargetWorker(ServedTarget):
         config, skeleton = self._config, self._skeleton
         unpacking, is_gpu = unpacking_bytes(skeleton, self._device), self._device.type != "cpu"
         scratch = max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers) + unpacking
-        fixed = fixed_bytes(config, is_gpu, skeleton.config, skeleton.kv_shape(), resident_bytes(skeleton), scratch)
+        sizes = resident_bytes(skeleton), scratch, host_bytes(skeleton, self._device.type)
+        fixed = fixed_bytes(config, is_gpu, skeleton.config, skeleton.kv_shape(), *sizes)
         apart, experts = plan_apart(skeleton.layer_slots)
         parts = sizes_apart(apart, experts, skeleton.dtype, unpacking) if experts else None
-        sizes = [layer.num_bytes for layer in self.layers]
-        placement, self._memory_in_words = choose_places(sizes, fixed, config, self._device, parts)
+        layer_bytes = [layer.num_bytes for layer in self.layers]
+        placement, self._memory_in_words = choose_places(layer_bytes, fixed, config, self._device, parts)
         if placement.expert_bytes:
             self.layers, self._experts = apart, experts
         return placement

@@ -22,7 +22,7 @@ from bough.values import parse_bytes, parse_layers
 def test_flags_win_over_the_environment_and_both_over_defaults() -> None:
     environ = {"BOUGH_TARGET_MODEL": "a", "BOUGH_TARGET_ROWS": "32", "BOUGH_DRAFT_BRANCH": "3", "HOME": "/"}
     config = parse(TargetConfig, "target_worker", ["--model", "b"], environ)
-    assert (config.model, config.rows, config.dtype) == ("b", 32, "bfloat16")
+    assert (config.model, config.rows, config.dtype) == ("b", 32, "auto")
 
 
 def test_flags_make_an_equal_value() -> None:
@@ -37,10 +37,10 @@ def test_flags_make_an_equal_value() -> None:
     [
         ([], {}, "--model: missing; the flag or BOUGH_TARGET_MODEL"),
         (["--model", "m", "--row", "3"], {}, "--row"),
-        (["--model", "m", "--rows", "many"], {}, "--rows: 'many': int of 1 or more"),
-        (["--model", "m", "--rows", "0"], {}, "--rows: '0'"),
+        (["--model", "m", "--rows", "many"], {}, "--rows: 'many': int of 0 or more"),
+        (["--model", "m", "--rows", "-1"], {}, "--rows: '-1'"),
         (["--model", "m", "--port", "70000"], {}, "--port: '70000': int of 0 to 65535"),
-        (["--model", "m", "--dtype", "int3"], {}, "--dtype: 'int3': bfloat16"),
+        (["--model", "m", "--dtype", "int3"], {}, "--dtype: 'int3': auto, bfloat16"),
         (["--model", "m", "--kv-memory", "lots"], {}, "--kv-memory: 'lots': a size such as"),
         (["--model", "m", "--device", "gpu"], {}, "--device: 'gpu': auto, cpu, cuda or cuda:1"),
         (["--model", "m", "--lease-seconds", "nan"], {}, "--lease-seconds: 'nan'"),

@@ -16,6 +16,8 @@ from bough.model import contents
 from bough.model.checkpoint import SINGLE_NAME, Checkpoint, TensorPlace
 from bough.model.contents import SAMPLE_BYTES, samples_digest, samples_of
 from bough.model.pack import pack
+from target_worker.digests import file_digest
+from target_worker.files import FileState
 
 DATA = Path(__file__).parent / "data"
 TOKENS = [3, 1, 4, 1, 5]
@@ -147,3 +149,81 @@ def test_a_file_that_takes_the_place_of_another_must_hold_the_same_weights(
                 plain_logits(model, TOKENS)
         else:
             assert all(map(torch.equal, before, plain_logits(model, TOKENS)))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("max_resident", [0, 2])
+def test_a_file_that_is_overwritten_in_place_is_never_mixed_with_what_was_there(
+    tiny: Path, tmp_path: Path, is_known: bool, max_resident: int
+) -> None:
+    """The descriptor stays, and its bytes become another checkpoint's, in the middle of a sweep or between two."""
+    folder = plain(tiny, tmp_path / "model")
+    place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight"]
+    if is_known:
+        file_digest(place.file, FileState.of(place.file))
+    with streamed(folder, torch.float32, max_resident=max_resident) as model:
+        before = plain_logits(model, TOKENS)
+        train(place)
+        with pytest.raises(StreamError, match=rf"{place.file.name}: was written to while the model is served"):
+            plain_logits(model, TOKENS)
+        why = "other bytes than when the model was opened" if is_known else "in place.*and whether it holds the same"
+        for _ in range(2):
+            with pytest.raises(StreamError, match=rf"{place.file.name}: .*{why}.*start again"):
+                plain_logits(model, TOKENS)
+        train(place)  # back
+        if is_known:
+            assert all(map(torch.equal, before, plain_logits(model, TOKENS))), "the same bytes are proven"
+        else:
+            with pytest.raises(StreamError, match=why):
+                plain_logits(model, TOKENS)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_change_that_samples_do_not_see_is_seen(tiny: Path, tmp_path: Path) -> None:
+    """An overwriting that has only begun when a sweep fails has changed the first few bytes of a file."""
+    folder = plain(tiny, tmp_path / "model")
+    place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight"]
+    (sample,) = samples_of(place, 1)
+    byte = place.offset if sample.offset > place.offset else place.offset + place.num_bytes - 1
+    with streamed(folder, torch.float32) as model:
+        plain_logits(model, TOKENS)
+        with place.file.open("r+b") as file:
+            file.seek(byte)
+            value = file.read(1)
+            file.seek(byte)
+            file.write(bytes([value[0] ^ 1]))
+        for _ in range(3):
+            with pytest.raises(StreamError, match=place.file.name):
+                plain_logits(model, TOKENS)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_file_nothing_is_read_from_any_more_may_be_overwritten(tiny: Path, tmp_path: Path) -> None:
+    folder = plain(tiny, tmp_path / "model")
+    with streamed(folder, torch.float32, max_resident=100) as model:
+        before = plain_logits(model, TOKENS)
+        for file in folder.glob("*.safetensors"):
+            file.write_bytes(bytes(file.stat().st_size))
+        assert all(map(torch.equal, before, plain_logits(model, TOKENS)))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_pack_that_is_written_to_is_compared_with_its_checksums(tiny: Path, tmp_path: Path) -> None:
+    """They are of all bytes: whoever puts the same ones there has the model go on."""
+    pack(str(tiny), 4, tmp_path / "packed")
+    place = Checkpoint.open(tmp_path / "packed").tensors["model.layers.2.mlp.up_proj.weight.packed"]
+    with streamed(tmp_path / "packed", torch.float32) as model:
+        before = plain_logits(model, TOKENS)
+        train(place)
+        with pytest.raises(StreamError, match="was written to while"):
+            plain_logits(model, TOKENS)
+        with pytest.raises(StreamError, match="checksum"):
+            plain_logits(model, TOKENS)
+        train(place)
+        assert all(map(torch.equal, before, plain_logits(model, TOKENS)))

@@ -26,9 +26,11 @@ from bough.model.pack import pack
 from bough.placement import Apart, Budgets, ExpertSizes, Fixed, Tier, place_apart
 from bough.sampling import SamplingParams
 from bough.tree import Tree
+from target_worker.digests import file_digest
 from target_worker.expert_reads import ExpertReads
 from target_worker.expert_rooms import Expert
 from target_worker.expert_store import ExpertStore
+from target_worker.files import FileState
 from target_worker.stream import LinkFigures
 from target_worker.sweep import StreamedModel
 from target_worker.weights import LayerExperts, plan_apart, sizes_of
@@ -213,8 +215,11 @@ def test_any_wishes(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
                 assert layer < 0 or store._rooms._slab_of[layer, expert] == slab
 
 
-def test_a_damaged_file_fails_the_sweep_and_not_those_after_it(tmp_path: Path) -> None:
+def test_a_damaged_file_fails_the_sweep_and_not_those_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "cache"))
     folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+    for shard in folder.glob("*.safetensors"):
+        file_digest(shard, FileState.of(shard))
     with streamed(folder, torch.float32, expert_slabs=6) as model:
         wanted = plain_logits(model, [5, 6, 7])
         file = plan_of(folder)[2].each[3].extents[0].file
@@ -222,6 +227,12 @@ def test_a_damaged_file_fails_the_sweep_and_not_those_after_it(tmp_path: Path) -
         os.truncate(file, 4096)
         with pytest.raises(StreamError, match=rf"{file}: layer \d(, expert \d)?, tensor model\.layers\.\d\."):
             logits_of(model, 60)
+        file.write_bytes(whole)
+        for mine, right in zip(plain_logits(model, [5, 6, 7]), wanted, strict=True):
+            assert torch.equal(mine, right)
+        file.write_bytes(whole[:4096] + bytes(byte ^ 1 for byte in whole[4096:]))
+        with pytest.raises(StreamError, match="was written to while"):
+            logits_of(model, 60)  # with experts that are another checkpoint's, which may not stay
         file.write_bytes(whole)
         for mine, right in zip(plain_logits(model, [5, 6, 7]), wanted, strict=True):
             assert torch.equal(mine, right)

@@ -37,11 +37,19 @@ def test_a_dry_run_goes_through_everything(
         {"resident": 1, "host": 5, "disk": 0},
     ]
     assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
+    assert len(report["unpacking"]) == 2 * 5, "every format, in both types"
+    assert report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
+    assert report["contexts"][0]["context"] == 32
+    assert report["pinning"]["is_pinned"]
     experts = report["experts"]
     assert experts["equal"] == experts["compared"]
     assert experts["chosen"]["gigabytes"][0] < 0.5 * experts["whole"]["gigabytes"][0], "a token chooses two of eight"
     assert [row["graph_ms"] for row in report["draft"]] == [None] * 5, "there are no graphs on the CPU"
-    for part, wrong in (("draft", {"is_close": False}), ("memory", {"is_within": False})):
+    for part, wrong in (
+        ("draft", {"is_close": False}),
+        ("memory", {"is_within": False}),
+        ("unpacking", {"is_equal": False}),
+    ):
         broken = {**report, part: [*report[part][1:], {**report[part][0], **wrong}]}
         assert not gpu_check._holds(broken, on_gpu=False)
     assert not gpu_check._holds(report, on_gpu=True), "a GPU's steps are graphs"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -166,11 +166,10 @@ def children_of(process_id: int) -> dict[str, int]:
     """Process ids by a word of their command lines."""
     found = {}
     for thread in Path(f"/proc/{process_id}/task").iterdir():
-        for child in map(int, (thread / "children").read_text().split()):
-            words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-            for name in ("target_worker", "draft_worker", "orchestrator"):
-                if name in words:
-                    found[name] = child
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread, or a child, that has ended meanwhile
+            for child in map(int, (thread / "children").read_text().split()):
+                words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+                found |= {name: child for name in ("target_worker", "draft_worker", "orchestrator") if name in words}
     return found
 
 

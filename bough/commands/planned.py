@@ -8,6 +8,7 @@ from pathlib import Path
 from bough.config import OrchestratorConfig, PlanConfig
 from bough.errors import ConfigError
 from bough.model.architecture import max_positions
+from bough.model.chosen_settings import CPU_ROWS, settled
 from bough.model.loading import DTYPES
 from bough.model.memory import budgets, device_budget, host_budget, require_way_through, with_kv_memory
 from bough.model.probe import (
@@ -69,6 +70,7 @@ def make_plan(settings: PlanConfig) -> Plan:
         settings.device == "" and (settings.host_memory > 0 or settings.host_link_speed > 0 or has_gpu())
     )
     device_type = "cuda" if is_gpu else "cpu"
+    settings = settled(settings, config, device_type)
     shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
     device, host = _device_budget(settings, is_gpu), _host_budget(settings, is_gpu)
     settings = with_kv_memory(settings, shapes.kv, max_positions(config), device, host)
@@ -129,7 +131,7 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     dtype, device = DTYPES[settings.dtype], find_device(is_gpu)
     is_here = not is_gpu or has_gpu()
     set_threads(settings.threads)
-    rows = (settings.rows, COMPARED_ROWS)
+    rows = (settings.rows, COMPARED_ROWS if settings.rows != COMPARED_ROWS else CPU_ROWS)
     compute = _told("--compute-speed", settings.compute_speed, TERA)
     host_link = _told("--host-link-speed", settings.host_link_speed, GIGA) if is_gpu else None
     memory = _told("--memory-speed", settings.memory_speed, GIGA)

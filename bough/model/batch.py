@@ -125,6 +125,11 @@ class Batch:
         """(1, num_rows) int64 on the device."""
         return self._padded(self.tokens)
 
+    @property
+    def host_ids(self) -> torch.Tensor:
+        """`input_ids` on the host."""
+        return torch.from_numpy(self._filled(self.tokens))
+
     @cached_property
     def position_ids(self) -> torch.Tensor:
         """(1, num_rows) int64 on the device."""
@@ -141,9 +146,12 @@ class Batch:
         return all(segment.wants_logits for segment in self.segments)
 
     def _padded(self, numbers: IntArray) -> torch.Tensor:
+        return torch.from_numpy(self._filled(numbers)).to(self._device)
+
+    def _filled(self, numbers: IntArray) -> NDArray[np.int64]:
         padded = np.zeros((1, self.num_rows), dtype=np.int64)
         padded[0, : self.num_tokens] = numbers
-        return torch.from_numpy(padded).to(self._device)
+        return padded
 
     def _chunk(self, begin: int, end: int) -> Chunk:
         pieces, offset = [], 0

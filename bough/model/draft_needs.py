@@ -17,6 +17,7 @@ from bough.runtime.division import DraftNeeds
 FLOATS = ("BF16", "F16", "F32")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+AUTO_BYTES = 2  # of what a draft computes in that is not told
 PACKED_BITS = 4  # of a packed checkpoint that does not say
 
 
@@ -29,7 +30,7 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     checkpoint = Checkpoint.open(config.model)
     whole: dict[str, Any] = json.loads((checkpoint.folder / "config.json").read_text())
     text: dict[str, Any] = whole.get("text_config") or whole
-    size = DTYPE_BYTES[config.dtype]
+    size = DTYPE_BYTES.get(config.dtype, AUTO_BYTES)
     quantization = whole.get("quantization_config") or text.get("quantization_config") or {}
     unpacked = 8 * size / (quantization.get("bits") or quantization.get("w_bit") or PACKED_BITS)
     kept = _kept_layers(checkpoint, int(text.get("num_hidden_layers", 1)))

@@ -27,6 +27,7 @@ Target = TypeVar("Target", bound=TargetConfig)
 RING_BYTES = 512 * 1000**2  # or RING_LAYERS, where those are more: what a ring takes unless it is told
 RING_LAYERS = 3  # one that is computed on, one that arrives, one that has; more is better used for layers that stay
 HIDDEN_COPIES = 8  # of a batch's hidden states at once: residuals, norms, queries, attention's result, rotary tables
+GPU_SHARE = 0.95  # of what is free once libraries have theirs: on a GPU nobody else comes, but the allocator rounds up
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 
 
@@ -53,7 +54,10 @@ def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
 
 def device_budget(settings: TargetConfig, device: torch.device) -> int:
     """Bytes of the accelerator's memory for the model, KV and all: as told, or most of what is free."""
-    return settings.device_memory or most_of(free_device_bytes(device))
+    if settings.device_memory:
+        return settings.device_memory
+    free = free_device_bytes(device)
+    return most_of(free) if device.type == "cpu" else int(GPU_SHARE * free)
 
 
 def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device: int, host: int) -> Target:
@@ -71,7 +75,7 @@ def require_way_through(placement: Placement, is_gpu: bool, host: int) -> None:
         ConfigError: it does not hold as many of them as it takes.
     """
     if is_gpu and placement.layers(Tier.DISK) and not placement.num_host_slabs:
-        least = placement.fixed.host_kv + placement.fixed.host_experts + MIN_SLABS * placement.slab_bytes
+        least = placement.fixed.on_host + MIN_SLABS * placement.slab_bytes
         raise ConfigError(
             f"--host-memory: {gigabytes(host)}; layers pass from disk to the GPU through pinned memory, which "
             f"must hold {MIN_SLABS}: {gigabytes(least)} or more would do"
@@ -79,9 +83,17 @@ def require_way_through(placement: Placement, is_gpu: bool, host: int) -> None:
 
 
 def fixed_bytes(
-    settings: TargetConfig, is_gpu: bool, config: PretrainedConfig, shape: KVShape, resident: int, scratch: int
+    settings: TargetConfig,
+    is_gpu: bool,
+    config: PretrainedConfig,
+    shape: KVShape,
+    resident: int,
+    scratch: int,
+    embeddings: int = 0,
 ) -> Fixed:
     """What a target with these settings takes wherever its layers live, `resident` and `scratch` bytes of it.
+
+    Of those that are resident, `embeddings` bytes are on the host.
 
     Raises:
         ConfigError: the memory for KV holds no session, or is to be where there is none.
@@ -91,7 +103,8 @@ def fixed_bytes(
     limits = Limits.of(settings, max_positions(config))
     kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes
     staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // shape.num_layers, kv)
-    return Fixed(resident, staged, activation_bytes(config, shape, limits), scratch, on_host)
+    activations = activation_bytes(config, shape, limits)
+    return Fixed(resident - embeddings, staged, activations, scratch, on_host, host_embeddings=embeddings)
 
 
 def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:

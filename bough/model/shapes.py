@@ -18,6 +18,7 @@ from bough.config import TargetConfig
 from bough.errors import CheckpointError
 from bough.model.architecture import UNREADABLE, build_empty, describe, language_part, load_config
 from bough.model.experts import EXPERT_ROWS, has_own_products
+from bough.model.gpu.embeddings import embeddings_for_host
 from bough.model.hub import is_hub_id
 from bough.model.kv import KVShape
 from bough.model.loading import DTYPES
@@ -100,6 +101,7 @@ class ModelShapes:
     layer_bytes: tuple[int, ...]  # as they stand on disk and cross the link
     layer_flops: tuple[float, ...]  # of one token
     resident_bytes: int  # embeddings, final norm and output head, each tensor once
+    host_bytes: int  # of these, what stays in the host's memory
     scratch_bytes: int  # room for the values of one layer that are no views of its bytes
     packed_bits: int  # 4 or 8; 0 where nothing is packed
     matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of a layer that has most bytes
@@ -113,7 +115,9 @@ class ModelShapes:
         Raises:
             ConfigError: the memory for KV holds no session, or is to be where there is none.
         """
-        return fixed_bytes(settings, is_gpu, self.config, self.kv, self.resident_bytes, self.scratch_bytes)
+        return fixed_bytes(
+            settings, is_gpu, self.config, self.kv, self.resident_bytes, self.scratch_bytes, self.host_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,7 @@ def model_shapes(
         layer_bytes=sizes,
         layer_flops=tuple(sum(p.flops for p in layer) for layer in parameters),
         resident_bytes=_outside_bytes(model, layers),
+        host_bytes=_host_bytes(model, device_type),
         scratch_bytes=max(sum(p.scratch_bytes for p in layer) for layer in parameters),
         packed_bits=packing.bits if packing else 0,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
@@ -278,6 +283,11 @@ def _outside_bytes(model: PreTrainedModel, layers: list[nn.Module]) -> int:
     inside = {id(parameter) for layer in layers for parameter in layer.state_dict(keep_vars=True).values()}
     outside = {id(p): p for p in model.state_dict(keep_vars=True).values() if id(p) not in inside}
     return sum(parameter.numel() * parameter.element_size() for parameter in outside.values())
+
+
+def _host_bytes(model: PreTrainedModel, device_type: str) -> int:
+    host = embeddings_for_host(model, device_type)
+    return sum(p.numel() * p.element_size() for p in host.parameters()) if host is not None else 0
 
 
 def _head_bytes(model: PreTrainedModel) -> int:

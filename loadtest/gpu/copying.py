@@ -1,0 +1,36 @@
+"""How fast the host's memory is pinned and copied from; part of `loadtest.gpu_check`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from target_worker.lanes import Lanes
+
+COPIES = 10
+
+
+def bandwidth(lanes: Lanes, num_bytes: int) -> float:
+    """Bytes per second from pinned memory to the device; closes the lanes."""
+    try:
+        source = torch.frombuffer(lanes.host_memory(num_bytes), dtype=torch.uint8)
+        target = lanes.device_memory(num_bytes)
+        lanes.copy(source, target, None).done.synchronize()
+        began, copies = time.perf_counter(), [lanes.copy(source, target, None) for _ in range(COPIES)]
+        copies[-1].done.synchronize()
+        return len(copies) * num_bytes / (time.perf_counter() - began)
+    finally:
+        lanes.close()
+
+
+def pinning(lanes: Lanes, num_bytes: int) -> dict[str, Any]:
+    """Seconds until host memory may be copied from; closes the lanes."""
+    began = time.perf_counter()
+    try:
+        lanes.host_memory(num_bytes)
+        seconds = time.perf_counter() - began
+        return {"gigabytes": num_bytes / 1e9, "seconds": round(seconds, 3), "is_pinned": lanes.is_pinned}
+    finally:
+        lanes.close()

@@ -1,0 +1,27 @@
+"""A report of `loadtest.gpu_check` as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PARTS = ("unpacking", "contexts", "draft", "sweeps", "memory")  # lists of rows that are alike
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """One for each part that has rows, in Markdown."""
+    return "\n\n".join(
+        f"**{part}** on {report['device']}\n\n{_rows(report[part])}" for part in PARTS if report.get(part)
+    )
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {number}" for key, number in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
