@@ -61,12 +61,6 @@ class ServiceConfig:
         f"{KEY_FILE_VARIABLE} for all processes",
         shared=KEY_FILE_VARIABLE,
     )
-    insecure: bool = setting(
-        False,
-        parse_switch,
-        "listen where others reach this process, though nothing keeps them out",
-        shared="BOUGH_INSECURE",
-    )
     open_metrics: bool = setting(
         False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
     )

@@ -31,8 +31,7 @@ from bough.records import WorkerLoad, WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, serving
 from bough.runtime.allocator import give_back_now, give_memory_back
-from bough.security.access import Access, require_guarded
-from bough.security.worker_key import SETTING
+from bough.security.access import Access
 from bough.startup import ready, stage
 from bough.tasks import end
 from bough.vocabulary import TokenizerFiles
@@ -202,7 +201,6 @@ async def serve_worker(
     Raises:
         ConfigError, CheckpointError, PairingError, Unavailable: it could not start.
     """
-    require_guarded(config, config.worker_key_file, SETTING)
     stop, access = stop_event(), Access.of(config)
     gate = SessionGate("Verify", "Grow")
     async with AsyncExitStack() as stack:

@@ -20,7 +20,7 @@ from bough.process import advertised, for_metrics, metrics_at, new_worker_id, wi
 from bough.records import WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served
-from bough.security.access import Access, require_guarded
+from bough.security.access import Access
 from bough.security.keyring import Keyring
 from bough.tasks import end
 from orchestrator.directory import POLL_SECONDS, Directory
@@ -91,7 +91,6 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
         ConfigError: a port is in use, the URL of the index or the file of keys cannot be read, or no address is found
             to advertise.
     """
-    require_guarded(config, config.keys, "--keys")
     keyring, access = Keyring(config.keys) if config.keys else None, Access.of(config)
     registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
     try:

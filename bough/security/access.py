@@ -9,9 +9,7 @@ from types import MappingProxyType
 
 import grpc
 
-from bough.addresses import is_loopback
 from bough.config import KEY_FILE_VARIABLE, ServiceConfig
-from bough.errors import ConfigError
 from bough.security.doorkeeper import Doorkeeper
 from bough.security.worker_key import WorkerKey
 
@@ -55,13 +53,3 @@ class Access:
 
 
 OPEN = Access()
-
-
-def require_guarded(config: ServiceConfig, guard: str, setting: str) -> None:
-    """Raises ConfigError where others reach a process that nothing guards; `guard` is the value of `setting`."""
-    if guard or config.insecure or is_loopback(config.host):
-        return
-    raise ConfigError(
-        f"--host: must be this machine's own (127.0.0.1) without {setting} FILE, got {config.host}, which others "
-        "reach; --insecure lets in whoever does"
-    )

@@ -1,4 +1,4 @@
-"""Workers answer their own bough's processes alone, and nothing listens where others reach it without a key."""
+"""Workers that have a secret answer their own bough's processes alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import grpc
 import pytest
 from simulated import write_profile
 
-from bough.addresses import is_loopback
 from bough.client import Client
 from bough.config import OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError, Unauthenticated
@@ -23,7 +22,7 @@ from bough.launch import Cluster, Settings
 from bough.messages import WorkerInfo
 from bough.pb import common_pb2, target_pb2_grpc
 from bough.rpc import is_serving, open_channel
-from bough.security.access import Access, require_guarded
+from bough.security.access import Access
 from bough.security.worker_key import WorkerKey
 from orchestrator.assembly import assembled
 from orchestrator.workers import TargetClient
@@ -61,35 +60,6 @@ def test_secrets_are_changed_one_by_one(tmp_path: Path) -> None:
     key.file.refresh()
     with pytest.raises(Unauthenticated):
         key.require(shown)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "", "node7", "[fd00::7]"])
-def test_listening_where_others_are_wants_a_key_or_to_be_said_aloud(host: str) -> None:
-    config = parse(TargetConfig, "target_worker", ["--simulate", "x", "--host", host], {})
-    with pytest.raises(ConfigError, match="--host: must be .* without --worker-key-file FILE, got .*--insecure"):
-        require_guarded(config, config.worker_key_file, "--worker-key-file")
-    require_guarded(config, "file", "--worker-key-file")
-    for flags, variables in (
-        (["--insecure"], {}),
-        (["--insecure", "yes"], {}),
-        ([], {"BOUGH_INSECURE": "yes"}),
-        ([], {"BOUGH_INSECURE": "no", "BOUGH_TARGET_INSECURE": "true"}),
-    ):
-        config = parse(TargetConfig, "target_worker", ["--simulate", "x", "--host", host, *flags], variables)
-        require_guarded(config, "", "--worker-key-file")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "[::1]", "localhost"])
-def test_this_machine_alone_needs_none(host: str) -> None:
-    assert is_loopback(host)
-    require_guarded(parse(OrchestratorConfig, "o", ["--host", host], {}), "", "--keys")
-
-
-async def test_an_orchestrator_does_not_start_open_to_others() -> None:
-    config = parse(OrchestratorConfig, "o", ["--host", "0.0.0.0"], {})
-    with pytest.raises(ConfigError, match="without --keys FILE, got 0.0.0.0"):
-        async with assembled(config, asyncio.Event()):
-            pass
 
 
 def test_one_variable_names_the_secret_of_all_processes() -> None:
