@@ -279,3 +279,17 @@ async def raw(door: Guarded, key: str, options: GenerateOptions) -> list[pb.Gene
             return [event async for event in call]
         except grpc.aio.AioRpcError as exc:
             raise to_error(exc, door.address) from exc
+
+
+async def test_who_has_the_workers_secret_may_ask_how_all_is_and_nothing_of_a_tenants(tmp_path: Path) -> None:
+    secret, file = "0123456789abcdef" * 4, tmp_path / "worker.key"
+    file.touch(0o600)
+    file.write_text(secret)
+    async with guarded(tmp_path, "--worker-key-file", str(file)) as door, door.client(secret) as client:
+        assert (await client.loads()).num_requests_running == 0
+        assert (await client.server_info()).workers
+        for call in (answer(client), client.abort("r"), client.close_session("s"), client.decisions()):
+            assert isinstance(await refusal(call), Unauthenticated)
+        async with door.http(secret) as http:
+            assert (await http.post("/v1/completions", json=BODY)).status_code == 401
+    assert not door.stage.target.asked

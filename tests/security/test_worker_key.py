@@ -39,7 +39,7 @@ def secret_file(folder: Path, *secrets: str, name: str = "worker.key") -> Path:
 
 @pytest.mark.parametrize("text", ["", "\n", "short", f"{SECRET}\nshort", "a b" * 20, "é" * 40])
 def test_a_secret_that_is_none_is_refused_and_not_told(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="--worker-key-file: .*must") as refused:
+    with pytest.raises(ConfigError, match=r"--worker-key-file: .*must") as refused:
         WorkerKey(str(secret_file(tmp_path, text)))
     assert SECRET not in str(refused.value)
 
