@@ -11,7 +11,6 @@ import torch
 from bough import __version__
 from bough.config import TargetConfig
 from bough.messages import WorkerInfo
-from bough.model import files_hash
 from bough.model.architecture import load_config
 from bough.model.checkpoint import Checkpoint
 from bough.model.chosen_settings import conversion, settled
@@ -36,6 +35,7 @@ from bough.placement import Placement, Tier, gigabytes
 from bough.runtime.compile_once import compile_apart
 from bough.startup import stage
 from target_worker.budgets import choose_places
+from target_worker.code_hash import code_hash
 from target_worker.engine import Engine
 from target_worker.kv_stage import KVHome, KVInPlace, KVStage
 from target_worker.served import ServedTarget
@@ -113,7 +113,7 @@ class TargetWorker(ServedTarget):
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
         figures = self._engine.pool.figures()
-        ground = self._model.arithmetic, device_name(self._device), f"torch {torch.__version__}", f"code {files_hash()}"
+        ground = self._model.arithmetic, device_name(self._device), f"torch {torch.__version__}", f"code {code_hash()}"
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,

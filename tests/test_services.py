@@ -31,7 +31,6 @@ from bough.generation import (
 )
 from bough.growth import Scheme
 from bough.launch import Cluster
-from bough.model import files_hash
 from bough.pairing import fetch_tokenizer
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from bough.prefix import block_hashes, prefix_hash
@@ -39,6 +38,7 @@ from bough.registry import Registry
 from bough.rpc import is_serving, open_channel
 from bough.status import HASH_KEY, LENGTH_KEY, MAX_MESSAGE_BYTES
 from bough.tokenizer import Tokenizer
+from target_worker.code_hash import code_hash
 
 START_SECONDS = 60.0
 SHORT = GenerateOptions(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -277,7 +277,7 @@ async def test_what_the_server_says_of_itself(client: Client) -> None:
     assert (model.vocab_size, model.max_context, model.eos_token_ids) == (262, 512, (261,))
     arithmetic = {worker.info.kind: worker.info.arithmetic for worker in server.workers}
     assert arithmetic.keys() == {"draft", "target"}
-    assert arithmetic["target"].endswith(f"code {files_hash()}")  # sessions do not move to what may round otherwise
+    assert arithmetic["target"].endswith(f"code {code_hash()}")  # sessions do not move to what may round otherwise
     assert server.index_problem == ""
     assert loads.num_requests_running == 0
 

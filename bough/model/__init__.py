@@ -17,17 +17,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 @cache
-def files_hash() -> str:
-    """Of these files as they were when they were imported: others might round otherwise."""
-    return _hash_of("**/*.py")
-
-
-def _hash_of(pattern: str) -> str:
-    files = sorted(Path(__file__).parent.glob(pattern))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
-@cache
 def may_use_tiles() -> bool:
     """Whether the system lets this process use registers of tiles (`bough.model.amx`), if the processor has any.
 
@@ -47,7 +36,9 @@ def compiled_folder() -> Path:
     compiled from other files that have changed since, and use tiles where they are refused. It compiles nothing that is
     in folders below.
     """
-    return cache_folder() / "compiled" / (_hash_of("*.py") + ("-tiles" if may_use_tiles() else ""))
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    contents = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return cache_folder() / "compiled" / (contents + ("-tiles" if may_use_tiles() else ""))
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))
