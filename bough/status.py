@@ -29,8 +29,10 @@ STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
     errors.PairingError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,
     errors.Preempted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.AcceleratorFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.AcceleratorLost: grpc.StatusCode.UNAVAILABLE,
     errors.StreamError: grpc.StatusCode.UNAVAILABLE,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
 }

@@ -22,6 +22,7 @@ from bough.model.gpu import faults
 from bough.process import watch
 from bough.row_counts import RowCounts
 from bough.runtime.ending import EXIT_LOST
+from bough.status import ERROR_NAMES
 from target_worker import disk
 from target_worker.engine import Engine
 from target_worker.stillness import STILL_SECONDS, Stillness
@@ -70,6 +71,11 @@ def test_the_reason_is_the_last_line_and_the_status_is_not_0() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (EXIT_LOST, "error: cuda:0 is lost")
+
+
+def test_a_peer_knows_both_errors_by_name() -> None:
+    """One that is not known becomes an error of no kind, which ends a request that could have gone elsewhere."""
+    assert {"AcceleratorFull", "AcceleratorLost"} <= ERROR_NAMES.keys()
 
 
 class Small(FakeModel):
