@@ -75,6 +75,7 @@ def test_compose_starts_programs_with_settings_that_they_take() -> None:
     for name, (module, *flags) in commands.items():
         config = parse(PROGRAMS[module], module, flags, services[name]["environment"])
         assert config.index_url == "redis://index:6379"
+        assert config.worker_key_file == "/run/secrets/worker-key"
         assert config.host == "0.0.0.0"
     for name, service in services.items():
         ports = service.get("ports", [])
