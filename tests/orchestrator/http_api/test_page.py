@@ -60,10 +60,12 @@ async def test_why_rounds_were_so_is_told_by_the_answers_own_id(door: HttpStack)
 
 
 async def test_the_cluster_is_its_workers_and_what_is_wrong_with_them(door: HttpStack) -> None:
-    cluster = (await door.client.get("/cluster")).json()
+    problems = ["not asked yet"]
+    while any(problems):  # on a busy machine a worker may be waited for at first, and is said to be
+        cluster = (await door.client.get("/cluster")).json()
+        problems = [cluster["index"]["problem"], *(worker["problem"] for worker in cluster["workers"])]
     assert sorted(worker["kind"] for worker in cluster["workers"]) == ["draft", "target"]
-    assert cluster["index"]["problem"] == ""
-    assert all(worker["problem"] == "" and worker["address"] for worker in cluster["workers"])
+    assert all(worker["address"] for worker in cluster["workers"])
 
 
 async def test_the_page_is_files_that_load_nothing_from_elsewhere(door: HttpStack) -> None:
