@@ -16,8 +16,8 @@ import jsonschema
 import pytest
 import yaml
 
-from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
-from bough.settings import parse
+from bough.config import KEY_FILE_VARIABLE, DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
+from bough.settings import parse, variable
 from deploy.check import check
 
 DOCKER, KUBERNETES, SYSTEMD = (Path("deploy") / name for name in ("docker", "kubernetes", "systemd"))
@@ -73,9 +73,13 @@ def test_compose_starts_programs_with_settings_that_they_take() -> None:
     default = ["orchestrator", *(word.strip('",') for word in dockerfile_command("orchestrator"))]
     commands = {name: services[name].get("command", default) for name in ("target", "draft", "orchestrator")}
     for name, (module, *flags) in commands.items():
-        config = parse(PROGRAMS[module], module, flags, services[name]["environment"])
+        environment = services[name]["environment"]
+        config = parse(PROGRAMS[module], module, flags, environment)
+        mine = variable(module, "")
+        assert {key for key in environment if not key.startswith(mine)} == {KEY_FILE_VARIABLE}, "nobody reads others"
         assert config.index_url == "redis://index:6379"
         assert config.worker_key_file == "/run/secrets/worker-key"
+        assert config.open_metrics, "Prometheus has no key"
         assert config.host == "0.0.0.0"
     for name, service in services.items():
         ports = service.get("ports", [])
