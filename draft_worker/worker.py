@@ -59,11 +59,8 @@ class DraftWorker(ServedDraft):
         def load() -> SessionPool:
             compute_with(config.threads)
             skeleton = draft_skeleton(checkpoint, config.drop_layers, config.dtype, device)
-            dtype, bits = (
-                str(skeleton.dtype).removeprefix("torch."),
-                8 if is_int8(skeleton, device, config.bits) else 16,
-            )
-            compile_draft(skeleton, dtype, str(bits), device)
+            bits = "8" if is_int8(skeleton, device, config.bits) else "16"
+            compile_draft(skeleton, str(skeleton.dtype).removeprefix("torch."), bits, device)
             stage("reading weights")
             try:
                 self._model = with_weights(skeleton, device, config.bits)

@@ -136,7 +136,7 @@ def test_a_device_without_room_for_the_draft_is_named(tiny: Path, monkeypatch: p
     def load(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
-    monkeypatch.setattr("draft_worker.worker.load_draft", load)
+    monkeypatch.setattr("draft_worker.worker.with_weights", load)
     with (
         pytest.raises(ConfigError, match=r"--device: cpu has no room .* tried to allocate 9 GiB; another device"),
         worker(tiny),

