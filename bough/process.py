@@ -31,6 +31,7 @@ from bough.records import WorkerLoad, WorkerRecord
 from bough.registry import Registry
 from bough.rpc import Served, serving
 from bough.runtime.allocator import give_back_now, give_memory_back
+from bough.runtime.log_lines import LineFormatter
 from bough.security.access import Access
 from bough.startup import ready, stage
 from bough.tasks import end
@@ -61,7 +62,9 @@ def configure_logging(level: str) -> None:
     """Logs to standard error; raises ConfigError for a level that is none."""
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"--log-level: {level!r}; DEBUG, INFO, WARNING or ERROR would do")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
     logging.getLogger("httpx").setLevel("WARNING")
 
 
