@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from bough import wire, wire_generation
 from bough.errors import BoughError
-from bough.generation import ChatPrompt, GenerateOptions, Prompt
 from bough.pb import draft_pb2, generation_pb2, target_pb2
-from bough.records import RequestRecord, SessionRecord, WorkerRecord
-from bough.rpc import decoded
-from bough.sampling import SamplingParams, StopConditions
+from bough.protocol import codec, codec_generation
+from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt
+from bough.protocol.sampling_params import SamplingParams, StopConditions
+from bough.registry.records import RequestRecord, SessionRecord, WorkerRecord
+from bough.rpc.server import decoded
 from bough.security.api_keys import read_line
 from bough.security.bearer import key_in
 from bough.simulation.tokenizer import simulated_tokenizer
-from bough.tokenizer import Tokenizer
+from bough.tokenization.tokenizer import Tokenizer
 from loadtest.fuzz import ordinary
 from loadtest.fuzz.mutation import Json, Mutator
+from orchestrator.admission.size_limits import require_size, require_sizes, require_texts
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.errors import ApiError
 from orchestrator.http_api.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from orchestrator.http_api.options import Wanted, choices
-from orchestrator.limits import require_size, require_sizes, require_texts
-from orchestrator.prompt import next_prompt, whole_prompt
+from orchestrator.opening.prompt import next_prompt, whole_prompt
 from orchestrator.service import require_counts
 
 VOCAB, MAX_CONTEXT, MAX_NODES = 1000, 2048, 64
@@ -90,7 +90,7 @@ def generate(data: bytes, tokenizer: Tokenizer) -> list[int]:
     """A request at the gRPC door, as far as nothing is computed."""
     message = decoded(data, generation_pb2.GenerateRequest.FromString)
     require_counts(message, MAX_CONTEXT)
-    return opened(*wire_generation.request_from_wire(message), tokenizer)
+    return opened(*codec_generation.request_from_wire(message), tokenizer)
 
 
 def opened(prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer) -> list[int]:
@@ -116,25 +116,25 @@ def opened(prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer) -> li
 def verify(data: bytes) -> object:
     """A tree at a target."""
     message = decoded(data, target_pb2.VerifyRequest.FromString)
-    return wire.verify_call_from_wire(message, VOCAB, MAX_NODES)
+    return codec.verify_call_from_wire(message, VOCAB, MAX_NODES)
 
 
 def grow(data: bytes) -> object:
     """A call at a draft worker."""
     message = decoded(data, draft_pb2.GrowRequest.FromString)
-    return wire.grow_call_from_wire(message, VOCAB, MAX_NODES)
+    return codec.grow_call_from_wire(message, VOCAB, MAX_NODES)
 
 
 def grown(data: bytes) -> object:
     """What a draft worker answers an orchestrator."""
-    result = wire.grow_result_from_wire(decoded(data, draft_pb2.GrowReply.FromString))
+    result = codec.grow_result_from_wire(decoded(data, draft_pb2.GrowReply.FromString))
     result.tree.validate(VOCAB, MAX_NODES)
     return result
 
 
 def verified(data: bytes) -> object:
     """What a target answers an orchestrator."""
-    return wire.verify_result_from_wire(decoded(data, target_pb2.VerifyReply.FromString))
+    return codec.verify_result_from_wire(decoded(data, target_pb2.VerifyReply.FromString))
 
 
 def chat_body(data: bytes, tokenizer: Tokenizer) -> object:

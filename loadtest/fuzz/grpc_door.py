@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
-from bough.rpc import open_channel
-from bough.status import ERROR_KEY, STATUS_OF
+from bough.rpc.server import open_channel
+from bough.rpc.status_map import ERROR_KEY, STATUS_OF
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.ordinary import GRPC, SERVICE
 from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes

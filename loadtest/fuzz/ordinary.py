@@ -6,12 +6,12 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from bough import wire
-from bough.growth import BestFirst, Chains, StaticShape, TreePlan
-from bough.messages import Context, GrowCall, GrowResult, Timings, Verdict, VerifyCall, VerifyResult
 from bough.pb import common_pb2, generation_pb2
-from bough.sampling import SamplingParams
-from bough.tree import Tree
+from bough.protocol import codec
+from bough.protocol.messages import Context, GrowCall, GrowResult, Timings, Verdict, VerifyCall, VerifyResult
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import BestFirst, Chains, StaticShape, TreePlan
 
 Json = dict[str, Any]
 
@@ -19,12 +19,12 @@ TREE = Tree.of([7, 8, 9, 10], [-1, 0, 0, 2], [0, -1, -2, -1])
 SAMPLING = SamplingParams(temperature=0.7, seed=3, logit_bias={5: 1.0}, logprobs=1, stop_token_ids=frozenset({4}))
 CONTEXT = Context.of("fuzzed", [1, 2, 3, 7], 0, 2)
 
-VERIFY = wire.verify_call_to_wire(VerifyCall(CONTEXT, 1, 0, TREE, SAMPLING))
-GROW = wire.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(BestFirst(8, 4, 3))))
-GROW_CHAINS = wire.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(Chains(2, 3))))
-GROW_SHAPE = wire.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(StaticShape((0, 0, 1)))))
-GROWN = wire.grow_result_to_wire(GrowResult(TREE, 3, Timings()))
-VERIFIED = wire.verify_result_to_wire(VerifyResult(Verdict((1,), 5, ()), 3, Timings()))
+VERIFY = codec.verify_call_to_wire(VerifyCall(CONTEXT, 1, 0, TREE, SAMPLING))
+GROW = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(BestFirst(8, 4, 3))))
+GROW_CHAINS = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(Chains(2, 3))))
+GROW_SHAPE = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(StaticShape((0, 0, 1)))))
+GROWN = codec.grow_result_to_wire(GrowResult(TREE, 3, Timings()))
+VERIFIED = codec.verify_result_to_wire(VerifyResult(Verdict((1,), 5, ()), 3, Timings()))
 GENERATE = generation_pb2.GenerateRequest(
     token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]),
     session_id="session",

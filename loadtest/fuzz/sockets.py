@@ -13,7 +13,7 @@ import httpx
 
 from bough.client import Client
 from bough.errors import BoughError
-from bough.generation import GenerateOptions, TextPrompt, Tokens
+from bough.protocol.generation import GenerateOptions, TextPrompt, Tokens
 from loadtest.fuzz import grpc_door, http_door
 from loadtest.fuzz.grpc_door import FrameSender, GrpcSender
 from loadtest.fuzz.http_door import HttpSender

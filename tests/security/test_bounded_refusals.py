@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fake_stage import Orchestrator
 
 from bough.client import Client
 from bough.errors import BoughError, NotFound
@@ -11,6 +10,7 @@ from bough.runtime.log_lines import MAX_TEXT_BYTES, bounded
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.errors import MAX_MESSAGE, ApiError, api_error
 from orchestrator.http_api.fields import ChatFields
+from tests.fakes.stage import Orchestrator
 
 
 @pytest.mark.parametrize("name", ["x" * 100_000, "é" * 100_000, "\n\0" * 50_000, "\U0001f333" * 100_000])

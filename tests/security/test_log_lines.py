@@ -9,17 +9,17 @@ import sys
 from dataclasses import replace
 
 import pytest
-from fake_fleet import Fleet
-from streams import OPTIONS, PROMPT, read
 
-from bough.child import LOG_PREFIX
 from bough.client import Client
 from bough.errors import Unavailable
-from bough.messages import VerifyCall
+from bough.processes.child import LOG_PREFIX
+from bough.protocol.messages import VerifyCall
 from bough.runtime.log_lines import MAX_LOG_CHARACTERS, MAX_TRACE_LINES, LineFormatter, on_one_line
+from tests.fakes.fleet import Fleet
+from tests.fakes.streams import OPTIONS, PROMPT, read
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-FORGED = "x\n2026-01-01 00:00:00,000 INFO bough.process: bough 1.0: target ready\r\x1b[31m\x1b]0;x\a\u2028\u202e\x85\ud800"
+FORGED = "x\n2026-01-01 00:00:00,000 INFO bough.processes.process: bough 1.0: target ready\r\x1b[31m\x1b]0;x\a\u2028\u202e\x85\ud800"
 
 
 def logged(message: str, *args: object, exc_info: bool = False) -> str:
