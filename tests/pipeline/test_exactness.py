@@ -26,7 +26,7 @@ from bough.trees.tree_plan import Scheme
 from target_worker.verification.traversal import Refused, Traversal
 from target_worker.verification.verdict import judge, laws_of
 from target_worker.verification.verify import Draw, draws_at, law_given
-from tests.chi_square import fit, tail
+from tests.fakes.chi_square import fit, tail
 
 VOCAB = 5
 LENGTH = 3  # tokens whose joint law is compared
