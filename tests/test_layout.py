@@ -12,47 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
-PURE = {
-    "tree",
-    "sampling",
-    "errors",
-    "config",
-    "prefix",
-    "messages",
-    "generation",
-    "tokenizer",
-    "vocabulary",
-    "demonstration",
-}
-PURE |= {"records", "placement", "planning", "work", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
-PURE |= {"row_counts", "chat_template", "vocabulary", "values", "settings", "service_links"}
-PURE |= {"index_url", "index_answers", "index_keys"}
-PURE_MAY_IMPORT = {
-    "bough",
-    "bough.trees.tree",
-    "bough.protocol.sampling_params",
-    "bough.errors",
-    "bough.protocol.prefix_hash",
-    "bough.protocol.messages",
-}
-PURE_MAY_IMPORT |= {
-    "bough.sizing.placement",
-    "bough.sizing.flops",
-    "bough.trees.tree_plan",
-    "bough.sizing.row_counts",
-    "bough.trees.draft_probs",
-    "bough.trees.acceptance",
-    "bough.tokenization.chat_template",
-    "bough.tokenization.vocabulary",
-}
-PURE_MAY_IMPORT |= {
-    "bough.registry.records",
-    "bough.config.parsers",
-    "bough.config.reader",
-    "bough.config.service_links",
-    "bough.protocol.cost_curve",
-}
-PURE_MAY_IMPORT |= {"bough.runtime.machine"}
+PURE = ("bough/trees", "bough/protocol", "bough/sizing", "bough/tokenization", "bough/config", "bough/concurrency")
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bough.model.cpu.kernel_cache import ByContents
+from bough.model.cpu.kernel_cache import ByContents, _contents_hash
 
 
 def folder_of(parent: Path, *, neighbour: str) -> Path:

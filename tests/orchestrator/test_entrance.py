@@ -24,8 +24,8 @@ from bough.protocol.generation import (
 )
 from bough.rpc import server
 from bough.trees.tree_plan import StaticShape
+from orchestrator.admission import entrance as module
 from orchestrator.admission.admission import Admission
-from orchestrator.admission.admission import entrance as module
 from orchestrator.admission.entrance import (
     BYTES_PER_TOKEN,
     MAX_BYTES,
