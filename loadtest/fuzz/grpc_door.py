@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from bough.rpc.server import open_channel
-from bough.rpc.status_map import ERROR_KEY, STATUS_OF
+from bough.rpc.status_map import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.ordinary import GRPC, SERVICE
 from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
@@ -41,7 +41,9 @@ class GrpcSender:
         method = self._mutator.pick([*GRPC])
         given = self._mutator.pick(GRPC[method])
         data = self._mutator.garbage() if self._mutator.rng.random() < 0.1 else self._mutator.message(given)
-        call: Any = self._channel.unary_stream(method)(data, timeout=ANSWER_SECONDS)
+        data = data[:MAX_MESSAGE_BYTES]  # of more a channel of ours does not send
+        ask: Any = self._channel.unary_stream(method)
+        call = ask(data, timeout=ANSWER_SECONDS)
         try:
             await call.read()
             call.cancel()

@@ -113,7 +113,7 @@ class HttpSender:
             told = size if rng.random() < 0.95 else self._mutator.pick((0, -1, 2**31, 2**64, 7))
             chunks += b"%x\r\n" % told if told >= 0 else b"-1\r\n"
             chunks, body = chunks + body[:size] + b"\r\n", body[size:]
-        end = self._mutator.pick(
+        end: bytes = self._mutator.pick(
             (b"0\r\n\r\n", b"0\r\n\r\n", b"", b"0\r\nx: y\r\n\r\n", b"zz\r\n", b"0\r\n" + b"t: v\r\n" * 9000)
         )
         return _head("POST", "/v1/chat/completions", b"transfer-encoding: chunked") + chunks + end

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 MAX_EXAMPLES = 20
-ANSWER_SECONDS = 20.0  # in which every message has a status, or its connection an end
+ANSWER_SECONDS = 60.0  # in which every message has a status, or its connection an end
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from loadtest.served.stack import Stack, stack
 from loadtest.stacks import http_url_of
 
 SWEEP_SECONDS = 0.001
+MAX_CONTEXT = 512  # where answers without a limit end
 SHARES = {http_door.LAYER: 0.6, grpc_door.LAYER: 0.3, grpc_door.FRAMES: 0.1}
 SENDERS = {http_door.LAYER: 12, grpc_door.LAYER: 6, grpc_door.FRAMES: 3}  # at once
 BATCH = 3000  # messages between two looks at the processes
@@ -80,7 +81,7 @@ class Ordinary:
 async def at_sockets(folder: Path, num_messages: int, seed: int, report: Report) -> Figures:
     """Sends so many messages to an orchestrator before simulated workers."""
     figures = Figures()
-    async with stack(write_profile(folder, SWEEP_SECONDS)) as running:
+    async with stack(write_profile(folder, SWEEP_SECONDS, max_context=MAX_CONTEXT)) as running:
         ordinary = Ordinary(
             running.addresses("orchestrator")[0], await http_url_of(running.addresses("orchestrator")[0])
         )
@@ -95,7 +96,7 @@ async def at_sockets(folder: Path, num_messages: int, seed: int, report: Report)
             if batch == num_batches // 10 or not first:
                 first = now
             figures.growth = _growth(first, now)
-            report(f"{figures.outcomes.num_messages} over sockets, {figures.outcomes.num_problems} problems")
+            report(f"{figures.outcomes.num_messages} over sockets, {dict(figures.outcomes.problems)}")
         await _settled(running, ordinary, first, figures)
     return figures
 

@@ -46,8 +46,8 @@ class ApiError(Exception):
         retry_seconds: float | None = None,
     ) -> None:
         """`param` is the field that is wrong; `retry_seconds` is when the same request is worth sending again."""
-        super().__init__(message)
         self.status, self.message, self.kind, self.code = status, bounded(message, MAX_MESSAGE), kind, code
+        super().__init__(self.message)
         self.param = None if param is None else bounded(param, MAX_PARAM)
         self.retry_seconds = retry_seconds
 

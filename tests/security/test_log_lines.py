@@ -19,7 +19,7 @@ from tests.fakes.fleet import Fleet
 from tests.fakes.streams import OPTIONS, PROMPT, read
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-FORGED = "x\n2026-01-01 00:00:00,000 INFO bough.processes.process: bough 1.0: target ready\r\x1b[31m\x1b]0;x\a\u2028\u202e\x85\ud800"
+FORGED = "x\n2026-01-01 00:00:00,000 INFO bough.processes: target ready\r\x1b[31m\x1b]0;x\a\u2028\u202e\x85\ud800"
 
 
 def logged(message: str, *args: object, exc_info: bool = False) -> str:
