@@ -15,7 +15,7 @@ from bough.model.loading import DTYPES, build_skeleton
 from bough.model.runner import ResidentModel
 from draft_worker.sources import load_draft
 from draft_worker.warm_up import warm_up_choosing
-from loadtest.tiny_model import TINY, save_model
+from loadtest.common.tiny_model import TINY, save_model
 from target_worker.worker import compile_target
 
 

@@ -23,7 +23,7 @@ from bough.demonstration import demonstration_folder
 from bough.launch import Cluster, Settings, launched
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.vocabulary import TokenizerFiles
-from loadtest.tiny_model import TINY, save_model, save_tokenizer
+from loadtest.common.tiny_model import TINY, save_model, save_tokenizer
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
 

@@ -12,7 +12,7 @@ from two_tokens import PAIR, cases
 from bough.acceptance import DepthCounts, SchemeAcceptance, by_rank
 from bough.growth import Scheme
 from bough.tree import Tree
-from loadtest.scheme_rates import in_rounds
+from loadtest.acceptance.rates import in_rounds
 from orchestrator.acceptance import HALF_LIFE_ROUNDS, NUM_DEPTHS, NUM_RANKS, AcceptanceCounter
 
 FOREVER = math.inf  # rounds

@@ -25,7 +25,7 @@ from bough.sampling import SamplingParams
 from bough.sizing.cost_curve import CostCurve
 from bough.sizing.division import Price, Rider
 from bough.tree import Tree
-from loadtest.tiny_model import TINY, save_model
+from loadtest.common.tiny_model import TINY, save_model
 from target_worker.dividing import may_leave_out
 from target_worker.engine import Engine
 from target_worker.price import TokenPrice

@@ -18,7 +18,7 @@ from bough.generation import Finished, GenerateOptions, Speculation, TextPrompt,
 from bough.launch import Cluster
 from bough.model.tokenizer_files import load_tokenizer_files
 from bough.tokenizer import Tokenizer
-from loadtest.prompts import load_prompts
+from loadtest.common.prompts import load_prompts
 
 LENGTH = 64
 PLAIN = Speculation(disabled=True)

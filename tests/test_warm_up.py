@@ -18,7 +18,7 @@ from bough.errors import StreamError
 from bough.model.checkpoint import Checkpoint
 from bough.model.pack import pack
 from bough.row_counts import RowCounts
-from loadtest.tiny_model import TINY, save_model
+from loadtest.common.tiny_model import TINY, save_model
 from target_worker.lanes import InlineLanes
 from target_worker.warm_up import PassSeconds, compute_curve
 

@@ -12,7 +12,7 @@ from test_verify import law_at_root, one_level
 from bough.growth import Scheme
 from bough.messages import Verdict
 from bough.tree import Tree
-from loadtest.scheme_rates import Pair
+from loadtest.acceptance.rates import Pair
 
 A, B = 0, 1
 PAIR = Pair(np.array([0.5, 0.5, 0.0]), np.array([0.9, 0.1]))
