@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bough.commands.up import ensure_demonstration
-from bough.config import DraftConfig, parse
-from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
-from bough.tokenizer import Tokenizer
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.processes import DraftConfig, parse
+from bough.tokenization.tokenizer import Tokenizer
 from draft_worker.worker import DraftWorker
 from loadtest.acceptance.bench import RANKS, Bench
 from loadtest.acceptance.contestants import EVERYONE, contestants_at

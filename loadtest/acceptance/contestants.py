@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bough.acceptance import Acceptance
-from bough.growth import BestFirst, Chains, Growth, Guess, Scheme, TreePlan
-from bough.shapes import best_chains, best_shape
+from bough.trees.acceptance import Acceptance
+from bough.trees.optimal_tree import best_chains, best_shape
+from bough.trees.tree_plan import BestFirst, Chains, Growth, Guess, Scheme, TreePlan
 
 LEVELS = 18  # of shapes and chains, at most
 EVERYONE = ""  # is part of every name

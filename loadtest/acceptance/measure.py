@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bough.acceptance import Acceptance, by_rank
-from bough.growth import Chains, Growth, Scheme, StaticShape, TreePlan
-from bough.sampling import SamplingParams
-from bough.shapes import expected_tokens, expected_tokens_of_chains
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.acceptance import Acceptance, by_rank
+from bough.trees.optimal_tree import expected_tokens, expected_tokens_of_chains
+from bough.trees.tree_plan import Chains, Growth, Scheme, StaticShape, TreePlan
 from loadtest.acceptance.bench import Bench
 from loadtest.acceptance.contestants import contestants_at
 from loadtest.acceptance.report import Row, interval

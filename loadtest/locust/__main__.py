@@ -35,7 +35,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from bough.launch import launched
+from bough.processes.launch import launched
 from loadtest.common.stacks import http_url_of, stack_settings
 from loadtest.locust.mix import parse_kinds
 from loadtest.locust.plan import Plan

@@ -46,7 +46,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bough.errors import BoughError
-from bough.launch import launched
+from bough.processes.launch import launched
 from loadtest.common.prompts import load_prompts
 from loadtest.common.stacks import http_url_of, stack_settings
 from loadtest.served.carrying import carry

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from bough.client import Client
 from bough.errors import BoughError, NotFound
-from bough.generation import Finished, GenerateOptions, Speculation, Started, TokenPrompt, Tokens
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TokenPrompt, Tokens
 
 PLAIN = Speculation(disabled=True)
 SHORT = GenerateOptions(temperature=0.0, max_tokens=1, ignore_eos=True, speculation=PLAIN)

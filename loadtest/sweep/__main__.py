@@ -32,9 +32,9 @@ import subprocess
 import sys
 from typing import Any
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
-from bough.values import parse_bytes
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import parse_bytes
 from loadtest.common.limits import can_limit
 from loadtest.sweep.parts import packed_ratio, peak_over_budget, peer_ratios, sweep_ratios, tell
 from loadtest.sweep.rounds import link_busy_at

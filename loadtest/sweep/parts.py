@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bough.values import parse_bytes
+from bough.config.parsers import parse_bytes
 from loadtest.common.limits import can_limit, drop_cached, limited
 from loadtest.sweep.contestant import SMALL, Contestant
 

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
 from loadtest.common.limits import drop_cached
 from loadtest.common.machine import processor
 from loadtest.sweep.contestant import SMALL, Contestant

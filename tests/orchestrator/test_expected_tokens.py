@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from bough.cli import argument_parser
+from bough.cli.doctor import doctor
+from bough.cli.main import argument_parser
 from bough.client import Client
-from bough.commands.doctor import doctor
-from bough.generation import Finished, GenerateOptions, Speculation, TokenPrompt
-from bough.launch import Cluster
+from bough.processes.launch import Cluster
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt
 
 
 async def test_a_running_system_tells(tiny_cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,19 +8,19 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from two_tokens import PAIR, Case, cases, num_cases
 
-from bough.acceptance import by_rank
-from bough.growth import Chains, Guess, Scheme
-from bough.messages import GrowCall, GrowResult, Timings, Verdict, VerifyCall
-from bough.sampling import SamplingParams
-from bough.shapes import best_chains
+from bough.protocol.messages import GrowCall, GrowResult, Timings, Verdict, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.acceptance import by_rank
+from bough.trees.optimal_tree import best_chains
+from bough.trees.tree_plan import Chains, Guess, Scheme
 from loadtest.acceptance.__main__ import arguments_from
 from loadtest.acceptance.bench import RANKS, Bench
 from loadtest.acceptance.contestants import contestants_at
 from loadtest.acceptance.measure import rows_before, settings_of
 from loadtest.acceptance.rates import in_rounds
 from loadtest.acceptance.report import tokens_per_round
+from tests.fakes.two_tokens import PAIR, Case, cases, num_cases
 
 
 class Scripted:

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.torch import save_file
 
 from bough.errors import ConfigError
-from bough.model.checkpoint import INDEX_NAME
+from bough.model.checkpoint.checkpoint import INDEX_NAME
 from loadtest.peers.gguf import IN_LAYER, export, permuted
 
 HIDDEN, HEADS, KV_HEADS, INNER, VOCAB, NUM_LAYERS = 64, 4, 2, 96, 40, 3

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulated import write_profile
 
-from bough.startup import Stages, parts_of, process_age_seconds
+from bough.processes.startup import Stages, parts_of, process_age_seconds
+from tests.fakes.simulated import write_profile
 
 
 def test_stages_are_logged_and_add_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -23,7 +23,7 @@ def test_stages_are_logged_and_add_up(caplog: pytest.LogCaptureFixture) -> None:
         stages.finish()
     assert [record.getMessage() for record in caplog.records[:2]] == ["reading weights", "warming up"]
     line = caplog.records[-1].getMessage()
-    parts = parts_of(f"2026-01-01 00:00:00,000 INFO bough.startup: {line}\nmore\n")
+    parts = parts_of(f"2026-01-01 00:00:00,000 INFO bough.processes.startup: {line}\nmore\n")
     assert list(parts) == ["imports", "reading weights", "warming up"]
     assert parts["imports"] >= 2.0
     total = float(re.findall(r"after ([\d.]+) s", line)[0])
@@ -32,7 +32,7 @@ def test_stages_are_logged_and_add_up(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_process_knows_its_age() -> None:
-    code = "import time; time.sleep(0.3); from bough.startup import process_age_seconds; print(process_age_seconds())"
+    code = "import time; time.sleep(0.3); from bough.processes.startup import process_age_seconds; print(process_age_seconds())"
     assert float(subprocess.check_output([sys.executable, "-c", code])) >= 0.3
     assert process_age_seconds() > 0
 
@@ -61,12 +61,12 @@ def test_workers_build_a_model_without_the_compiler_and_distributed_tensors(pack
     code = f"""
 import sys
 from {package}.__main__ import model_parts
-from bough.config import DraftConfig, TargetConfig, parse
+from bough.config.processes import DraftConfig, TargetConfig, parse
 kind = {{"target_worker": TargetConfig, "draft_worker": DraftConfig}}["{package}"]
 model_parts(parse(kind, "w", ["--model", {str(tiny)!r}], {{}}), "w")
 import torch
-from bough.model.checkpoint import Checkpoint
-from bough.model.loading import build_skeleton
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.loading.loading import build_skeleton
 skeleton = build_skeleton(Checkpoint.open({str(tiny)!r}), torch.float32)
 assert all(parameter.is_meta for parameter in skeleton.model.parameters())
 assert all(not buffer.is_meta and buffer.isfinite().all() for buffer in skeleton.model.buffers())

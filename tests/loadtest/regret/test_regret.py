@@ -11,10 +11,10 @@ from functools import cache
 
 import pytest
 
-from bough.generation import Speculation
-from bough.growth import BestFirst
+from bough.protocol.decision import Decision
+from bough.protocol.generation import Speculation
 from bough.simulation.profile import Factors
-from bough.sizing.decision import Decision
+from bough.trees.tree_plan import BestFirst
 from loadtest.regret.regimes import MEDIUM, Regime, regimes
 from loadtest.regret.scoring import geomean, interval, score
 from loadtest.regret.simulated import (

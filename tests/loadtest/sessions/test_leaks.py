@@ -15,12 +15,12 @@ import random
 from pathlib import Path
 
 import redis.asyncio
-from stack import Stack, stack
 
-from bough.messages import Context, VerifyCall
-from bough.sampling import SamplingParams
-from bough.tree import Tree
+from bough.protocol.messages import Context, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree import Tree
 from loadtest.sessions.abandon import Abandoner, Holdings
+from tests.fakes.stack import Stack, stack
 
 NUM_SESSIONS = int(os.environ.get("BOUGH_LEAK_SESSIONS", "1000"))
 SETTLE_SECONDS = 30.0
