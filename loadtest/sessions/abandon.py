@@ -3,7 +3,7 @@
     python -m loadtest.sessions.abandon --address 127.0.0.1:7411 --sessions 100000
 
 against a running orchestrator tells what became of them; what leaks there, its `/metrics` and `bough doctor` tell.
-`tests/loadtest/sessions/test_leaks.py` does the same with all services in one process, and counts.
+`tests/pipeline/test_leaks.py` does the same with all services in one process, and counts.
 """
 
 from __future__ import annotations
