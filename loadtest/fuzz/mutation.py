@@ -35,6 +35,8 @@ SPELLINGS = (
     '{"a":' * 300 + "1" + "}" * 300, '{"role": "user", "content": "x"}', '[{"role": "user", "content": [{}]}]',
     '[{"type": "text", "text": "x"}]', '"' + "Zyx" + "y" * 3000 + '"', '"{{ messages }}"', '"\\r\\nX: y"', "'x'", "",
 )  # fmt: skip
+NUMBERS = ("0", "1", "2", "3", "7", "0.5", "-0.5", "1.0", "100", "4096", "2147483648", "1e-5", "1.5e2", "255", "-0.0")
+STRINGS = (*map(json.dumps, TEXTS), '"user"', '"system"', '"\\ud83c\\udf0d"', '"\\/"', '"s"', '"zz"')
 HOLE = "\ue000hole\ue001"
 
 
@@ -81,7 +83,7 @@ class Mutator:
         """A JSON text with some of its values spelled as others, some fields more or fewer, perhaps some bytes."""
         value: Any = json.loads(json.dumps(given))
         spelled: list[str] = []
-        for _ in range(self.rng.randint(1, 3)):
+        for _ in range(self.pick((1, 1, 2, 3))):
             value = self._with_hole(value, spelled)
         text = json.dumps(value)
         for spelling in spelled:
@@ -108,8 +110,14 @@ class Mutator:
             at = self.rng.randrange(len(value))
             value[at] = self._with_hole(value[at], spelled)
             return value
-        spelled.append(self.pick(SPELLINGS))
+        spelled.append(self.pick(self._spellings(value)))
         return HOLE
+
+    def _spellings(self, value: Any) -> Sequence[str]:
+        """Those of the same kind half of the time, which are further from being refused."""
+        if self.rng.random() < 0.5 and isinstance(value, str | float | int) and not isinstance(value, bool):
+            return STRINGS if isinstance(value, str) else NUMBERS
+        return SPELLINGS
 
     def _mutate(self, message: Message) -> None:
         fields = message.DESCRIPTOR.fields

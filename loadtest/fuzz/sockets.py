@@ -14,6 +14,7 @@ import httpx
 from bough.client import Client
 from bough.errors import BoughError
 from bough.protocol.generation import GenerateOptions, TextPrompt, Tokens
+from loadtest.common.stacks import http_url_of
 from loadtest.fuzz import grpc_door, http_door
 from loadtest.fuzz.grpc_door import FrameSender, GrpcSender
 from loadtest.fuzz.http_door import HttpSender
@@ -22,7 +23,6 @@ from loadtest.fuzz.outcomes import Outcomes
 from loadtest.served.profiles import write_profile
 from loadtest.served.soak import snapshot
 from loadtest.served.stack import Stack, stack
-from loadtest.stacks import http_url_of
 
 SWEEP_SECONDS = 0.001
 MAX_CONTEXT = 512  # where answers without a limit end
