@@ -22,7 +22,6 @@ from bough.messages import PROTOCOL_VERSION, VerifyResult, WorkerInfo
 from bough.pairing import fetch_tokenizer
 from bough.records import WorkerRecord
 from bough.registry import LEASE_SECONDS, Registry
-from bough.rpc import open_channel
 from bough.security.access import OPEN, Access
 from bough.tasks import end
 from bough.tokenizer import Tokenizer
@@ -269,7 +268,7 @@ class Directory:
             info = await client.info()
             if info.worker_id != record.worker_id:
                 raise Unavailable(f"{info.worker_id} is at its address")
-            async with open_channel(record.address) as channel:
+            async with self._access.channel(record.address).opened() as channel:
                 files = await fetch_tokenizer(channel, record.kind, self._access)
             known = Known(record, client, info, await self.tokenizing.shared(files))
         except BaseException as exc:

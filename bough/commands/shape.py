@@ -12,6 +12,7 @@ import numpy as np
 
 from bough.acceptance import Acceptance, FloatArray, acceptance_from, by_depth_and_rank, by_rank
 from bough.client import Client
+from bough.commands.reaching import client_from
 from bough.commands.speculation import MOST_NODES
 from bough.errors import ConfigError
 from bough.growth import Scheme, StaticShape
@@ -86,7 +87,7 @@ async def live(arguments: argparse.Namespace) -> Acceptance:
         ConfigError: it has measured nothing of this scheme yet.
         Unavailable: it does not answer.
     """
-    async with Client(*arguments.address.split(",")) as client:
+    async with client_from(arguments) as client:
         counted = {one.scheme: one for one in await client.acceptance()}
     scheme = Scheme(arguments.scheme or Scheme.TARGET)
     if scheme not in counted:
