@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from bough.addresses import advertised_host, bare, is_loopback, joined
-from bough.config import OrchestratorConfig
+from bough.config.addresses import advertised_host, bare, is_loopback, joined
+from bough.config.processes import OrchestratorConfig
 from bough.security.tls import CurrentContext
-from orchestrator.tenants import Callers
+from orchestrator.serving.tenants import Callers
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from bough.client import Client
-from bough.config import AUTHORITY_VARIABLE, CERT_VARIABLE, DEFAULT_PORT, TLS_KEY_VARIABLE
+from bough.config.processes import AUTHORITY_VARIABLE, CERT_VARIABLE, DEFAULT_PORT, TLS_KEY_VARIABLE
 from bough.security.certificates import AUTHORITY, CERT, KEY, CertificateFiles
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from bough.config import OrchestratorConfig, ServiceConfig
+from bough.config.processes import OrchestratorConfig, ServiceConfig
 from bough.errors import ConfigError
 from bough.security.certificates import AUTHORITY, CERT, CLIENT_AUTHORITY, CertificateFiles, Certificates
 from bough.security.doorkeeper import Doorkeeper

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from bough.errors import Unauthenticated
+from bough.rpc.status_map import abort
 from bough.security.doorkeeper import OPEN
-from bough.status import abort
 
 NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of what gRPC says of a peer's certificate
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bough.config import AUTHORITY_VARIABLE, CERT_VARIABLE, TLS_KEY_VARIABLE, OrchestratorConfig
+from bough.config.parsers import MAX_PORT
+from bough.config.processes import AUTHORITY_VARIABLE, CERT_VARIABLE, TLS_KEY_VARIABLE, OrchestratorConfig
 from bough.errors import ConfigError
 from bough.security.certificates import CertificateFiles
 from bough.security.tls import PeerChannel, Tls
-from bough.values import MAX_PORT
 
 SCHEME = "grpcs://"
 

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 
 from bough.errors import ConfigError
-from bough.rpc import open_channel
+from bough.rpc.server import open_channel
 from bough.security.certificates import CertificateFiles, Certificates, own_context, read_certificates
 from bough.security.watched_file import WatchedFiles
 
