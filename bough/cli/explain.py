@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from bough.cli.plotting import require_matplotlib
 from bough.cli.reaching import client_from
-from bough.client import Client
 from bough.errors import NotFound
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.account import PART_NAMES, Account, account, why

@@ -14,7 +14,6 @@ from bough.cli.plotting import require_matplotlib
 from bough.cli.reaching import client_from
 from bough.cli.shape_plot import save_shape
 from bough.cli.speculation import MOST_NODES
-from bough.client import Client
 from bough.errors import ConfigError
 from bough.trees.acceptance import Acceptance, FloatArray, acceptance_from, by_depth_and_rank, by_rank
 from bough.trees.optimal_tree import (

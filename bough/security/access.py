@@ -94,12 +94,12 @@ OPEN = Access()
 
 def certificate_files(config: ServiceConfig) -> CertificateFiles:
     """Those that the settings name. Raises ConfigError where one is missing beside another."""
-    is_worker = not isinstance(config, OrchestratorConfig)
-    clients = "" if is_worker else config.tls_client_ca
+    clients = config.tls_client_ca if isinstance(config, OrchestratorConfig) else ""
     files = CertificateFiles(config.tls_cert, config.tls_key, config.tls_ca, clients)
     for setting, value in ((AUTHORITY, files.authority), (CLIENT_AUTHORITY, files.client_authority)):
         if value and not (files.cert or files.key):
             raise ConfigError(f"{CERT}: missing; must be given where {setting} is, as the process has to show one, too")
+    is_worker = not isinstance(config, OrchestratorConfig)
     if is_worker and (files.cert or files.key or config.tls_peer_names) and not files.authority:
         raise ConfigError(
             f"{AUTHORITY}: missing; must be given for a worker with {CERT}, which answers certificates of it"

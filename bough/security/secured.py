@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from bough.config.parsers import MAX_PORT
 from bough.config.processes import AUTHORITY_VARIABLE, CERT_VARIABLE, TLS_KEY_VARIABLE, OrchestratorConfig
 from bough.errors import ConfigError
-from bough.security.certificates import CertificateFiles
+from bough.security.certificates import AUTHORITY, CERT, KEY, CertificateFiles
 from bough.security.tls import PeerChannel, Tls
 
 SCHEME = "grpcs://"
@@ -50,3 +51,19 @@ def environment_files(environ: Mapping[str, str] = os.environ) -> CertificateFil
     """Those that the variables of all processes name."""
     names = (CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE)
     return CertificateFiles(*(environ.get(name, "") for name in names))
+
+
+def add_certificates(parser: argparse.ArgumentParser) -> None:
+    """The flags that `files_from` reads."""
+    texts = {
+        AUTHORITY: (AUTHORITY_VARIABLE, "PEM file of the authority of the server's certificate: TLS is spoken"),
+        CERT: (CERT_VARIABLE, "PEM file of a certificate to show, where one is asked for"),
+        KEY: (TLS_KEY_VARIABLE, "PEM file of its key"),
+    }
+    for flag, (variable, text) in texts.items():
+        parser.add_argument(flag, metavar="FILE", default=os.environ.get(variable, ""), help=f"{text} ({variable})")
+
+
+def files_from(arguments: argparse.Namespace) -> CertificateFiles:
+    """Those that the flags name."""
+    return CertificateFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)

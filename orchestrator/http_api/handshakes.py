@@ -20,7 +20,7 @@ HANDSHAKE_SECONDS = 10.0
 
 
 class Handshakes:
-    """Makes the protocols of a server's connections, each of which speaks TLS first, by the certificate of the moment."""
+    """Makes the protocols of connections, each of which speaks TLS first, by the certificate of the moment."""
 
     def __init__(self, inner: Callable[..., asyncio.Protocol], contexts: CurrentContext, most: int) -> None:
         """At most so many connections shake hands at once; another one is closed."""
@@ -75,7 +75,7 @@ class _Handshake(asyncio.Protocol):
             secured = await asyncio.get_running_loop().start_tls(
                 transport, self, context, server_side=True, ssl_handshake_timeout=HANDSHAKE_SECONDS
             )
-        except OSError as exc:  # ssl.SSLError and TimeoutError among them
+        except OSError as exc:  # among them are ssl.SSLError and TimeoutError
             logger.warning("TLS with %s failed: %s", peer, _reason(exc))
             transport.abort()
             return

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -34,7 +35,7 @@ async def http_serving(host: str, port: int, app: ASGIApp, tls: CurrentContext |
     handshakes = None if tls is None else Handshakes(_Protocol, tls, most_connections())
     config = uvicorn.Config(
         app,
-        http=handshakes or _Protocol,
+        http=cast(type[asyncio.Protocol], handshakes or _Protocol),
         ws="none",
         lifespan="off",
         log_config=None,
