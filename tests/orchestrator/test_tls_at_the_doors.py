@@ -16,7 +16,7 @@ import pytest
 
 from bough.client import Client
 from bough.errors import ConfigError, Unavailable
-from bough.health import status_of
+from bough.health.probe import status_of
 from bough.protocol.generation import Finished, Started
 from bough.security.certificates import CertificateFiles
 from orchestrator.assembly import Orchestrator, assembled

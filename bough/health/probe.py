@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 
 import grpc
@@ -51,7 +50,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = f"error: {exc}"
     print(status)
     return 0 if status == "SERVING" else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
