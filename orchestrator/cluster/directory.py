@@ -23,7 +23,6 @@ from bough.protocol.generation import WorkerStatus
 from bough.protocol.messages import PROTOCOL_VERSION
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import LEASE_SECONDS, Registry
-from bough.rpc.server import open_channel
 from bough.security.access import OPEN, Access
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 from orchestrator.cluster.expected_wait import UsualRound
@@ -212,7 +211,7 @@ class Directory:
             info = await client.info()
             if info.worker_id != record.worker_id:
                 raise Unavailable(f"{info.worker_id} is at its address")
-            async with open_channel(record.address) as channel:
+            async with self._access.channel(record.address).opened() as channel:
                 files = await fetch_tokenizer(channel, record.kind, self._access)
             known = Known(record, client, info, await self.tokenizing.shared(files))
         except BaseException as exc:
