@@ -19,6 +19,7 @@ from bough.messages import GrowCall, GrowResult, WorkerInfo
 from bough.metrics import MetricsServer, metrics_note
 from bough.process import for_metrics
 from bough.records import WorkerLoad
+from bough.telemetry.spans import noted_spans
 from bough.vocabulary import TokenizerFiles
 from draft_worker.engine import Engine, Request
 from draft_worker.metrics import DraftCollector, Figures
@@ -60,7 +61,7 @@ class ServedDraft(ABC):
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         """Queues a call; the future raises InvalidRequest or PrefixMissing. Cancelled, it ends with the next step."""
-        request = Request(call, Future(), time.perf_counter_ns())
+        request = Request(call, Future(), time.perf_counter_ns(), noted_spans())
         try:
             self._unanswered.add(request.future)
         except Exhausted as exc:
