@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from bough import wire
 from bough.pb import common_pb2, draft_pb2
-from bough.process import WorkerService
+from bough.processes.process import WorkerService
+from bough.protocol import codec
 from bough.simulation.line import Line
 from bough.telemetry.call_context import serving_call
 from bough.telemetry.log_context import log_session
@@ -27,12 +27,12 @@ class DraftService(WorkerService[ServedDraft]):
     ) -> draft_pb2.GrowReply:
         """Grows a tree."""
         with serving_call(self.tracer, "bough.v1.Draft/Grow") as span:
-            call = wire.grow_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
+            call = codec.grow_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
             log_session(call.context.session_id)
             result = await asyncio.wrap_future(self.worker.grow(call))
-            span.set({"bough.tree.nodes": len(result.tree), "bough.draft.warm_nodes": result.num_warm_nodes})
+            span.set({"bough.trees.tree.nodes": len(result.tree), "bough.draft.warm_nodes": result.num_warm_nodes})
             logger.debug("grown: %d nodes in %.3f s", len(result.tree), result.timings.total_ns / 1e9)
-            return wire.grow_result_to_wire(result)
+            return codec.grow_result_to_wire(result)
 
     async def Release(
         self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from bough.config import OrchestratorConfig, parse
-from bough.process import run, stop_event
+from bough.config.processes import OrchestratorConfig, parse
+from bough.processes.process import run, stop_event
 from bough.telemetry.logs import configure_logging
 from orchestrator.assembly import Stopped, assembled
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from bough.generation import Event, Finished, GenerateOptions, Started, Tokens
+from bough.protocol.generation import Event, Finished, GenerateOptions, Started, Tokens
 from bough.telemetry.call_context import caller_traceparent
 from bough.telemetry.log_context import log_context, set_log_context
 from bough.telemetry.spans import Attributes, Span, Tracer, set_current_span
@@ -97,10 +97,10 @@ def round_attributes(tokens: Tokens) -> Attributes:
     """Of a round that has its verdict."""
     timings = tokens.timings
     return {
-        "bough.tree.nodes": tokens.num_nodes,
-        "bough.tree.depth": tokens.tree_depth,
-        "bough.tree.accepted": sum(tokens.drafted),
-        "bough.tree.accepted_lookup": tokens.num_lookup,
+        "bough.trees.tree.nodes": tokens.num_nodes,
+        "bough.trees.tree.depth": tokens.tree_depth,
+        "bough.trees.tree.accepted": sum(tokens.drafted),
+        "bough.trees.tree.accepted_lookup": tokens.num_lookup,
         "bough.tokens": len(tokens.token_ids),
         "bough.round.draft_seconds": timings.draft_ns * NANO,
         "bough.round.network_seconds": timings.network_ns * NANO,

@@ -7,7 +7,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-from bough.demonstration import cache_folder
+from bough.config.cache_paths import cache_folder
 
 # How long an OpenMP thread spins before it sleeps, in turns; read once, when torch loads the library, so it is set
 # here, before anything imports torch. The default is milliseconds: as soon as two processes compute on the same
@@ -18,7 +18,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 @cache
 def may_use_tiles() -> bool:
-    """Whether the system lets this process use registers of tiles (`bough.model.amx`), if the processor has any.
+    """Whether the system lets this process use registers of tiles (`bough.model.cpu.amx`), if the processor has any.
 
     Linux gives a process the room for them when it asks first, and otherwise ends it at the first instruction.
     BOUGH_TILES=0 does without them.
@@ -42,4 +42,4 @@ def compiled_folder() -> Path:
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))
-os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "bough.model.kernel_cache.ByContents,UserProvidedCacheLocator")
+os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "bough.model.cpu.kernel_cache.ByContents,UserProvidedCacheLocator")

@@ -8,7 +8,7 @@ import sys
 from datetime import UTC, datetime
 from urllib.parse import quote
 
-from bough.config import ServiceConfig
+from bough.config.processes import ServiceConfig
 from bough.errors import ConfigError
 from bough.telemetry.log_context import log_context
 
@@ -29,7 +29,7 @@ def configure_logging(config: ServiceConfig) -> None:
 class TextFormatter(logging.Formatter):
     """Time, level, logger and message, and after them what the line is about: ` [request_id=r1 session_id=s1]`.
 
-    `bough.child` finds the message in such a line again.
+    `bough.processes.child` finds the message in such a line again.
     """
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from bough.config import ServiceConfig
+from bough.config.processes import ServiceConfig
 from bough.errors import ConfigError
 from bough.telemetry.spans import NO_TRACER, Tracer
 
