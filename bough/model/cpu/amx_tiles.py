@@ -148,7 +148,7 @@ _int8_tile = int8_tile_of(LANES, _int8_sums)
 
 @compiled
 def multiply_groups_by_tiles(blocks, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
-    """As `bough.model.cpu.gemm.multiply_groups`, in 16 bits; by vectors where rows of the matrix are not whole lines."""
+    """As `gemm.multiply_groups`, in 16 bits; by vectors where rows of the matrix are not whole lines."""
     num_blocks = len(blocks)
     if 2 * matrix.shape[1] % LINE_BYTES:
         multiply_groups(blocks, matrix, begin, end, bias, out)

@@ -1,7 +1,8 @@
 """One layer of a Llama-like decoder over some rows, compiled whole: no call of Python or torch between its parts.
 
 What becomes of a row depends on the row alone, bit for bit, wherever it stands and whatever is beside it; but for few
-rows, which on some processors have products of their own, where a caller does not say `bough.model.cpu.gemm_parallel.Alike`.
+rows, which on some processors have products of their own, where a caller does not say
+`bough.model.cpu.gemm_parallel.Alike`.
 """
 
 from __future__ import annotations
