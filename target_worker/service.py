@@ -31,7 +31,7 @@ class TargetService(WorkerService[ServedTarget]):
             log_session(call.context.session_id)
             result = await asyncio.wrap_future(self.worker.verify(call))
             num_nodes, num_accepted = len(call.tree), len(result.verdict.accepted_nodes)
-            span.set({"bough.trees.tree.nodes": num_nodes, "bough.trees.tree.accepted": num_accepted})
+            span.set({"bough.tree.nodes": num_nodes, "bough.tree.accepted": num_accepted})
             seconds = result.timings.total_ns / 1e9
             logger.debug("verified: %d nodes, %d accepted, in %.3f s", num_nodes, num_accepted, seconds)
             return codec.verify_result_to_wire(result)

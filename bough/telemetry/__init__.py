@@ -1,1 +1,1 @@
-"""What a process tells of single requests: its log, and traces. Figures of all together are `bough.telemetry.metrics`."""
+"""What processes tell of themselves while they run."""

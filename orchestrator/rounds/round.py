@@ -19,13 +19,13 @@ from orchestrator.cluster.directory import Directory, Known
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient, Timed
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.target_lease import Seat
-from orchestrator.request_trace import round_attributes
 from orchestrator.rounds.failover import Failover
 from orchestrator.rounds.prompt_lookup import Acceptance, Lookup, assumed_probability
 from orchestrator.sessions.session import Session, verified_part
 from orchestrator.sessions.transcripts import request_record, session_record
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
 from orchestrator.sizing.plans import RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
+from orchestrator.telemetry.request_trace import round_attributes
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from bough.security.worker_key import WorkerKey
 from bough.telemetry.spans import NO_TRACER, Tracer
 from orchestrator.admission.size_limits import require_name, require_texts
 from orchestrator.admission.tenant_usage import Usage
-from orchestrator.request_trace import request_trace
 from orchestrator.serving.requests import Requests
+from orchestrator.telemetry.request_trace import request_trace
 
 SEPARATOR = "::"  # no tenant's name has a colon
 

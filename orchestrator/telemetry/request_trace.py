@@ -97,10 +97,10 @@ def round_attributes(tokens: Tokens) -> Attributes:
     """Of a round that has its verdict."""
     timings = tokens.timings
     return {
-        "bough.trees.tree.nodes": tokens.num_nodes,
-        "bough.trees.tree.depth": tokens.tree_depth,
-        "bough.trees.tree.accepted": sum(tokens.drafted),
-        "bough.trees.tree.accepted_lookup": tokens.num_lookup,
+        "bough.tree.nodes": tokens.num_nodes,
+        "bough.tree.depth": tokens.tree_depth,
+        "bough.tree.accepted": sum(tokens.drafted),
+        "bough.tree.accepted_lookup": tokens.num_lookup,
         "bough.tokens": len(tokens.token_ids),
         "bough.round.draft_seconds": timings.draft_ns * NANO,
         "bough.round.network_seconds": timings.network_ns * NANO,
