@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test check loadtest proto bench clean help
+.PHONY: demo serve test check loadtest proto clean help
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -32,9 +32,6 @@ loadtest: $(READY)  ## users by locust over both doors, on workers without weigh
 
 proto: $(READY)  ## regenerate bough/pb from proto/
 	@$(BIN)/python -m grpc_tools.protoc -Ibough/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
-
-bench: $(READY)  ## what a substitute draft is worth, by layers left out and tree size
-	@$(BIN)/python -m loadtest.drafts
 
 clean:  ## remove the virtual environment and caches of tools
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

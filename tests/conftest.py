@@ -20,7 +20,7 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.processes.launch import Cluster, Settings, launched
 from bough.tokenization.vocabulary import TokenizerFiles
-from loadtest.tiny_model import TINY, save_model, save_tokenizer
+from loadtest.common.tiny_model import TINY, save_model, save_tokenizer
 from tests.fakes.fleet import Fleet, fleet
 from tests.fakes.stage import Orchestrator, Stage, orchestrating, staged
 
