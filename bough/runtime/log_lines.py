@@ -40,17 +40,21 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Of at most `MAX_LOG_CHARACTERS`, and a trace of so many lines."""
         line = on_one_line(self._told(record))
+        return "\n".join([line, *(INDENT + on_one_line(each) for each in self.trace_lines(record))])
+
+    def trace_lines(self, record: logging.LogRecord) -> list[str]:
+        """Of what is logged beside an exception: the last ones, where they are too many, and each with an end."""
         traces = [self.formatException(record.exc_info)] if record.exc_info else []
         traces += [record.stack_info] if record.stack_info else []
-        lines = [each for trace in traces for each in trace.splitlines()][-MAX_TRACE_LINES:]
-        return "\n".join([line, *(INDENT + on_one_line(_cut(each)) for each in lines)])
+        return [cut(each) for trace in traces for each in trace.splitlines()][-MAX_TRACE_LINES:]
 
     def _told(self, record: logging.LogRecord) -> str:
-        record.message = _cut(record.getMessage())
+        record.message = cut(record.getMessage())
         if self.usesTime():
             record.asctime = self.formatTime(record, self.datefmt)
         return self.formatMessage(record)
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """A text, without what goes beyond `MAX_LOG_CHARACTERS`."""
     return text if len(text) <= MAX_LOG_CHARACTERS else f"{text[:MAX_LOG_CHARACTERS]}... ({len(text)} characters)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import sys
@@ -14,17 +15,22 @@ from bough.client import Client
 from bough.errors import Unavailable
 from bough.processes.child import LOG_PREFIX
 from bough.protocol.messages import VerifyCall
-from bough.runtime.log_lines import MAX_LOG_CHARACTERS, MAX_TRACE_LINES, LineFormatter, on_one_line
+from bough.runtime.log_lines import MAX_LOG_CHARACTERS, MAX_TRACE_LINES, on_one_line
+from bough.telemetry.logs import JsonFormatter, TextFormatter
 from tests.fakes.fleet import Fleet
 from tests.fakes.streams import OPTIONS, PROMPT, read
 
-FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FORGED = "x\n2026-01-01 00:00:00,000 INFO bough.processes: target ready\r\x1b[31m\x1b]0;x\a\u2028\u202e\x85\ud800"
 
 
 def logged(message: str, *args: object, exc_info: bool = False) -> str:
     record = logging.LogRecord("n", logging.ERROR, "f", 1, message, args, sys.exc_info() if exc_info else None)
-    return LineFormatter(FORMAT).format(record)
+    line = TextFormatter().format(record)
+    told = JsonFormatter().format(record)
+    assert told.isprintable()
+    assert len(told) < 20 * MAX_LOG_CHARACTERS * (MAX_TRACE_LINES if exc_info else 1)
+    assert json.loads(told)["level"] == "ERROR"
+    return line
 
 
 def test_a_message_is_one_line_whatever_is_in_it() -> None:
@@ -72,4 +78,4 @@ async def test_the_name_of_a_session_adds_no_line(fakes: Fleet, caplog: pytest.L
     told = [record for record in caplog.records if "x\n2026" in record.getMessage()]
     assert told, "no line has the name of a session any more: another test would do"
     for record in told:
-        assert len(re.findall("[\r\n\x1b\u2028]", LineFormatter(FORMAT).format(record))) == 0
+        assert len(re.findall("[\r\n\x1b\u2028]", TextFormatter().format(record))) == 0
