@@ -23,9 +23,8 @@ from bough.protocol.generation import WorkerStatus
 from bough.protocol.messages import PROTOCOL_VERSION
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import LEASE_SECONDS, Registry
-from bough.rpc.server import open_channel
 from bough.security.access import OPEN, Access
-from bough.tokenization.vocabulary import first_difference
+from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 from orchestrator.cluster.expected_wait import UsualRound
 from orchestrator.cluster.same_weights import watch_weights, with_weights
 from orchestrator.cluster.tokenizer_threads import Tokenizing
@@ -212,7 +211,7 @@ class Directory:
             info = await client.info()
             if info.worker_id != record.worker_id:
                 raise Unavailable(f"{info.worker_id} is at its address")
-            async with open_channel(record.address) as channel:
+            async with self._access.channel(record.address).opened() as channel:
                 files = await fetch_tokenizer(channel, record.kind, self._access)
             known = Known(record, client, info, await self.tokenizing.shared(files))
         except BaseException as exc:
@@ -226,7 +225,7 @@ class Directory:
 
     async def _read_vocabularies(self, known: Known[AnyClient], others: Iterable[Known[Any]]) -> None:
         """Of workers that do not fit, whose problem names the difference: reading takes long, and is remembered."""
-        misfits = [other.tokenizer for other in others if not _fit(other, known)]
+        misfits: list[TokenizerFiles] = [other.tokenizer for other in others if not _fit(other, known)]
         for files in (known.tokenizer, *misfits) if misfits else ():
             await self.tokenizing.run(partial(getattr, files, "vocabulary"))
 
