@@ -12,6 +12,8 @@ from bough.pb import common_pb2, target_pb2
 from loadtest.chaos.faults import KILLS, Plan, Resumes, has_failed, run_chaos
 from loadtest.chaos.streams import Answer, Received, Streams, Tally
 
+pytestmark = pytest.mark.chaos
+
 SHORT = Plan(num_faults=12, num_streams=4, num_scripts=6, max_length=150, seconds_between=0.5, seed=1)
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from loadtest.chaos.proxy import LOCALHOST, CallFault, CallProxy, LinkProxy
 
+pytestmark = pytest.mark.chaos
+
 METHOD = "/test.Echo/Say"
 Say = Callable[[bytes], Awaitable[bytes]]
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
