@@ -21,8 +21,9 @@ import asyncio
 import json
 import os
 import platform
+import random
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,12 +32,12 @@ from typing import Any
 
 import grpc
 
-from bough.processes.launch import Cluster, launched
+from bough.processes.launch import Cluster, Settings, launched
 from loadtest.common.machine import processor
 from loadtest.common.stacks import stack_settings
-from loadtest.served.doors import DIRECT, compare_doors, door_figures
+from loadtest.served.doors import DIRECT, Comparison, door_figures
 from loadtest.served.profiles import write_profile
-from loadtest.served.streams import Answered, Ask, Door, GrpcDoor
+from loadtest.served.streams import Answered, Ask, GrpcDoor
 
 PROCESSES = ("orchestrator", "draft_worker", "target_worker")
 AWAY = "http://127.0.0.1:1"
@@ -44,7 +45,7 @@ ANSWER_TOKENS = 64
 
 
 @dataclass(slots=True)
-class Sink(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has no types for it
+class Sink(grpc.GenericRpcHandler):
     """A collector that counts bytes and keeps nothing: an answer without fields is a whole one."""
 
     num_bytes: int = 0
@@ -88,15 +89,32 @@ async def watched(profile: Path, endpoint: str) -> AsyncIterator[Watched]:
     """A bough of its own whose processes all trace to `endpoint`, or not where that is empty."""
     settings = stack_settings(str(profile))
     assert settings.draft is not None
-    target, draft, orchestrator = (
-        replace(config, otlp_endpoint=endpoint) for config in (settings.target, settings.draft, settings.orchestrator)
+    traced = Settings(
+        replace(settings.target, otlp_endpoint=endpoint),
+        replace(settings.draft, otlp_endpoint=endpoint),
+        replace(settings.orchestrator, otlp_endpoint=endpoint),
     )
-    async with launched(replace(settings, target=target, draft=draft, orchestrator=orchestrator), lambda _: None) as up:
+    async with launched(traced, lambda _: None) as up:
         door = GrpcDoor(up.address)
         try:
             yield Watched(up, door)
         finally:
             await door.close()
+
+
+async def asked_in_turn(boughs: Mapping[str, Watched], asks: Sequence[Ask], seed: int) -> Comparison:
+    """Every bough is asked as often, so that what processes do by themselves is the same for each."""
+    rng, found = random.Random(seed), Comparison({name: [] for name in boughs})
+    for ask in asks:
+        answered = {name: await boughs[name](ask) for name in rng.sample([*boughs], len(boughs))}
+        failures = [f"{name}: {each.sample.error}" for name, each in answered.items() if each.sample.error]
+        found.failures += failures
+        if failures:
+            continue
+        found.num_unequal += len({each.text for each in answered.values()}) > 1
+        for name, each in answered.items():
+            found.answers[name].append(each)
+    return found
 
 
 async def measured(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -112,14 +130,13 @@ async def measured(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
             name: await stack.enter_async_context(watched(profile, endpoint))
             for name, endpoint in ((DIRECT, ""), ("on", f"http://127.0.0.1:{port}"), ("away", AWAY))
         }
-        doors: dict[str, Door] = {**boughs}
         asks = [Ask(f"Question {number}", ANSWER_TOKENS, seed=number) for number in range(arguments.requests)]
         for bough in boughs.values():  # what is made at the first use
             await bough(asks[0])
             bough.num_rounds = 0
         before = {name: bough.cpu_seconds() for name, bough in boughs.items()}
         sent = sink.num_bytes
-        found = await compare_doors(doors, asks, arguments.seed)
+        found = await asked_in_turn(boughs, asks, arguments.seed)
         await asyncio.sleep(arguments.settle_seconds)  # the last batch
         figures = door_figures(found, arguments.seed)
         cpu = {
