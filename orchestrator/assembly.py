@@ -21,6 +21,7 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.rpc.server import Served
 from bough.security.access import Access
+from bough.security.guarded import require_guarded
 from bough.security.keyring import Keyring
 from bough.telemetry.metrics import MetricsServer
 from bough.telemetry.tracing import tracing
@@ -92,6 +93,7 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
         ConfigError: a port is in use, the URL of the index or the file of keys cannot be read, no address is found to
             advertise, or the packages for traces are not installed.
     """
+    require_guarded(config)
     keyring, access = Keyring(config.keys) if config.keys else None, Access.of(config)
     registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
     worker_id = new_worker_id("orchestrator")

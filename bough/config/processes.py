@@ -87,6 +87,12 @@ class ServiceConfig:
         "names, such as a,b, of which a certificate must have one for a worker to answer; all of --tls-ca by default",
         shared="BOUGH_TLS_PEER_NAMES",
     )
+    insecure: bool = setting(
+        False,
+        parse_switch,
+        "listen beyond this machine though nothing keeps strangers out: neither keys nor certificates are asked for",
+        shared="BOUGH_INSECURE",
+    )
     open_metrics: bool = setting(
         False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
     )

@@ -35,6 +35,7 @@ from bough.rpc.drain import SessionGate
 from bough.rpc.server import Served, serving
 from bough.runtime.allocator import give_back_now, give_memory_back
 from bough.security.access import Access
+from bough.security.guarded import require_guarded
 from bough.telemetry.spans import NO_TRACER, Tracer
 from bough.telemetry.tracing import tracing
 from bough.tokenization.vocabulary import TokenizerFiles
@@ -197,6 +198,7 @@ async def serve_worker(
     Raises:
         ConfigError, CheckpointError, PairingError, Unavailable: it could not start.
     """
+    require_guarded(config)
     stop, access = stop_event(), Access.of(config)
     gate = SessionGate("Verify", "Grow")
     async with AsyncExitStack() as stack:

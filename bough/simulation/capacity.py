@@ -121,10 +121,10 @@ class _Simulation:
         self._place()
 
     def _place(self) -> None:
-        """Lets in who has waited longest, as far as there is room, where most is free."""
+        """Lets in who has waited longest, as far as there is room, where fewest are running."""
         while self._queue:
             session = self._queue[0]
-            target = max(self._targets, key=lambda each: (each.slots.fits(session), each.slots.free_tokens))
+            target = max(self._targets, key=lambda each: (each.slots.fits(session), -each.num_running))
             if not target.slots.fits(session):
                 return
             self._queue.pop(0)
