@@ -48,7 +48,7 @@ class ServedDraft(ABC):
             ConfigError: the port for metrics is in use.
         """
         self._metrics.registry.register(DraftCollector(model_name, self._figures))
-        host = for_metrics(self._config, self._config.worker_key_file).host
+        host = for_metrics(self._config).host
         self._metrics.serve(host, self._config.metrics_port)
         self._inbox.put(prepare)
         self._thread = Thread(target=self._work, name="draft", daemon=True)  # a process that fails must end

@@ -113,7 +113,7 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
                     serving_generation(config, callers, access.door_credentials) as served,
                     http_door(config, callers, metrics.registry, access.door_context),
                 ):
-                    metrics_address = metrics_at(for_metrics(config, config.keys), metrics.port)
+                    metrics_address = metrics_at(for_metrics(config), metrics.port)
                     yield Orchestrator(
                         config, worker_id, registry, directory, requests, served, callers, metrics_address
                     )
@@ -125,7 +125,7 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     """What requests have come to, at the port that is set. Raises ConfigError where that is in use."""
     metrics = MetricsServer()
     metrics.registry.register(OrchestratorCollector(requests.figures))
-    served = for_metrics(config, config.keys)
+    served = for_metrics(config)
     metrics.serve(served.host, config.metrics_port)
     if address := metrics_at(served, metrics.port):
         requests.metrics_url = f"http://{address}/metrics"

@@ -45,7 +45,7 @@ class ServedTarget(ABC):
         self._engine.start(prepare)
         self._resources.callback(self._engine.stop)
         self._resources.callback(self._metrics.close)
-        host = for_metrics(self._config, self._config.worker_key_file).host
+        host = for_metrics(self._config).host
         self._metrics.serve(host, self._config.metrics_port)
         stage("warming up")
         self._engine.warm_up().result()
