@@ -20,10 +20,10 @@ from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.rpc.server import Served
-from bough.security.access import Access
+from bough.security.access import Access, metrics_context
 from bough.security.guarded import require_guarded
 from bough.security.keyring import Keyring
-from bough.telemetry.metrics import MetricsServer
+from bough.telemetry.metrics import MetricsServer, metrics_url
 from bough.telemetry.tracing import tracing
 from orchestrator.cluster.directory import POLL_SECONDS, Directory
 from orchestrator.http_door import http_door
@@ -126,9 +126,8 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     metrics = MetricsServer()
     metrics.registry.register(OrchestratorCollector(requests.figures))
     served = for_metrics(config)
-    metrics.serve(served.host, config.metrics_port)
-    if address := metrics_at(served, metrics.port):
-        requests.metrics_url = f"http://{address}/metrics"
+    metrics.serve(served.host, config.metrics_port, metrics_context(config))
+    requests.metrics_url = metrics_url(metrics_at(served, metrics.port))
     return metrics
 
 

@@ -98,8 +98,9 @@ def advertised(config: ServiceConfig, port: int) -> str:
 
 
 def metrics_at(config: ServiceConfig, port: int) -> str:
-    """Address at which others read a process's metrics; empty where it serves none (a port under 0)."""
-    return joined(advertised_host(config), port) if port >= 0 else ""
+    """Address at which others read a process's metrics, with https:// where it is spoken; empty for a port under 0."""
+    scheme = "https://" if config.tls_cert else ""
+    return f"{scheme}{joined(advertised_host(config), port)}" if port >= 0 else ""
 
 
 def for_metrics(config: Config) -> Config:
