@@ -3,8 +3,8 @@
     {"title": "...", "text": ["a paragraph", ...], "runs": [RUN, ...]}
 
 A RUN has `command`, `machine`, `date`, `commit` (of the code that ran; where that was not kept, the one that recorded
-the figures, and its date), and its figures in one of two ways: `line`, the benchmark's own JSON line, where `loadtest.tables`
-knows how to show it; or `table`, with `columns` and `rows` of text. `note` is a paragraph below the table.
+the figures, and its date), and its figures in one of two ways: `line`, the benchmark's own JSON line, where
+`loadtest.tables` knows how to show it; or `table`, with `columns` and `rows` of text. `note` is a paragraph below.
 """
 
 from __future__ import annotations
