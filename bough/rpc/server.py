@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from bough import errors
 from bough.config.addresses import joined
-from bough.errors import DeadlineExceeded, InvalidRequest
+from bough.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from bough.rpc.drain import Gate
 from bough.rpc.health_service import HealthService
 from bough.rpc.lasting_server import LastingServer
@@ -197,15 +197,18 @@ async def serving(
     options = [*_SERVER_OPTIONS, *_bounds(), *age]
     health_servicer = HealthService()
 
-    def add_all(server: grpc.aio.Server) -> None:
-        add(server)
-        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-        reflection.enable_server_reflection([service, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-
-    server = LastingServer(interceptors, options, MAX_CALLS, add_all)
-    await health_servicer.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-    bound = await server.start(lambda of: joined(host, of), port, credentials)
+    server = LastingServer(interceptors, options, MAX_CALLS)
+    add(server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection([service, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    try:
+        where = joined(host, port)
+        bound = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
+    except RuntimeError as exc:
+        raise ConfigError(f"port: cannot listen on {where}; is it in use? 0 takes a free one") from exc
     served = Served(bound, service, gate, health_servicer)
+    await served.set_ready(False)
+    await server.start()
     try:
         yield served
     finally:
