@@ -198,7 +198,7 @@ async def serving(
     health_servicer = HealthService()
 
     server = LastingServer(interceptors, options, MAX_CALLS)
-    add(server)
+    add(server)  # type: ignore[arg-type]  # the stubs of grpc.aio have its classes twice
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([service, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
