@@ -42,7 +42,7 @@ def _pack_draft(arguments: argparse.Namespace) -> None:
     try:
         drops = parse_layers(arguments.drop_layers or "")
     except ValueError as exc:
-        raise ConfigError(f"--drop-layers: {arguments.drop_layers!r}: {exc}") from exc
+        raise ConfigError(f"--drop-layers: {exc}, got {arguments.drop_layers!r}") from exc
     fetch(arguments.model)
     folder = _folder(arguments, "draft")
     written = pack_draft(arguments.model, drops, bits, folder, is_whole=arguments.whole)

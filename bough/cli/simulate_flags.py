@@ -107,5 +107,4 @@ def _number(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(text)
     except ValueError as exc:
-        wanted = str(exc).removesuffix(" would do").replace("int of", "a whole number of").replace("float", "a number")
-        raise ConfigError(f"{flag}: value was {text}; must be {wanted}") from exc
+        raise ConfigError(f"{flag}: {exc}, got {text}") from exc

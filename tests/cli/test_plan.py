@@ -261,8 +261,8 @@ def test_rates_count_the_draft_but_not_for_plain_decoding() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--bits", "5"], "--bits: '5': 4, 8, 16 would do"),
-        (["--device", "tpu"], "--device: 'tpu': cpu, gpu would do"),
+        (["--bits", "5"], "--bits: must be 4, 8, 16, got '5'"),
+        (["--device", "tpu"], "--device: must be cpu, gpu, got 'tpu'"),
         (["--link-speed", "fast"], "--link-speed: 'fast'"),
         (["--compute-speed", "-1"], "--compute-speed: '-1'"),
         (["--tokens-per-round", "3,x"], "--tokens-per-round: '3,x'"),

@@ -100,7 +100,7 @@ def test_parents_stand_above_the_middle_of_their_children() -> None:
         ("0.5, 0.2", "is no JSON"),
         ("[" * 100_000, "is no JSON"),
         ("\xff", "is no JSON"),
-        ("[]", "a list of probabilities by rank would do"),
+        ("[]", "must be a list of probabilities by rank"),
         ("[0.5, -0.1]", "[1]: -0.1; a probability"),
         ("[0.5, NaN]", "[1]: nan; a probability"),
         ("[0.9, 0.2]", "sums to 1.1"),

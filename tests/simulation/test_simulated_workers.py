@@ -310,9 +310,11 @@ def test_up_refuses_flags_about_models_beside_a_profile(flags: list[str], messag
 
 
 def test_a_worker_has_a_model_or_a_profile() -> None:
-    with pytest.raises(ConfigError, match="--simulate: value was 'p' beside --model m; must be one of the two"):
+    with pytest.raises(ConfigError, match="--simulate: must not be given with --model, got 'p' and 'm'"):
         parse(TargetConfig, "target_worker", ["--simulate", "p", "--model", "m"], {})
-    with pytest.raises(ConfigError, match=r"--model: missing; .*BOUGH_DRAFT_MODEL sets it, or --simulate does without"):
+    with pytest.raises(
+        ConfigError, match=r"--model: missing; must be set by .*BOUGH_DRAFT_MODEL, or --simulate in its place"
+    ):
         parse(DraftConfig, "draft_worker", [], {})
     named = parse(TargetConfig, "target_worker", [], {"BOUGH_TARGET_SIMULATE": "p"})
     assert (named.model, named.simulate) == ("", "p")

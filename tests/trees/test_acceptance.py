@@ -27,11 +27,11 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([], "v: a list of probabilities"),
-        ({"0": 0.5}, "v: a list of probabilities"),
-        (0.5, "v: a list of probabilities"),
+        ([], "v: must be a list of probabilities"),
+        ({"0": 0.5}, "v: must be a list of probabilities"),
+        (0.5, "v: must be a list of probabilities"),
         ([[]], r"v\[0\]: empty"),
-        ([0.5, -0.25], r"v\[1\]: -0\.25; a probability from 0 to 1"),
+        ([0.5, -0.25], r"v\[1\]: must be a probability from 0 to 1, got -0\.25"),
         ([0.5, NAN], r"v\[1\]: nan"),
         ([[0.5], [0.25, 1.5]], r"v\[1\]\[1\]: 1\.5"),
         ([0.5, "0.25"], r"v\[1\]: '0\.25'"),
