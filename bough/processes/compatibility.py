@@ -1,5 +1,4 @@
-"""Compatibility of a starting worker with running ones: equal tokenizers of drafts and targets, equal weights of targets
-of one model."""
+"""Compatibility checks of a starting worker: equal tokenizers of drafts and targets, equal weights of one model."""
 
 from __future__ import annotations
 

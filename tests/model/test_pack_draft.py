@@ -216,9 +216,9 @@ def test_the_command(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--bits", "5"], "error: --bits: 5; 4 or 8 would do, or --draft"),
-        (["--drop-layers", "3"], "error: --drop-layers: 3; of a draft only"),
-        (["--whole"], "error: --whole: of a draft only"),
+        (["--bits", "5"], "error: --bits: must be 4 or 8, or given with --draft for mixed bits, got 5"),
+        (["--drop-layers", "3"], "error: --drop-layers: must be given with --draft only, got 3"),
+        (["--whole"], "error: --whole: must be given with --draft only"),
         (["--draft", "--drop-layers", "x"], "error: --drop-layers: must be layers such as 12-15,20, got 'x'"),
     ],
 )

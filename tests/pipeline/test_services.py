@@ -460,8 +460,8 @@ async def test_workers_that_cannot_start_say_why(
             ["--model", str(tiny), "--kv-memory", "1KB"],
             "--kv-memory: 1000 bytes hold no session",
         ),
-        (target_worker.__main__, [*streaming, "--ring-memory", "1KB"], "--ring-memory: 0.00 MB"),
-        (target_worker.__main__, [*streaming, "--device-memory", "1MB"], "but 2 layers of 0.13 MB must fit"),
+        (target_worker.__main__, [*streaming, "--ring-memory", "1KB"], "--ring-memory: must be at least"),
+        (target_worker.__main__, [*streaming, "--device-memory", "1MB"], "for 2 layers of 0.13 MB, got"),
         (draft_worker.__main__, ["--model", str(tiny), "--drop-layers", "7"], "--drop-layers: 7"),
         (
             draft_worker.__main__,
