@@ -104,7 +104,7 @@ def _shape(file: str) -> StaticShape:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(
-            f"--growth: must be {BEST_FIRST}, chain:LENGTH, chains:NUMxLENGTH or a file with the output of `bough shape`, "
+            f"--growth: must be {BEST_FIRST}, chain:LENGTH, chains:NUMxLENGTH or a file from `bough shape`, "
             f"got {file}, which cannot be read: {exc.strerror}"
         ) from exc
     except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested too deeply

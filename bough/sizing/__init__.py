@@ -1,1 +1,1 @@
-"""Tree sizing: costs of sweeps and draft steps, values of guesses, best sizes, and layer placement. Imports no torch."""
+"""Tree sizing: costs of sweeps and draft steps, values of guesses, best sizes, layer placement. Imports no torch."""

@@ -87,7 +87,7 @@ class AcceptanceModel:
 
     @property
     def deep_ratio(self) -> float:
-        """Accepted over expected tokens below the first level, where the product of probabilities is the expectation."""
+        """Accepted over expected tokens below the first level, as expected from products of probabilities."""
         ratio = (self._deep_accepted + PRIOR_DEEP_TOKENS) / (self._deep_expected + PRIOR_DEEP_TOKENS)
         return min(MOST_RATIO, max(LEAST_RATIO, ratio))
 

@@ -29,7 +29,7 @@ class GainProfile:
         self._rounds = np.full(NUM_RANGES, PRIOR_ROUNDS)
 
     def observe(self, values: FloatArray) -> None:
-        """Learn from a grown tree; `values` (num_nodes,) are its nodes' acceptance probabilities, the root's included."""
+        """Learn from a grown tree; `values` (num_nodes,) are its nodes' acceptance probabilities, root included."""
         ranked = -np.sort(-values)[1:]
         covered = np.clip(len(ranked) - EDGES[:-1], 0, SIZES)
         num = int((covered > 0).sum())

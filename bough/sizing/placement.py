@@ -156,9 +156,9 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
         flag, have = ("--device-memory", room) if room < least else ("--ring-memory", ring)
         less = "; or use a smaller --kv-memory" if room < least and fixed.kv > least else ""
         raise ConfigError(
-            f"{flag}: must be at least {gigabytes((fixed.total if room < least else 0) + least)} for {MIN_SLABS} layers "
-            f"of {gigabytes(max(sizes))}, got {gigabytes(budgets.device if room < least else budgets.ring)}, of which "
-            f"{gigabytes(max(have, 0))} are left for layers ({fixed}){less}"
+            f"{flag}: must be at least {gigabytes((fixed.total if room < least else 0) + least)} for {MIN_SLABS} "
+            f"layers of {gigabytes(max(sizes))}, got {gigabytes(budgets.device if room < least else budgets.ring)}, of "
+            f"which {gigabytes(max(have, 0))} are left for layers ({fixed}){less}"
         )
     num_slabs = min(ring // max(sizes), num_layers)
     resident = _most_that_fit(sizes, range(num_layers), room - num_slabs * max(sizes), budgets.max_resident)

@@ -74,7 +74,7 @@ class RowAverages:
     """
 
     def __init__(self, shape: CostCurve, rows: NDArray[np.int64], is_given: bool = False) -> None:
-        """`rows` ascend and are the arguments of `values`; with `is_given` the shape's scale counts as TRUST samples."""
+        """`values` is for these ascending `rows`; with `is_given` the shape's scale counts as TRUST samples."""
         self._shape = shape
         self._log_rows, self._shape_values = np.log(rows), shape.at(rows)
         self._of_shape = TRUST if is_given else 0.0
