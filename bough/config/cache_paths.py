@@ -8,7 +8,7 @@ from pathlib import Path
 
 EXPANSION_NAME = "bough_expansion.json"  # manifest of a block-expanded checkpoint: which layers are not identities
 DEMONSTRATION_COPIES = 9  # of each of the 30 blocks: 300 layers, 2.1 GB
-SUBSTITUTE_DROPS = "3,14"  # the best layers to leave out of a substitute, by docs/measurements.md
+SUBSTITUTE_DROPS = "3,14"  # best layers to leave out of a substitute (docs/decisions/011-substitute-drafts.md)
 
 
 def cache_folder() -> Path:

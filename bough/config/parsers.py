@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 AUTO = "auto"
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
@@ -44,6 +45,19 @@ def parse_device(text: str) -> str:
     """A device name of torch, or "auto"; whether the device exists is checked when the model is loaded."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:
         raise ValueError("must be auto, cpu, cuda or cuda:1")
+    return text
+
+
+def parse_endpoint(text: str) -> str:
+    """The URL of a gRPC server with scheme, host and port only; empty text is none."""
+    try:
+        url = urlsplit(text)
+        is_plain = url.path in ("", "/") and not (url.query or url.fragment or url.username or url.password)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
+    except ValueError:
+        is_plain = is_url = False
+    if text and not (is_plain and is_url):
+        raise ValueError("must be http://HOST:PORT or https://HOST:PORT, without path, user or password")
     return text
 
 

@@ -17,6 +17,7 @@ from bough.config.parsers import (
     parse_bytes,
     parse_count,
     parse_device,
+    parse_endpoint,
     parse_layers,
     parse_names,
     parse_port,
@@ -31,6 +32,8 @@ from bough.config.reader import to_flags as to_flags
 from bough.runtime.machine import usable_cpus
 
 DEFAULT_PORT = 7411
+OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own
+LOG_FORMAT_VARIABLE = "BOUGH_LOG_FORMAT"
 KEY_FILE_VARIABLE = "BOUGH_WORKER_KEY_FILE"
 CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE = "BOUGH_TLS_CERT", "BOUGH_TLS_KEY", "BOUGH_TLS_CA"
 ADVERTISE_AUTO = "auto"
@@ -86,10 +89,29 @@ class ServiceConfig:
         "names, such as a,b, one of which a caller's certificate must have; by default any certificate of --tls-ca",
         shared="BOUGH_TLS_PEER_NAMES",
     )
+    insecure: bool = setting(
+        False,
+        parse_switch,
+        "listen on addresses beyond this machine without requiring keys or certificates",
+        shared="BOUGH_INSECURE",
+    )
     open_metrics: bool = setting(
-        False, parse_switch, "if keys are required: serve /metrics without a key, and to other hosts"
+        False, parse_switch, "if keys or certificates are required: serve /metrics without them, and to other hosts"
     )
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
+    log_format: str = setting(
+        "text",
+        one_of("text", "json"),
+        f"log lines as text, or as a JSON object each; {LOG_FORMAT_VARIABLE} sets it for all processes",
+        shared=LOG_FORMAT_VARIABLE,
+    )
+    otlp_endpoint: str = setting(
+        "",
+        parse_endpoint,
+        "collector that receives traces over gRPC (OTLP), such as http://127.0.0.1:4317; empty sends none; "
+        f"{OTLP_VARIABLE} sets it for all processes",
+        shared=OTLP_VARIABLE,
+    )
     drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which running calls may finish")
     max_connection_age: float = setting(
         0.0,
@@ -235,6 +257,11 @@ class OrchestratorConfig(ServiceConfig):
     )
     session_max_seconds: float = setting(
         7 * 24 * 3600.0, parse_seconds, "seconds that a session is kept after its first request"
+    )
+    trace_sample: float = setting(
+        1.0,
+        number(float, 0, 1),
+        "with --otlp-endpoint: share of requests to trace, unless the caller's traceparent decides",
     )
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     http_port: int = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ TAIL_LINES = 12  # last lines of a log that errors quote
 TAIL_BYTES = 8192  # end of a log in which those lines are searched
 KINDS = {"target_worker": "target", "draft_worker": "draft", "orchestrator": "orchestrator"}  # name to index kind
 STARTED = 19  # index of the start time in /proc/PID/stat, counted from the state: field 22 of proc(5)
-LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.processes.process.configure_logging`
+LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.telemetry.logs`
 DRAIN_SECONDS = 1.0  # between the first SIGTERM, which drains, and the second, which stops
 STOP_SECONDS = 10.0  # between the second SIGTERM and SIGKILL
 
@@ -27,6 +28,13 @@ STOP_SECONDS = 10.0  # between the second SIGTERM and SIGKILL
 def named(name: str) -> str:
     """A process's name for display."""
     return name.replace("_", " ")
+
+
+def message_of(line: str) -> str:
+    """The message of a log line in text or JSON format."""
+    with suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(line)["message"])
+    return LOG_PREFIX.sub("", line, count=1).strip()
 
 
 def process_name(process_id: int) -> str:
@@ -84,7 +92,7 @@ class Child:
     def last_line(self) -> str:
         """The last line of its log without prefix; empty if there is none."""
         lines = [line for line in self._lines() if line.strip()]
-        return LOG_PREFIX.sub("", lines[-1], count=1).strip() if lines else ""
+        return message_of(lines[-1]) if lines else ""
 
     def is_of(self, record: WorkerRecord) -> bool:
         """Whether a record in the index is of this very process."""

@@ -1,4 +1,4 @@
-"""The life of a process: logging, signals, exit codes, and serving a worker."""
+"""The life of a process: signals, exit codes, and serving a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bough import __version__
 from bough.concurrency.tasks import end
 from bough.config.addresses import advertised_host, joined
 from bough.config.processes import ServiceConfig, WorkerConfig
-from bough.errors import BoughError, ConfigError, Unavailable
+from bough.errors import BoughError, Unavailable
 from bough.pb import common_pb2
 from bough.processes.child import process_name
 from bough.processes.compatibility import refuse_misfits
@@ -35,6 +35,9 @@ from bough.rpc.drain import SessionGate
 from bough.rpc.server import Served, serving
 from bough.runtime.allocator import give_back_now, give_memory_back
 from bough.security.access import Access
+from bough.security.guarded import guards_of, require_guarded
+from bough.telemetry.spans import NO_TRACER, Tracer
+from bough.telemetry.tracing import tracing
 from bough.tokenization.vocabulary import TokenizerFiles
 
 logger = logging.getLogger(__name__)
@@ -56,14 +59,6 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     except BoughError as exc:
         print(f"error: {exc}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG) from exc
-
-
-def configure_logging(level: str) -> None:
-    """Log to standard error; raises ConfigError for an unknown level."""
-    if level not in logging.getLevelNamesMapping():
-        raise ConfigError(f"--log-level: must be DEBUG, INFO, WARNING or ERROR, got {level!r}")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel("WARNING")
 
 
 def stop_event() -> asyncio.Event:
@@ -103,13 +98,14 @@ def advertised(config: ServiceConfig, port: int) -> str:
 
 
 def metrics_at(config: ServiceConfig, port: int) -> str:
-    """The address of a process's metrics; empty if `port` is negative, which serves none."""
-    return joined(advertised_host(config), port) if port >= 0 else ""
+    """The address of a process's metrics, with https:// for TLS; empty if `port` is negative, which serves none."""
+    scheme = "https://" if config.tls_cert else ""
+    return f"{scheme}{joined(advertised_host(config), port)}" if port >= 0 else ""
 
 
-def for_metrics(config: Config, guard: str) -> Config:
-    """Settings of the metrics server: loopback only if a `guard` (keys) is set, unless --open-metrics is."""
-    is_local = bool(guard) and not config.open_metrics
+def for_metrics(config: Config) -> Config:
+    """Settings of the metrics server: loopback only if keys or certificates are required, unless --open-metrics is."""
+    is_local = bool(guards_of(config)) and not config.open_metrics
     return replace(config, host=LOOPBACK, advertise=LOOPBACK) if is_local else config
 
 
@@ -167,6 +163,7 @@ class WorkerService(Generic[AnyWorker]):
 
     def __init__(self) -> None:
         self.loaded: AnyWorker | None = None
+        self.tracer: Tracer = NO_TRACER
 
     @property
     def worker(self) -> AnyWorker:
@@ -202,9 +199,11 @@ async def serve_worker(
     Raises:
         ConfigError, CheckpointError, PairingError, Unavailable: the worker could not start.
     """
+    require_guarded(config)
     stop, access = stop_event(), Access.of(config)
     gate = SessionGate("Verify", "Grow")
     async with AsyncExitStack() as stack:
+        servicer.tracer = await stack.enter_async_context(tracing(config, f"{kind}-worker", worker_id))
         registry = Registry(config.index_url, config.namespace)
         stack.push_async_callback(registry.close)
         stage("waiting for the index")
@@ -230,7 +229,7 @@ async def serve_worker(
         stage("registering")
         await refuse_misfits(registry, worker.info(), worker.tokenizer, access)
         servicer.loaded = worker
-        metrics = metrics_at(for_metrics(config, config.worker_key_file), worker.metrics_port)
+        metrics = metrics_at(for_metrics(config), worker.metrics_port)
         record = WorkerRecord(kind, worker_id, advertised(config, served.port), metrics=metrics)
         async with registered(registry, lambda: replace(record, load=worker.load())):
             await served.set_ready(True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
@@ -26,6 +28,7 @@ CALL_SECONDS = 6.0  # total for one call: a retry and the wait for a connection 
 AWAITED_SECONDS = 1.0  # total for a call that a request waits for and can do without
 SILENT_SECONDS = 7.0  # how long calls fail at once after a timeout; longer than one probe (Call.LOOK) can take
 MAX_CONNECTIONS = 16
+FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")  # URL settings that name files
 Value = str | bytes | int  # an argument of a script
 SCRIPTS = Path(__file__).parent / "lua"
 
@@ -50,6 +53,7 @@ class IndexConnection:
         self.safe_url = without_passwords(url)
         self._turns = asyncio.Semaphore(MAX_CONNECTIONS)  # first come, first served, unlike redis-py's own queue
         self._silent_until = 0.0  # seconds on the monotonic clock
+        _require_files(url)
         try:
             self.redis = _client(read_address(url))
         except (ValueError, TypeError, RedisError, RedisClusterException) as exc:
@@ -104,6 +108,13 @@ class IndexConnection:
             return await evaluate("EVALSHA", self._digests[script], len(keys), *keys, *args)
         except NoScriptError:
             return await evaluate("EVAL", self._scripts[script], len(keys), *keys, *args)
+
+
+def _require_files(url: str) -> None:
+    """Raises ConfigError, without quoting the URL, if it names a TLS file that cannot be read."""
+    for name, path in parse_qsl(urlsplit(url).query):
+        if name in FILES and not os.access(path, os.R_OK):
+            raise ConfigError(f"index_url: {name} must be a PEM file that can be read")
 
 
 def _client(address: IndexAddress) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:

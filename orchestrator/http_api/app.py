@@ -9,10 +9,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -23,6 +25,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
+from bough.registry.records import WorkerRecord
+from bough.telemetry.call_context import TRACEPARENT, set_caller_traceparent
+from bough.telemetry.log_context import LogContext, set_log_context
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
@@ -171,12 +176,7 @@ class _Door:
     async def service_discovery(self, request: Request, entered: ExitStack) -> Response:
         """Where every process serves its metrics, as Prometheus' http_sd reads it."""
         records = await self.requests.directory.registry.workers()
-        told = [
-            {"targets": [record.metrics], "labels": {"kind": record.kind, "worker_id": record.worker_id}}
-            for record in records
-            if record.metrics
-        ]
-        return JSONResponse(told)
+        return JSONResponse([_discovered(record) for record in records if record.metrics])
 
     async def decisions(self, request: Request, entered: ExitStack) -> Response:
         """The last rounds of a request or a session, and why they were as they were."""
@@ -234,6 +234,13 @@ def _session_id(request: Request, fields: GenerationFields) -> str:
     return request.headers.get(SESSION_HEADER, "")
 
 
+def _discovered(record: WorkerRecord) -> dict[str, Any]:
+    """One target of Prometheus's http_sd; over TLS where its address says so."""
+    scheme, _, address = record.metrics.rpartition("://")
+    labels = {"kind": record.kind, "worker_id": record.worker_id}
+    return {"targets": [address], "labels": labels | ({"__scheme__": scheme} if scheme else {})}
+
+
 @dataclass(frozen=True, slots=True)
 class _Answered:
     """An endpoint as an ASGI application: its errors are answers, and what it has entered is left at the end."""
@@ -261,7 +268,8 @@ async def _refused(request: Request, exc: Exception) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _RequestIds:
-    """Gives every answer an `x-request-id`: the client's own, where it is a name."""
+    """Gives every answer an `x-request-id`: the client's own, where it is a name. Notes it for the log, and the trace
+    that the client has begun."""
 
     app: ASGIApp
 
@@ -269,6 +277,8 @@ class _RequestIds:
         """An ASGI application around another."""
         given = dict(scope.get("headers", ())).get(REQUEST_ID, b"")
         name = given if _NAME.fullmatch(given) else uuid.uuid4().hex.encode()
+        set_log_context(LogContext(http_request_id=name.decode()))
+        set_caller_traceparent(Headers(scope=scope).getlist(TRACEPARENT))
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
