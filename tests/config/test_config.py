@@ -136,7 +136,7 @@ def test_memory_and_draft_ahead_are_flags_of_up() -> None:
     assert settings.target.kv_memory == 10**9
     assert settings.draft is not None
     assert settings.draft.ahead_steps == 16
-    with pytest.raises(ConfigError, match="--device-memory: 'plenty'"):
+    with pytest.raises(ConfigError, match="--device-memory: must be a size such as 512MB or 2GiB, got 'plenty'"):
         settings_from(argument_parser().parse_args(["up", "--device-memory", "plenty"]))
 
 
