@@ -24,8 +24,8 @@ DECIDING = frozenset(
     | {
         f"bough.model.{name}"
         for name in (
-            "amx", "amx_tiles", "architecture", "atomics", "attention", "attention_cpu", "attention_scores",
-            "attention_tiles", "attention_triton", "batch", "draw", "experts", "few_outputs", "few_rows", "group_order",
+            "architecture", "atomics", "attention", "attention_cpu", "attention_scores",
+            "attention_tiles", "attention_triton", "batch", "draw", "experts", "few_outputs", "group_order",
             "int8_tiles", "kv", "lanes", "lean_layer", "lean_parts", "lean_rooms", "lean_rows", "limits", "loading",
             "naming", "numbers", "operands", "packed", "paths", "project", "quantize", "reproducible", "row_products",
             "segment", "shares", "slot", "source", "spans", "threads", "tiles", "token_counts", "vectors",

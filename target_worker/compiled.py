@@ -19,7 +19,6 @@ from bough.model.lean_parts import Matrices, Vectors, sizes_of, window
 from bough.model.lean_rooms import Rooms, num_blocks, word_rows
 from bough.model.lean_rows import Floats, collect, spread
 from bough.model.loading import Skeleton
-from bough.model.project import Alike
 from bough.model.row_products import numbers
 from bough.model.shares import counters
 from bough.model.vectors import LANES
@@ -67,8 +66,10 @@ class CompiledLayers:
         for chunk, state in zip(batch.chunks, self._states, strict=True):
             room = self._rooms.of(len(state.hidden))._replace(hidden=state.hidden)
             spans, number = chunk.spans(index)
-            taken, num_rows = counters(num_threads, LOOPS), Alike.of(chunk.num_tokens, len(state.hidden))
-            run_layer(taken, num_threads, num_rows, number, weights, self._sizes, room, spans, state.cos, state.sin)
+            taken = counters(num_threads, LOOPS)
+            run_layer(
+                taken, num_threads, chunk.num_tokens, number, weights, self._sizes, room, spans, state.cos, state.sin
+            )
         return self._end(hidden, batch) if is_last else hidden
 
     def _begin(self, hidden: torch.Tensor, batch: Batch, rotary: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -155,7 +155,7 @@ def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pyt
 
     @numba.njit
     def run(rows, matrix, bias, out):  # type: ignore[no-untyped-def]
-        tile(rows, rows, 8, 8, matrix, 0, bias, out)
+        tile(rows, 8, 8, matrix, 0, bias, out)
 
     rows, matrix = rows_of(random_numbers(0, LANES, 2 * LINE)), matrix_of(random_numbers(1, LANES, 2 * LINE))
     out = np.zeros((LANES, LANES), np.float32)

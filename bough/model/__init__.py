@@ -1,10 +1,7 @@
 """Running a causal language model on packed trees: what the draft worker and the target worker share."""
 
-import ctypes
 import hashlib
 import os
-import platform
-from functools import cache
 from pathlib import Path
 
 from bough.demonstration import cache_folder
@@ -16,29 +13,15 @@ from bough.demonstration import cache_folder
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-@cache
-def may_use_tiles() -> bool:
-    """Whether the system lets this process use registers of tiles (`bough.model.amx`), if the processor has any.
-
-    Linux gives a process the room for them when it asks first, and otherwise ends it at the first instruction.
-    BOUGH_TILES=0 does without them.
-    """
-    if os.environ.get("BOUGH_TILES") == "0" or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # Documentation/arch/x86/xstate.rst
-    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
-
-
 def compiled_folder() -> Path:
-    """For what numba compiles of these files as they are, on processors and in systems like this.
+    """For what numba compiles of these files as they are, on processors like this.
 
     On its own numba looks only at the processor and the file that a function stands in. It would go on using what it
-    compiled from other files that have changed since, and use tiles where they are refused. It compiles nothing that is
-    in folders below.
+    compiled from other files that have changed since. It compiles nothing that is in folders below.
     """
     files = sorted(Path(__file__).parent.glob("*.py"))
     contents = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    return cache_folder() / "compiled" / (contents + ("-tiles" if may_use_tiles() else ""))
+    return cache_folder() / "compiled" / contents
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))

@@ -2,7 +2,7 @@
 
 Outputs are the lanes: lines of the matrix are turned in registers, so that a vector has the same input of some outputs.
 Each sum is added up number by number as it is there. For processors on which bfloat16 is multiplied one by one; where
-an instruction takes pairs, or tiles, sixteen rows cost less than reading the matrix.
+an instruction takes pairs, sixteen rows cost less than reading the matrix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from bough.model.few_rows import MOST, num_few
 from bough.model.numbers import widened as widened_number
 from bough.model.tiles import GROUP, compiled
 from bough.model.vectors import (
@@ -38,6 +37,7 @@ from bough.model.vectors import (
     widened,
 )
 
+MOST = 8  # rows that are few
 _SHORTS, _SHORT_WORDS = ir.VectorType(ir.FloatType(), SHORT), ir.VectorType(I32, SHORT)
 _WORD_BYTES, _FLOAT_BYTES = 4, 4
 
@@ -130,9 +130,11 @@ _tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
 def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
     """The rows themselves, 1, 2, 4 or 8 of them, (rows, inputs) float32; none where they are not few.
 
-    `blocks` are those of bfloat16 that `bough.model.tiles` has.
+    Their inputs must fill SHORT words, too. `blocks` are those of bfloat16 that `bough.model.tiles` has.
     """
-    count = num_few(num_rows, blocks.shape[1] % SHORT == 0)
+    count = 1 if 0 < num_rows <= MOST and blocks.shape[1] % SHORT == 0 else 0
+    while 0 < count < num_rows:
+        count *= 2
     rows = np.empty((count, 2 * blocks.shape[1]), np.float32)
     for word in range(blocks.shape[1] if count else 0):
         for row in range(count):

@@ -1,7 +1,6 @@
 """One layer of a Llama-like decoder over some rows, compiled whole: no call of Python or torch between its parts.
 
-What becomes of a row depends on the row alone, bit for bit, wherever it stands and whatever is beside it; but for few
-rows, which on some processors have products of their own, where a caller does not say `bough.model.project.Alike`.
+What becomes of a row depends on the row alone, bit for bit, wherever it stands and whatever is beside it.
 """
 
 from __future__ import annotations
@@ -181,7 +180,6 @@ def share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, roo
 def run_layer(taken, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
     """Takes room.hidden through a layer, and puts keys and values of all rows into slots, as their number `layer`.
 
-    Few rows in 16 bits are computed otherwise, unless `num_rows` are `bough.model.project.Alike`.
     cos, sin (rows, head_dim) float32; `taken` counts in LOOPS loops (`bough.model.shares.counters`).
     """
     for number in numba.prange(num_threads):

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 from numba.extending import overload
 
-from bough.model import amx, amx_tiles, few_outputs, few_rows
+from bough.model.few_outputs import few_of, multiply_few
 from bough.model.int8_tiles import multiply_int8
 from bough.model.operands import are_codes, num_outputs_of
 from bough.model.shares import as_thread, take, take_next, wait_for_all
 from bough.model.tiles import GROUP, compiled, multiply_groups, parallel
-from bough.model.vectors import LANES, has_feature, multiplies_pairs
+from bough.model.vectors import multiplies_pairs
 
 PIECES = 8  # of a matrix for each thread, which they take as they come to them
-HAS_TILES = amx.has_tiles() and amx_tiles.are_right()
-# Of few rows in 16 bits: how targets multiply them, where that gives the bits of many, and drafts, which need no bits.
-_ARE_FEW_ALIKE = not (HAS_TILES or multiplies_pairs())
-_few_alike: Any = few_outputs if _ARE_FEW_ALIKE else few_rows
-_few: Any = few_rows if has_feature("avx512f") else few_outputs
-_multiply_many = amx_tiles.multiply_groups_by_tiles if HAS_TILES else multiply_groups
-
-
-class Alike(NamedTuple):
-    """A number of rows whose products must be bit for bit what they are among many."""
-
-    num: int
-
-    @classmethod
-    def of(cls, num_rows: int, num_blocks: int) -> Alike:
-        """Of rows in blocks: as many as are computed."""
-        return cls(num_rows if _ARE_FEW_ALIKE else num_blocks * LANES)
+_HAS_FEW = not multiplies_pairs()  # whether few rows have a product of their own, with the bits of many
 
 
 def multiply(rows: Any, few: Any, num_rows: Any, matrix: Any, begin: int, end: int, bias: Any, out: Any) -> None:
-    """`num_rows` rows, or `Alike`, times groups [begin, end) of a matrix, GROUP outputs in each. Only within kernels.
+    """`num_rows` rows times groups [begin, end) of a matrix, GROUP outputs in each. Only within kernels.
 
     Either `out` is (rows in whole blocks, outputs), float32 or, in 16 bits, bfloat16's bits, and takes sums plus `bias`
     (outputs,); or (blocks, outputs, LANES) float32, to which sums are added, with None for `bias`. `few` is what
@@ -46,45 +30,35 @@ def multiply(rows: Any, few: Any, num_rows: Any, matrix: Any, begin: int, end: i
 
 @overload(multiply)
 def _multiply(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    multiply_few = (few_outputs if few.dtype == numba.types.float32 else few_rows).multiply_few
-
-    def by_number(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    def few_or_many(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
         if len(few):
             multiply_few(few, matrix, begin, end, bias, out)
         else:
-            _multiply_many(rows, matrix, begin, end, bias, out)
+            multiply_groups(rows, matrix, begin, end, bias, out)
 
     def in_8_bits(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
         multiply_int8(rows, num_rows, matrix, begin, end, bias, out)
 
-    def in_8_bits_by_tiles(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
-        amx_tiles.multiply_int8_by_tiles(rows, few, num_rows, matrix, begin, end, bias, out)
-
-    def in_32_bits(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    def as_they_stand(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
         multiply_groups(rows, matrix, begin, end, bias, out)
 
     if are_codes(rows):
-        return in_8_bits_by_tiles if HAS_TILES else in_8_bits
-    return by_number if rows.dtype == numba.types.int32 else in_32_bits
+        return in_8_bits
+    return few_or_many if _HAS_FEW and rows.dtype == numba.types.int32 else as_they_stand
 
 
 def form_of(rows: Any, num_rows: Any) -> Any:
-    """Rows in the form in which they are multiplied, where they are not as they stand: else of no length.
+    """Few rows in 16 bits in the form in which they are multiplied; of no length where rows are as they stand.
 
-    Few rows in 16 bits, and many in 8 bits by registers of tiles. Only within kernels.
+    Only within kernels.
     """
     raise NotImplementedError
 
 
 @overload(form_of)
-def _form_of(rows, num_rows):  # type: ignore[no-untyped-def]
-    if rows.dtype == numba.types.int32:
-        few_of, few_alike_of = _few.few_of, _few_alike.few_of
-        if isinstance(num_rows, numba.types.BaseTuple):
-            return lambda rows, num_rows: few_alike_of(rows, num_rows.num)
+def _form_of(rows, num_rows):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    if _HAS_FEW and rows.dtype == numba.types.int32:
         return lambda rows, num_rows: few_of(rows, num_rows)
-    if HAS_TILES and are_codes(rows):
-        return lambda rows, num_rows: amx_tiles.codes_by_row(rows, num_rows)
     return lambda rows, num_rows: rows[:0]  # noqa: ARG005
 
 
@@ -121,10 +95,7 @@ def share_product(taken, thread, num_threads, rows, num_rows, matrix, bias, out)
 
 @parallel
 def project(taken, num_threads, rows, num_rows, matrix, bias, out):  # type: ignore[no-untyped-def]
-    """All groups of a matrix by all threads; `taken` is a row of `bough.model.shares.counters`.
-
-    Few rows in 16 bits are computed otherwise: say `Alike` where that must not be seen.
-    """
+    """All groups of a matrix by all threads; `taken` is a row of `bough.model.shares.counters`."""
     for number in numba.prange(num_threads):
         thread = as_thread(number)
         share_product(taken, thread, num_threads, rows, num_rows, matrix, bias, out)

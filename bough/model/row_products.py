@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bough.model.project import Alike, project
+from bough.model.project import project
 from bough.model.shares import counters
 from bough.model.tiles import GROUP, WORD_BYTES, lay_out, parallel
 from bough.model.vectors import LANES, multiplies_and_adds
@@ -54,8 +54,7 @@ def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     if num_outputs < GROUP:
         matrix = nn.functional.pad(matrix, (0, 0, 0, GROUP - num_outputs))
     num_threads = numba.get_num_threads()
-    said, matrix = Alike.of(len(words), len(blocks)), matrix.contiguous()
-    _multiply(counters(num_threads)[0], num_threads, words, blocks, said, numbers(matrix), added, numbers(out))
+    _multiply(counters(num_threads)[0], num_threads, words, blocks, numbers(matrix.contiguous()), added, numbers(out))
     return out[: len(words), :num_outputs].reshape(*rows.shape[:-1], num_outputs)
 
 
@@ -65,7 +64,7 @@ def numbers(tensor: torch.Tensor) -> np.ndarray:
 
 
 @parallel
-def _multiply(taken, num_threads, words, blocks, said, matrix, bias, out):  # type: ignore[no-untyped-def]
+def _multiply(taken, num_threads, words, blocks, matrix, bias, out):  # type: ignore[no-untyped-def]
     """words (rows, words) of float32, or int32 of two bfloat16; the rest as `project` has it."""
     num_blocks = len(blocks)
     if num_blocks == 1:  # not worth a thread
@@ -73,4 +72,4 @@ def _multiply(taken, num_threads, words, blocks, said, matrix, bias, out):  # ty
     else:
         for block in numba.prange(num_blocks):
             lay_out(words, block, blocks)
-    project(taken, num_threads, blocks, said, matrix, bias, out)
+    project(taken, num_threads, blocks, len(words), matrix, bias, out)

@@ -175,7 +175,7 @@ class Tile:
             store(b, b.fadd(b.load(place, typ=FLOATS, align=4), total), place)
 
 
-def tile_of(num_blocks: int, num_outputs: int, kind: type[Tile] = Tile) -> Any:
+def tile_of(num_blocks: int, num_outputs: int) -> Any:
     """A function that compiled code may call; see `multiply_groups`."""
 
     def tile(_context, blocks, block, matrix, output, bias, out):  # type: ignore[no-untyped-def]
@@ -195,7 +195,7 @@ def tile_of(num_blocks: int, num_outputs: int, kind: type[Tile] = Tile) -> Any:
             (rows, (block_bytes, *_), (_, num_words, _)), (weights, (row_step, _), _) = array(0), array(2)
             result, steps, _ = array(5)
             row_bytes = _times(builder, WORD_BYTES, num_words)
-            made = kind(builder, num_blocks, num_outputs, kind_of_matrix.dtype == numba.types.uint16)
+            made = Tile(builder, num_blocks, num_outputs, kind_of_matrix.dtype == numba.types.uint16)
             matrix = entry(weights, row_step, output)
             sums = made.sums(entry(rows, block_bytes, block), block_bytes, matrix, row_step, row_bytes)
             if kind_of_out.ndim == 3:
