@@ -20,7 +20,7 @@
     │   └── CheckpointError  a model folder, found at start
     └── PairingError         two workers that do not fit together
 
-How each travels over gRPC stands in `bough.rpc`, and nowhere else.
+How each travels over gRPC stands in `bough.rpc.server`, and nowhere else.
 """
 
 from __future__ import annotations

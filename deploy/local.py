@@ -15,12 +15,12 @@ from typing import Any
 
 import ray
 
+from bough.cli.doctor import find_problems
+from bough.cli.ray_dashboard import Application, Node, RayDashboard
+from bough.cli.up import ensure_demonstration
 from bough.client import Client
-from bough.commands.doctor import find_problems
-from bough.commands.up import ensure_demonstration
-from bough.config import DEFAULT_PORT
+from bough.config.processes import DEFAULT_PORT
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
-from bough.ray_dashboard import Application, Node, RayDashboard
 from bough.simulation.profile import load_profile
 from deploy.check import check, load, require_resources
 from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, Role

@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bough.addresses import joined
+from bough.config.addresses import joined
 from bough.errors import ConfigError, Unavailable
 from deploy.forward import Forwarder, unavailable
 from deploy.index import IndexServer

@@ -11,11 +11,11 @@ from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from typing import Any, TypeVar
 
-from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
-from bough.demonstration import demonstration_folder
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import number, parse_count, parse_port, parse_seconds
+from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
+from bough.config.reader import parse, setting
 from bough.errors import ConfigError
-from bough.settings import parse, setting
-from bough.values import number, parse_count, parse_port, parse_seconds
 
 INDEX_PORT = 7412  # not 6379, which Ray's own GCS listens on
 STOP_SECONDS = 45.0  # that a replica has to drain: the program's own 25 s, and what its end takes

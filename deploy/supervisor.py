@@ -8,13 +8,13 @@ import os
 import time
 from contextlib import suppress
 
-from bough.addresses import bare, joined
-from bough.child import Child
-from bough.config import OrchestratorConfig
+from bough.config.addresses import bare, joined
+from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
-from bough.generation import Loads
-from bough.messages import WorkerInfo
-from bough.rpc import is_serving, open_channel
+from bough.processes.child import Child
+from bough.protocol.generation import Loads
+from bough.protocol.messages import WorkerInfo
+from bough.rpc.server import is_serving, open_channel
 from bough.security.access import Access
 from deploy.child import describe_end, python, start, stop
 from deploy.ports import free_port, require_free_port

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bough.config import DraftConfig, parse
-from bough.model import jit
+from bough.config.processes import DraftConfig, parse
+from bough.model.cpu import jit
 from bough.pb import draft_pb2, draft_pb2_grpc
-from bough.process import configure_logging, new_worker_id, run, serve_worker
-from bough.rpc import service_name
-from bough.startup import stage
+from bough.processes.process import configure_logging, new_worker_id, run, serve_worker
+from bough.processes.startup import stage
+from bough.rpc.server import service_name
 
 if TYPE_CHECKING:
     from draft_worker.served import ServedDraft
@@ -41,7 +41,7 @@ async def main() -> None:
 
 def model_parts(config: DraftConfig, worker_id: str) -> Parts:
     """Of a worker with a model; imports torch."""
-    from bough.model.light_imports import import_transformers
+    from bough.model.architecture.light_imports import import_transformers
 
     import_transformers()
     from draft_worker.service import DraftService

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from bough.metrics import counter, gauge
+from bough.telemetry.metrics import counter, gauge
 
 
 class Figures(NamedTuple):

@@ -11,16 +11,16 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from bough.addresses import advertised_host
-from bough.config import DraftConfig
+from bough.concurrency.futures import Unanswered, settle
+from bough.config.addresses import advertised_host
+from bough.config.processes import DraftConfig
 from bough.errors import Exhausted, Unavailable
-from bough.futures import Unanswered, settle
-from bough.messages import GrowCall, GrowResult, WorkerInfo
-from bough.metrics import MetricsServer, metrics_note
-from bough.process import for_metrics
-from bough.records import WorkerLoad
-from bough.vocabulary import TokenizerFiles
-from draft_worker.engine import Engine, Request
+from bough.processes.process import for_metrics
+from bough.protocol.messages import GrowCall, GrowResult, WorkerInfo
+from bough.registry.records import WorkerLoad
+from bough.telemetry.metrics import MetricsServer, metrics_note
+from bough.tokenization.vocabulary import TokenizerFiles
+from draft_worker.engine.engine import Engine, Request
 from draft_worker.metrics import DraftCollector, Figures
 
 

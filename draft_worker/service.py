@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 
-from bough import wire
 from bough.pb import common_pb2, draft_pb2
-from bough.process import WorkerService
+from bough.processes.process import WorkerService
+from bough.protocol import codec
 from bough.simulation.line import Line
 from draft_worker.served import ServedDraft
 
@@ -21,8 +21,8 @@ class DraftService(WorkerService[ServedDraft]):
         self, request: draft_pb2.GrowRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.GrowReply:
         """Grows a tree."""
-        call = wire.grow_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
-        return wire.grow_result_to_wire(await asyncio.wrap_future(self.worker.grow(call)))
+        call = codec.grow_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
+        return codec.grow_result_to_wire(await asyncio.wrap_future(self.worker.grow(call)))
 
     async def Release(
         self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -10,28 +10,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough import __version__
-from bough.config import DraftConfig
+from bough.config.processes import DraftConfig
+from bough.config.reader import at_most
 from bough.errors import ConfigError
-from bough.growth import MAX_EXPANSIONS
-from bough.messages import WorkerInfo
-from bough.model.arena import Arena
-from bough.model.sample import GREEDY_TOKENS, greedy_weights
+from bough.model.kv.arena import Arena
+from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights
+from bough.protocol.messages import WorkerInfo
 from bough.runtime.kv_budget import MOST_BYTES
-from bough.settings import at_most
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of, mixed
 from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair, text_seed
 from bough.simulation.profile import jittered
-from draft_worker.ahead import MAX_ROWS, num_steps
-from draft_worker.engine import Engine
-from draft_worker.grow import Candidates
-from draft_worker.guess import Guessing
-from draft_worker.job import Stepping
-from draft_worker.pool import SessionPool
+from bough.trees.tree_plan import MAX_EXPANSIONS
+from draft_worker.candidates.candidates import Guessing
+from draft_worker.candidates.temperature_scaling import Sharpnesses
+from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
+from draft_worker.engine.engine import Engine
+from draft_worker.engine.job import Stepping
+from draft_worker.engine.session import Window
+from draft_worker.engine.session_pool import SessionPool
+from draft_worker.growth.grower import Candidates
 from draft_worker.served import ServedDraft
-from draft_worker.session import Window
-from draft_worker.sharpness import Sharpnesses
 
 ROW_BYTES = 32 * 1024  # of keys and values of a token, as a 1B model's are; counted, and never taken
 

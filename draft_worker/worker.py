@@ -7,40 +7,40 @@ from pathlib import Path
 import torch
 
 from bough import __version__
-from bough.config import DraftConfig
+from bough.config.processes import DraftConfig
 from bough.errors import ConfigError
-from bough.growth import MAX_EXPANSIONS
-from bough.messages import WorkerInfo
-from bough.model.checkpoint import Checkpoint
-from bough.model.device import choose_device
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.cpu.huge_pages import large_pages
+from bough.model.cpu.kernel_cache import compiled_ground
+from bough.model.cpu.threads import compute_with, on_a_passing_thread
 from bough.model.gpu.ready import make_ready
-from bough.model.kernel_cache import compiled_ground
-from bough.model.kv_arena import KVArena
-from bough.model.lean_parts import is_lean
-from bough.model.loading import Skeleton
-from bough.model.memory import free_device_bytes
-from bough.model.pages import large_pages
-from bough.model.threads import compute_with, on_a_passing_thread
-from bough.model.tokenizer_files import load_tokenizer_files
-from bough.runtime.compile_once import compile_apart
+from bough.model.kv.kv_arena import KVArena
+from bough.model.llama.weights import is_lean
+from bough.model.loading.loading import Skeleton
+from bough.model.running.device import choose_device
+from bough.model.sizes.memory_budget import free_device_bytes
+from bough.processes.compile_once import compile_apart
+from bough.processes.startup import stage
+from bough.protocol.messages import WorkerInfo
 from bough.runtime.kv_budget import kv_budget
-from bough.startup import stage
-from draft_worker.ahead import MAX_ROWS, num_steps
-from draft_worker.engine import Engine
-from draft_worker.model_draft import ModelDraft
-from draft_worker.pool import SessionPool
+from bough.trees.tree_plan import MAX_EXPANSIONS
+from draft_worker.candidates.temperature_scaling import Sharpnesses
+from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
+from draft_worker.engine.engine import Engine
+from draft_worker.engine.session import Window
+from draft_worker.engine.session_pool import SessionPool
+from draft_worker.model.model_draft import ModelDraft
+from draft_worker.model.sources import draft_skeleton, is_int8, with_weights
+from draft_worker.model.warm_up import warm_up_choosing
 from draft_worker.served import ServedDraft
-from draft_worker.session import Window
-from draft_worker.sharpness import Sharpnesses
-from draft_worker.sources import draft_skeleton, is_int8, with_weights
-from draft_worker.warm_up import warm_up_choosing
 
 
 def compile_draft(skeleton: Skeleton, dtype: str, bits: str, device: torch.device) -> bool:
     """Has what its steps call compiled, as `compile_apart` does; False where they are not compiled whole."""
     if not is_lean(skeleton, device):
         return False
-    return compile_apart("draft_worker.kernels", [dtype, bits], compiled_ground(Path(__file__).parent))
+    return compile_apart("draft_worker.model.kernels", [dtype, bits], compiled_ground(Path(__file__).parent))
 
 
 class DraftWorker(ServedDraft):

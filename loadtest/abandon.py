@@ -3,7 +3,7 @@
     python -m loadtest.abandon --address 127.0.0.1:7411 --sessions 100000
 
 against a running orchestrator tells what became of them; what leaks there, its `/metrics` and `bough doctor` tell.
-`tests/test_leaks.py` does the same with all services in one process, and counts.
+`tests/pipeline/test_leaks.py` does the same with all services in one process, and counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from bough.client import Client
 from bough.errors import BoughError, NotFound
-from bough.generation import Finished, GenerateOptions, Speculation, Started, TokenPrompt, Tokens
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TokenPrompt, Tokens
 
 PLAIN = Speculation(disabled=True)
 SHORT = GenerateOptions(temperature=0.0, max_tokens=1, ignore_eos=True, speculation=PLAIN)

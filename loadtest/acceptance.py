@@ -33,17 +33,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bough.acceptance import Acceptance, by_rank
-from bough.commands.up import ensure_demonstration
-from bough.config import DraftConfig, parse
-from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
-from bough.growth import BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
-from bough.model.checkpoint import Checkpoint
-from bough.model.threads import compute_with
-from bough.sampling import SamplingParams
-from bough.shapes import best_chains, best_shape, expected_tokens, expected_tokens_of_chains
-from bough.tokenizer import Tokenizer
-from draft_worker.sources import load_draft
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.processes import DraftConfig, parse
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.cpu.threads import compute_with
+from bough.protocol.sampling_params import SamplingParams
+from bough.tokenization.tokenizer import Tokenizer
+from bough.trees.acceptance import Acceptance, by_rank
+from bough.trees.optimal_tree import best_chains, best_shape, expected_tokens, expected_tokens_of_chains
+from bough.trees.tree_plan import BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
+from draft_worker.model.sources import load_draft
 from draft_worker.worker import DraftWorker
 from loadtest import draft_step
 from loadtest.acceptance_bench import RANKS, Bench, Outcome

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from bough.acceptance import SchemeAcceptance
-from bough.growth import Chains, Guess, Scheme, StaticShape, TreePlan
-from bough.messages import Context, GrowCall, Verdict, VerifyCall
-from bough.sampling import SamplingParams
-from bough.tree import Tree
+from bough.protocol.messages import Context, GrowCall, Verdict, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.acceptance import SchemeAcceptance
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape, TreePlan
 from draft_worker.worker import DraftWorker
 from loadtest.acceptance_target import LazyTarget
-from orchestrator.acceptance import AcceptanceCounter
+from orchestrator.sizing.acceptance_counts import AcceptanceCounter
 
 RANKS = 32  # children, or draws, whose acceptance is measured; no more than are counted apart (NUM_RANKS)
 MAX_STREAMS = 100_000  # of one seed

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.messages import Verdict, VerifyCall
-from bough.model.batch import Batch, Segment
-from bough.model.checkpoint import Checkpoint
-from bough.model.draw import Row
-from bough.model.kv import KVSlot
-from bough.model.loading import build_skeleton
-from bough.model.runner import ResidentModel
-from bough.prefix import prefix_hash
-from target_worker.judge import judge
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.kv.session_kv import KVSlot
+from bough.model.loading.loading import build_skeleton
+from bough.model.running.runner import ResidentModel
+from bough.model.sampling.sampler import Row
+from bough.protocol.messages import Verdict, VerifyCall
+from bough.protocol.prefix_hash import prefix_hash
+from target_worker.verification.verdict import judge
 
 REMEMBERED = 3000  # rows of logits: with verification `target` every tree is judged along one and the same text
 CPU = torch.device("cpu")

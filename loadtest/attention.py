@@ -17,10 +17,10 @@ import os
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from bough.model.attention_cpu import attend_in_slots
-from bough.model.batch import Batch, Segment
-from bough.model.kv import KVShape, KVSlot
-from bough.model.threads import compute_with
+from bough.model.batch.batch import Batch, Segment
+from bough.model.cpu.attention_cpu import attend_in_slots
+from bough.model.cpu.threads import compute_with
+from bough.model.kv.session_kv import KVShape, KVSlot
 from loadtest.draft_step import CPU, frontier, processor, timed
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.tree import Tree
+from bough.trees.tree import Tree
 
 NUM_BINS = 24
 LOWEST = -12.0  # log-probabilities below are all alike

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bough.acceptance import FloatArray
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
-from bough.growth import Chains, StaticShape
-from bough.sampling import SamplingParams
-from bough.shapes import best_chains, best_shape, expected_tokens, expected_tokens_of_chains
-from bough.values import parse_layers
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import parse_layers
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.acceptance import FloatArray
+from bough.trees.optimal_tree import best_chains, best_shape, expected_tokens, expected_tokens_of_chains
+from bough.trees.tree_plan import Chains, StaticShape
 from loadtest.scheme_pairs import Models, from_models, pair_of
 from loadtest.scheme_rates import Pair, in_rounds, one_after_another
 

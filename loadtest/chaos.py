@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bough.client import Client
-from bough.config import PLANNERS, DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.config.processes import PLANNERS, DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.pb import target_pb2
 from loadtest.chaos_cluster import REPLICAS, ChaosCluster, chaos_cluster
 from loadtest.chaos_proxy import CallFault

@@ -22,9 +22,9 @@ from tempfile import TemporaryDirectory
 import redis.asyncio
 
 from bough.client import Client
-from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
+from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.errors import BoughError
-from bough.launch import INDEX, Cluster, Settings
+from bough.processes.launch import INDEX, Cluster, Settings
 from loadtest.chaos_proxy import LOCALHOST, CallProxy, LinkProxy
 
 MODULES = {"target": "target_worker", "draft": "draft_worker", "orchestrator": "orchestrator"}

@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 
 from bough.client import Client
 from bough.errors import BoughError, NotFound, PrefixMissing
-from bough.generation import Finished, GenerateOptions, Prompt, TokenPrompt, Tokens
+from bough.protocol.generation import Finished, GenerateOptions, Prompt, TokenPrompt, Tokens
 
 HANG_SECONDS = 120.0  # a stream that has not ended by then never will
 

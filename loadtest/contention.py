@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
 from loadtest.sweep_engines import Bough
 
 COMPANY = {

@@ -24,18 +24,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
-from bough.model.batch import Batch, Segment
-from bough.model.checkpoint import Checkpoint
-from bough.model.kv import KVSlot
-from bough.model.runner import ResidentModel
-from bough.model.threads import compute_with
-from bough.model.tokenizer_files import load_tokenizer_files
-from bough.tokenizer import Tokenizer
-from bough.tree import Tree
-from bough.values import DRAFT_BITS, parse_layers
-from draft_worker.sources import load_draft
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import DRAFT_BITS, parse_layers
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.cpu.threads import compute_with
+from bough.model.kv.session_kv import KVSlot
+from bough.model.running.runner import ResidentModel
+from bough.tokenization.tokenizer import Tokenizer
+from bough.trees.tree import Tree
+from draft_worker.model.sources import load_draft
 from loadtest.draft_step import timed
 from loadtest.prompts import load_prompts
 

@@ -17,13 +17,13 @@ import statistics
 import time
 from typing import NamedTuple
 
-from bough.commands.up import ensure_demonstration
-from bough.config import DraftConfig, parse
-from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
-from bough.growth import BestFirst, TreePlan
-from bough.messages import Context, GrowCall
-from bough.sampling import SamplingParams
-from bough.tokenizer import Tokenizer
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.processes import DraftConfig, parse
+from bough.protocol.messages import Context, GrowCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.tokenization.tokenizer import Tokenizer
+from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.worker import DraftWorker
 from loadtest.prompts import load_prompts
 

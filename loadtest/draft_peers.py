@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
-from bough.model.checkpoint import Checkpoint
-from bough.model.threads import compute_with
-from draft_worker.sources import load_draft
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.cpu.threads import compute_with
+from draft_worker.model.sources import load_draft
 from loadtest.draft_step import CPU, processor, steps, timed
 
 CONTEXT, KV_BYTES = 200, 200 * 10**6

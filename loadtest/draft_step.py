@@ -25,17 +25,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
-from bough.model.batch import Batch, Segment
-from bough.model.checkpoint import Checkpoint
-from bough.model.kv import KVSlot
-from bough.model.pages import large_pages
-from bough.model.runner import ResidentModel
-from bough.model.threads import compute_with
-from bough.tree import Tree
-from bough.values import DRAFT_BITS, parse_bytes, parse_layers
-from draft_worker.sources import load_draft
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import DRAFT_BITS, parse_bytes, parse_layers
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.cpu.huge_pages import large_pages
+from bough.model.cpu.threads import compute_with
+from bough.model.kv.session_kv import KVSlot
+from bough.model.running.runner import ResidentModel
+from bough.trees.tree import Tree
+from draft_worker.model.sources import load_draft
 
 CPU = torch.device("cpu")
 

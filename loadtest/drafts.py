@@ -14,13 +14,13 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.commands.up import ensure_demonstration
-from bough.config import DraftConfig, TargetConfig, parse
-from bough.demonstration import demonstration_folder
-from bough.growth import BestFirst, TreePlan
-from bough.messages import Context, GrowCall, VerifyCall
-from bough.sampling import SamplingParams
-from bough.tokenizer import Tokenizer
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.processes import DraftConfig, TargetConfig, parse
+from bough.protocol.messages import Context, GrowCall, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.tokenization.tokenizer import Tokenizer
+from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.worker import DraftWorker
 from loadtest.prompts import load_prompts
 from target_worker.worker import TargetWorker

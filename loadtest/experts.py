@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from bough.config import TargetConfig, parse
-from bough.messages import Context, VerifyCall
-from bough.sampling import SamplingParams
-from bough.tree import Tree
+from bough.config.processes import TargetConfig, parse
+from bough.protocol.messages import Context, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree import Tree
 from loadtest.tiny_model import save_tokenizer
 from target_worker.worker import TargetWorker
 

@@ -26,15 +26,15 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
-from bough.model.batch import Batch, Segment
-from bough.model.checkpoint import Checkpoint
+from bough.config.parsers import parse_bytes
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.gpu.ready import make_ready
-from bough.model.kv import KVSlot
-from bough.model.pack import pack
-from bough.placement import Tier
+from bough.model.kv.session_kv import KVSlot
+from bough.model.packing.pack import pack
 from bough.runtime.machine import free_memory, most_of
-from bough.tree import Tree
-from bough.values import parse_bytes
+from bough.sizing.placement import Tier
+from bough.trees.tree import Tree
 from loadtest import gpu_parts
 from loadtest.gpu.contexts import contexts
 from loadtest.gpu.copying import bandwidth, pinning
@@ -43,8 +43,8 @@ from loadtest.gpu.tables import table
 from loadtest.gpu.unpacking import unpacking
 from loadtest.gpu_experts import Mixture, experts
 from loadtest.gpu_model import Machine, layers_without_disk, repeated, streamed, write_random
-from target_worker.lanes import CudaLanes, InlineLanes, Lanes
-from target_worker.sweep import StreamedModel
+from target_worker.link.streams import CudaLanes, InlineLanes, Lanes
+from target_worker.sweep.streamed_model import StreamedModel
 
 CONTEXT, REPEATS = 256, 3
 LEAST_EFFICIENCY = 0.9  # of a sweep of the smallest tree: the link's own time, of all its time

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bough.model.batch import Batch, Segment
-from bough.model.checkpoint import Checkpoint
-from bough.model.chosen_settings import CPU_ROWS
-from bough.model.kv import KVSlot
-from bough.model.loading import build_skeleton
-from bough.placement import Budgets, Fixed, place, place_apart
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.kv.session_kv import KVSlot
+from bough.model.loading.default_settings import CPU_ROWS
+from bough.model.loading.loading import build_skeleton
+from bough.sizing.placement import Budgets, Fixed, place, place_apart
 from loadtest.experts import random_tree, save_mixture
 from loadtest.gpu_model import LINK_THREADS, planned
-from target_worker.lanes import Lanes
-from target_worker.sweep import StreamedModel
-from target_worker.tiers import Tiers
-from target_worker.weights import LayerExperts, LayerWeights, plan_apart, sizes_apart
+from target_worker.link.layer_extents import LayerExperts, LayerWeights, plan_apart, sizes_apart
+from target_worker.link.streams import Lanes
+from target_worker.sweep.streamed_model import StreamedModel
+from target_worker.sweep.tiers import Tiers
 
 TREES = (1, 1, 4, 16, 64)
 REPEATS = 5

@@ -14,18 +14,18 @@ from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bough.model.checkpoint import INDEX_NAME, Checkpoint
-from bough.model.chosen_settings import CPU_ROWS, GPU_ROWS
-from bough.model.gpu.embeddings import host_bytes
-from bough.model.limits import Limits
-from bough.model.loading import Skeleton, build_skeleton
-from bough.model.memory import activation_bytes, resident_bytes, unpacking_bytes
-from bough.placement import Budgets, Fixed, Placement, Tier, place
-from target_worker.kv_stage import KVStage
-from target_worker.lanes import Lanes
-from target_worker.sweep import StreamedModel
-from target_worker.tiers import Tiers
-from target_worker.weights import LayerWeights, plan_layer
+from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint
+from bough.model.loading.default_settings import CPU_ROWS, GPU_ROWS
+from bough.model.loading.loading import Skeleton, build_skeleton
+from bough.model.running.host_embeddings import host_bytes
+from bough.model.sizes.memory_budget import activation_bytes, resident_bytes, unpacking_bytes
+from bough.model.sizes.target_limits import Limits
+from bough.sizing.placement import Budgets, Fixed, Placement, Tier, place
+from target_worker.kv.kv_offload import KVStage
+from target_worker.link.layer_extents import LayerWeights, plan_layer
+from target_worker.link.streams import Lanes
+from target_worker.sweep.streamed_model import StreamedModel
+from target_worker.sweep.tiers import Tiers
 
 LINK_THREADS = 8
 LAYER_NAME = re.compile(r"(.*\.layers\.)(\d+)(\..*)")

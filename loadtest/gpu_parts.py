@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
-from bough.model.attention import attend_by_mask
-from bough.model.attention_cpu import attend_on_cpu
-from bough.model.batch import Batch, Piece, Segment
-from bough.model.device import working_on
-from bough.model.kv import KVSlot
-from bough.model.kv_arena import KVArena
-from bough.model.loading import build_skeleton
-from bough.model.paths import PathArrays
-from bough.model.runner import ResidentModel
-from bough.placement import Tier
-from bough.tree import Tree
+from bough.model.architecture.attention import attend_by_mask
+from bough.model.batch.batch import Batch, Piece, Segment
+from bough.model.batch.gpu_paths import PathArrays
+from bough.model.cpu.attention_cpu import attend_on_cpu
+from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVSlot
+from bough.model.loading.loading import build_skeleton
+from bough.model.running.device import working_on
+from bough.model.running.runner import ResidentModel
+from bough.sizing.placement import Tier
+from bough.trees.tree import Tree
 from loadtest.gpu_model import Machine, planned, repeated, streamed, write_random
-from target_worker.lanes import Lanes
-from target_worker.sweep import StreamedModel
+from target_worker.link.streams import Lanes
+from target_worker.sweep.streamed_model import StreamedModel
 
 REPEATS = 20
 TREE, BASE, NUM_ROWS = 40, 70, 160
@@ -70,7 +70,7 @@ def attention(device: torch.device) -> dict[str, Any]:
     by_mask = partial(attend_by_mask, queries, keys, values, paths, *rules)
     kernel: Callable[[], torch.Tensor] = partial(attend_on_cpu, queries, keys, values, piece, *rules)
     if device.type != "cpu":
-        from bough.model.attention_triton import attend_by_triton
+        from bough.model.gpu.attention_triton import attend_by_triton
 
         kernel = partial(attend_by_triton, queries, keys, values, paths, *rules)
     with working_on(device):

@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from bough.config import OrchestratorConfig, TargetConfig, parse
-from bough.launch import Cluster, Settings
-from bough.prefix import block_hashes
-from bough.records import RequestRecord, SessionRecord, WorkerLoad, WorkerRecord
-from bough.registry import Registry
-from bough.sampling import SamplingParams, StopConditions
+from bough.config.processes import OrchestratorConfig, TargetConfig, parse
+from bough.processes.launch import Cluster, Settings
+from bough.protocol.prefix_hash import block_hashes
+from bough.protocol.sampling_params import SamplingParams, StopConditions
+from bough.registry.records import RequestRecord, SessionRecord, WorkerLoad, WorkerRecord
+from bough.registry.registry import Registry
 
 NAMESPACE = "bough-loadtest"
 NUM_SESSIONS = 64

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from bough.demonstration import cache_folder
+from bough.config.cache_paths import cache_folder
 
 CGROUPS = Path("/sys/fs/cgroup")
 

@@ -18,19 +18,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from bough.commands.up import ensure_demonstration
-from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
-from bough.growth import BestFirst, TreePlan
-from bough.merge import merged
-from bough.messages import Context, GrowCall, VerifyCall
-from bough.ngram import GuessKind, Limits
-from bough.sampling import SamplingParams
-from bough.tokenizer import Tokenizer
-from bough.tree import Tree
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.protocol.messages import Context, GrowCall, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.tokenization.tokenizer import Tokenizer
+from bough.trees.merge import merged
+from bough.trees.suffix_automaton import GuessKind, Limits
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.worker import DraftWorker
 from loadtest.prompts import load_prompts
-from orchestrator.lookup import Acceptance, Lookup, assumed_probability
+from orchestrator.rounds.prompt_lookup import Acceptance, Lookup, assumed_probability
 from target_worker.worker import TargetWorker
 
 Grow = Callable[[list[int]], Tree]  # from the tokens of a session

@@ -21,16 +21,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.cli import argument_parser
+from bough.cli.generate import Answer
+from bough.cli.machine_division import divided
+from bough.cli.main import argument_parser
+from bough.cli.progress import tell
+from bough.cli.up import ensure_demonstration, settings_from
 from bough.client import Client
-from bough.commands.divided import divided
-from bough.commands.progress import tell
-from bough.commands.talk import Answer
-from bough.commands.up import ensure_demonstration, settings_from
-from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
-from bough.generation import ChatPrompt, GenerateOptions, Message
-from bough.launch import Cluster, Settings, Waiting
-from bough.values import parse_bytes
+from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.parsers import parse_bytes
+from bough.processes.launch import Cluster, Settings, Waiting
+from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
 from loadtest.limits import limited
 from loadtest.prompts import load_prompts
 
@@ -85,7 +85,7 @@ def read_smaps(text: str) -> Sizes:
 
 
 def _kind(name: str, begin: int, flags: Sequence[str]) -> str:
-    """Of memory that is no file's; `hg` is what `bough.model.pages` asks for."""
+    """Of memory that is no file's; `hg` is what `bough.model.cpu.huge_pages` asks for."""
     if "hg" in flags:
         return "model"
     return "heap" if name == "[heap]" or begin % ARENA_BYTES == 0 else "blocks"

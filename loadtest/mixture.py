@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
 
 MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # of an MLP, as an expert has them
 KEPT = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"

@@ -24,11 +24,11 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from bough.model.checkpoint import ITEM_BYTES, TensorPlace
-from bough.model.packed import Packed
-from bough.model.quantize import GROUP_SIZES, quantize
-from bough.model.row_products import multiply
-from bough.model.threads import compute_with
+from bough.model.checkpoint.checkpoint import ITEM_BYTES, TensorPlace
+from bough.model.cpu.linear import multiply
+from bough.model.cpu.threads import compute_with
+from bough.model.quant.packed import Packed
+from bough.model.quant.quantize import GROUP_SIZES, quantize
 from loadtest.draft_step import processor
 from loadtest.products import COLD_BYTES
 

@@ -2,7 +2,7 @@
 
     python -m loadtest.pages
 
-Each turn takes as much memory anew in large pages (`bough.model.pages`) and in small ones, and reads the demonstration
+Each turn takes as much memory anew in large pages (`bough.model.cpu.huge_pages`) and in small ones, and reads the demonstration
 target's files into each, past the page cache, piece by piece as the target worker does, with one thread and with as
 many as the worker has. The turn's kinds take turns at being first. Ends with one JSON line: GB/s, medians, and the
 median ratio.
@@ -21,11 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-from bough.commands.up import ensure_demonstration
-from bough.config import TargetConfig, parse
-from bough.demonstration import demonstration_folder
-from bough.model.pages import large_pages
-from target_worker.disk import PIECE_BYTES
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.processes import TargetConfig, parse
+from bough.model.cpu.huge_pages import large_pages
+from target_worker.link.direct_io import PIECE_BYTES
 
 NUM_SLABS = 16
 

@@ -38,12 +38,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import parse_bytes
 from bough.errors import BoughError
-from bough.model.tokenizer_files import load_tokenizer_files
-from bough.tokenizer import Tokenizer
-from bough.values import parse_bytes
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.tokenization.tokenizer import Tokenizer
 from loadtest.draft_step import processor
 from loadtest.gguf_export import FORMATS, Pair, export_demonstration, gguf_folder
 from loadtest.limits import drop_cached

@@ -21,8 +21,8 @@ from typing import IO, Any, NamedTuple
 
 from bough.client import Client
 from bough.errors import BoughError
-from bough.generation import GenerateOptions, Speculation, TokenPrompt
-from bough.tether import MODULE, start
+from bough.processes.exit_with_parent import MODULE, start
+from bough.protocol.generation import GenerateOptions, Speculation, TokenPrompt
 from loadtest.limits import limited
 from loadtest.sessions_runs import stream
 
@@ -210,7 +210,17 @@ async def bough_up(context: int, memory_bytes: int, *, is_resident: bool) -> Asy
         OSError: memory cannot be limited here.
     """
     environ = {**os.environ, **({"BOUGH_TARGET_RESIDENT_LAYERS": "-1"} if is_resident else {})}
-    up = [sys.executable, *MODULE, "bough.cli", "up", "--port", "0", *OF_ONE_SESSION, "--max-context", str(context)]
+    up = [
+        sys.executable,
+        *MODULE,
+        "bough.cli.main",
+        "up",
+        "--port",
+        "0",
+        *OF_ONE_SESSION,
+        "--max-context",
+        str(context),
+    ]
     with limited(memory_bytes) as prefix, TemporaryFile() as log:
         within = prefix if memory_bytes else []
         process = start(

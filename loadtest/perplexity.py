@@ -20,17 +20,17 @@ from typing import NamedTuple
 
 import torch
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
-from bough.model.batch import Batch, Segment
-from bough.model.checkpoint import Checkpoint
-from bough.model.kv import KVSlot
-from bough.model.loading import build_skeleton
-from bough.model.pack import pack
-from bough.model.runner import ResidentModel
-from bough.model.tokenizer_files import load_tokenizer_files
-from bough.tokenizer import Tokenizer
-from bough.tree import Tree
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.kv.session_kv import KVSlot
+from bough.model.loading.loading import build_skeleton
+from bough.model.packing.pack import pack
+from bough.model.running.runner import ResidentModel
+from bough.tokenization.tokenizer import Tokenizer
+from bough.trees.tree import Tree
 
 CPU = torch.device("cpu")
 MAX_TOKEN_CHARACTERS = 16  # on average, of any tokenizer: no more text is read than is wanted

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
 from loadtest.draft_step import processor
 from loadtest.limits import drop_cached
 from loadtest.sweep import Contestant

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bough.model.row_products import can_multiply, multiply
-from bough.model.threads import compute_with
+from bough.model.cpu.linear import can_multiply, multiply
+from bough.model.cpu.threads import compute_with
 
 SHAPES = "576x576,1536x576,576x1536,5632x2048,2048x5632"  # of the demonstration target, and of a 1B
 COLD_BYTES = 128 * 1024 * 1024  # more than caches hold

@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.draft_probs import normalised
-from bough.model.batch import Batch, Segment
-from bough.model.checkpoint import Checkpoint
-from bough.model.draw import Row, draw, probabilities
-from bough.model.kv import KVSlot
-from bough.model.runner import ResidentModel
-from bough.model.sample import draft_weights
-from bough.model.tokenizer_files import load_tokenizer_files
-from bough.sampling import SamplingParams
-from bough.tokenizer import Tokenizer
-from bough.tree import Tree
-from draft_worker.sources import load_draft
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.kv.session_kv import KVSlot
+from bough.model.running.runner import ResidentModel
+from bough.model.sampling.draft_sampler import draft_weights
+from bough.model.sampling.sampler import Row, draw, probabilities
+from bough.protocol.sampling_params import SamplingParams
+from bough.tokenization.tokenizer import Tokenizer
+from bough.trees.draft_probs import normalised
+from bough.trees.tree import Tree
+from draft_worker.model.sources import load_draft
 from loadtest.prompts import load_prompts
 from loadtest.scheme_rates import Pair
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.draft_probs import DraftProbs, normalised
-from bough.growth import Scheme
-from bough.model.sample import without_replacement
-from bough.tree import Tree
-from target_worker.verify import draws_at, law_given
+from bough.model.sampling.draft_sampler import without_replacement
+from bough.trees.draft_probs import DraftProbs, normalised
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Scheme
+from target_worker.verification.verify import draws_at, law_given
 
 Row = NDArray[np.float64]
 

@@ -17,10 +17,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
-from bough.sampling import SamplingParams
-from bough.values import parse_layers
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import parse_layers
+from bough.protocol.sampling_params import SamplingParams
 from loadtest.scheme_pairs import SPREADS, Logits, Models, from_models, pair_of, synthetic
 from loadtest.scheme_rates import (
     Hits,

@@ -41,15 +41,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bough.cli.up import ensure_demonstration
 from bough.client import Client
-from bough.commands.up import ensure_demonstration
-from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
-from bough.generation import GenerateOptions, TokenPrompt
-from bough.launch import Settings, launched
-from bough.model.tokenizer_files import load_tokenizer_files
+from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.processes.launch import Settings, launched
+from bough.protocol.generation import GenerateOptions, TokenPrompt
 from bough.simulation.tokenizer import simulated_tokenizer
-from bough.tokenizer import Tokenizer
+from bough.tokenization.tokenizer import Tokenizer
 from loadtest.chaos import Plan, run_chaos
 from loadtest.chaos_streams import Answer, Received, Tally
 from loadtest.prompts import load_prompts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bough.errors import ConfigError
-from bough.generation import Tokens
+from bough.protocol.generation import Tokens
 from loadtest.sessions_runs import Stream, Together
 
 NANO = 1e9

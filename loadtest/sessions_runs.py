@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from bough.client import Client
-from bough.generation import ChatPrompt, Finished, GenerateOptions, Message, Prompt, TokenPrompt, Tokens
+from bough.protocol.generation import ChatPrompt, Finished, GenerateOptions, Message, Prompt, TokenPrompt, Tokens
 
 TURN_TOKENS = 48  # of the answers in a conversation
 SECOND_QUESTION = "Now say the same in one short sentence."

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 
 from bough.client import Client
-from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.demonstration import SUBSTITUTE_DROPS, demonstration_folder
-from bough.launch import Settings
+from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.processes.launch import Settings
 
 
 def stack_settings(profile: str = "", orchestrator_flags: Sequence[str] = ()) -> Settings:

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy
 
-from bough.child import KINDS
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
-from bough.startup import parts_of
-from bough.tether import MODULE, start
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.processes.child import KINDS
+from bough.processes.exit_with_parent import MODULE, start
+from bough.processes.startup import parts_of
 
 READY = "ready: "  # of the line that `bough up` prints
 
@@ -42,7 +42,7 @@ class Start:
 
 def started(flags: Iterable[str]) -> Start:
     """Starts `bough up` until it is ready, and ends it. Raises SystemExit with its last words where it fails."""
-    command = [sys.executable, *MODULE, "bough.cli", "up", "--port", "0", *flags]
+    command = [sys.executable, *MODULE, "bough.cli.main", "up", "--port", "0", *flags]
     began = time.monotonic()
     process = start(command, lambda line: subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     assert process.stdout is not None, "it was opened"

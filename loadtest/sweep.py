@@ -39,9 +39,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bough.commands.up import ensure_demonstration
-from bough.demonstration import demonstration_folder
-from bough.values import parse_bytes
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import parse_bytes
 from loadtest.limits import can_limit, drop_cached, limited
 from loadtest.sweep_rounds import link_busy_at
 

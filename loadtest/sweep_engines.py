@@ -22,14 +22,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from bough.config import TargetConfig, parse
-from bough.messages import Context, VerifyCall
-from bough.model.checkpoint import INDEX_NAME
-from bough.model.pages import large_pages
-from bough.sampling import SamplingParams
-from bough.tree import Tree
-from target_worker.disk import Disk
-from target_worker.stream import Ring
+from bough.config.processes import TargetConfig, parse
+from bough.model.checkpoint.checkpoint import INDEX_NAME
+from bough.model.cpu.huge_pages import large_pages
+from bough.protocol.messages import Context, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree import Tree
+from target_worker.link.direct_io import Disk
+from target_worker.link.disk_ring import Ring
 from target_worker.worker import TargetWorker
 
 NUM_RAW_SLABS = 16

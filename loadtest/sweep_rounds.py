@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bough.cli.demo import UP_DEFAULTS
+from bough.cli.up import settings_from
 from bough.client import Client
-from bough.commands.demo import UP_DEFAULTS
-from bough.commands.up import settings_from
-from bough.generation import GenerateOptions, Speculation, TextPrompt, Tokens
-from bough.launch import launched
+from bough.processes.launch import launched
+from bough.protocol.generation import GenerateOptions, Speculation, TextPrompt, Tokens
 from loadtest.limits import drop_cached, limited
 
 NUM_ROUNDS = 10

@@ -16,9 +16,9 @@ import os
 from contextlib import ExitStack
 from statistics import median
 
-from bough.commands.up import ensure_demonstration
-from bough.config import TargetConfig, parse
-from bough.demonstration import demonstration_folder
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.processes import TargetConfig, parse
 from loadtest.draft_step import processor
 from loadtest.sweep import SMALL, Contestant
 

@@ -21,21 +21,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.commands.up import ensure_demonstration
-from bough.config import DraftConfig, parse
-from bough.demonstration import demonstration_folder
-from bough.draft_probs import DraftProbs, normalised
-from bough.growth import Guess, Scheme, StaticShape, TreePlan
-from bough.model.batch import Batch, Segment
-from bough.model.draw import probabilities
-from bough.model.kv import KVSlot
-from bough.model.paths import IntArray
-from bough.model.runner import ResidentModel
-from bough.model.sample import draft_weights, without_replacement
-from bough.sampling import SamplingParams
-from bough.shapes import best_shape
-from bough.tree import Tree
-from bough.values import parse_layers
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import parse_layers
+from bough.config.processes import DraftConfig, parse
+from bough.model.batch.batch import Batch, Segment
+from bough.model.batch.gpu_paths import IntArray
+from bough.model.kv.session_kv import KVSlot
+from bough.model.running.runner import ResidentModel
+from bough.model.sampling.draft_sampler import draft_weights, without_replacement
+from bough.model.sampling.sampler import probabilities
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.draft_probs import DraftProbs, normalised
+from bough.trees.optimal_tree import best_shape
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Guess, Scheme, StaticShape, TreePlan
 from draft_worker.worker import DraftWorker
 from loadtest.acceptance import grown_best_first
 from loadtest.acceptance_bench import Bench, Stream
@@ -44,7 +44,7 @@ from loadtest.acceptance_target import LazyTarget
 from loadtest.chains import LEVELS, RANKS, gains_of
 from loadtest.scheme_pairs import CPU, MAX_TOKENS, Models, from_models, pair_of, read_on
 from loadtest.scheme_rates import one_after_another
-from target_worker.judge import laws_of
+from target_worker.verification.verdict import laws_of
 
 SCHEMES = (Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL)
 RULES = ("token by token", "traversal", "shared noise")

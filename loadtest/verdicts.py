@@ -20,15 +20,15 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.acceptance import acceptance_from
-from bough.growth import Scheme, StaticShape, TreePlan
-from bough.messages import Context, GrowCall, VerifyCall
-from bough.sampling import SamplingParams
-from bough.shapes import best_shape
-from bough.tree import Tree
-from draft_worker.grow import Candidates
-from draft_worker.shaped import grower_for, weights_of
-from target_worker.judge import judge
+from bough.protocol.messages import Context, GrowCall, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.acceptance import acceptance_from
+from bough.trees.optimal_tree import best_shape
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Scheme, StaticShape, TreePlan
+from draft_worker.growth.grower import Candidates
+from draft_worker.growth.static_shape import grower_for, weights_of
+from target_worker.verification.verdict import judge
 
 PUBLISHED = Path(__file__).parent / "data" / "acceptance-published.json"
 TEXT = [1, 2, 3]

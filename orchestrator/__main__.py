@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from bough.config import OrchestratorConfig, parse
-from bough.process import configure_logging, run, stop_event
+from bough.config.processes import OrchestratorConfig, parse
+from bough.processes.process import configure_logging, run, stop_event
 from orchestrator.assembly import Stopped, assembled
 
 

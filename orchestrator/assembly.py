@@ -12,23 +12,23 @@ from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 
 from bough import __version__
-from bough.config import OrchestratorConfig
+from bough.concurrency.tasks import end
+from bough.config.processes import OrchestratorConfig
 from bough.errors import Unavailable
-from bough.heartbeat import registered
-from bough.metrics import MetricsServer
-from bough.process import advertised, for_metrics, metrics_at, new_worker_id, with_advertised_host
-from bough.records import WorkerRecord
-from bough.registry import Registry
-from bough.rpc import Served
+from bough.processes.process import advertised, for_metrics, metrics_at, new_worker_id, with_advertised_host
+from bough.registry.heartbeat import registered
+from bough.registry.records import WorkerRecord
+from bough.registry.registry import Registry
+from bough.rpc.server import Served
 from bough.security.access import Access
 from bough.security.keyring import Keyring
-from bough.tasks import end
-from orchestrator.directory import POLL_SECONDS, Directory
+from bough.telemetry.metrics import MetricsServer
+from orchestrator.cluster.directory import POLL_SECONDS, Directory
 from orchestrator.http_door import http_door
-from orchestrator.metrics import OrchestratorCollector
-from orchestrator.requests import Requests
 from orchestrator.service import serving_generation
-from orchestrator.tenants import Callers
+from orchestrator.serving.requests import Requests
+from orchestrator.serving.tenants import Callers
+from orchestrator.telemetry.metrics import OrchestratorCollector
 
 logger = logging.getLogger(__name__)
 

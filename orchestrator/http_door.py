@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from bough.addresses import advertised_host, bare, is_loopback, joined
-from bough.config import OrchestratorConfig
-from orchestrator.tenants import Callers
+from bough.config.addresses import advertised_host, bare, is_loopback, joined
+from bough.config.processes import OrchestratorConfig
+from orchestrator.serving.tenants import Callers
 
 logger = logging.getLogger(__name__)
 

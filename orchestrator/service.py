@@ -8,17 +8,17 @@ from typing import Any
 
 import grpc
 
-from bough import wire_generation as wire
-from bough.config import OrchestratorConfig
+from bough.config.processes import OrchestratorConfig
 from bough.errors import InvalidRequest, Unavailable
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
-from bough.rpc import Served, service_name, serving
-from bough.sampling import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS
+from bough.protocol import codec_generation as wire
+from bough.protocol.codec_costs import decisions_to_wire
+from bough.protocol.sampling_params import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS
+from bough.rpc.server import Served, service_name, serving
 from bough.security.doorkeeper import Doorkeeper, authorization
-from bough.wire_costs import decisions_to_wire
-from orchestrator.models import largest_context
-from orchestrator.tenants import Callers, Tenant
+from orchestrator.cluster.served_models import largest_context
+from orchestrator.serving.tenants import Callers, Tenant
 
 MANY_ENTRIES = 4096  # of all lists of a request: more are read beside the event loop
 

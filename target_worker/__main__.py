@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bough.config import TargetConfig, parse
+from bough.config.processes import TargetConfig, parse
 from bough.pb import target_pb2, target_pb2_grpc
-from bough.process import configure_logging, new_worker_id, run, serve_worker
-from bough.rpc import service_name
-from bough.startup import stage
+from bough.processes.process import configure_logging, new_worker_id, run, serve_worker
+from bough.processes.startup import stage
+from bough.rpc.server import service_name
 
 if TYPE_CHECKING:
     from target_worker.served import ServedTarget
@@ -40,7 +40,7 @@ async def main() -> None:
 
 def model_parts(config: TargetConfig, worker_id: str) -> Parts:
     """Of a worker with a model; imports torch."""
-    from bough.model.light_imports import import_transformers
+    from bough.model.architecture.light_imports import import_transformers
 
     import_transformers()
     from target_worker.service import TargetService

@@ -10,10 +10,10 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from bough.metrics import MetricsServer, counter, gauge
-from target_worker.held import SlotState
-from target_worker.slots import PoolFigures
-from target_worker.sweep_figures import SweepFigures
+from bough.telemetry.metrics import MetricsServer, counter, gauge
+from target_worker.kv.session_slot import SlotState
+from target_worker.kv.slot_pool import PoolFigures
+from target_worker.scheduler.sweep_figures import SweepFigures
 
 NANO = 1e-9
 NUM_RECENT = 32  # sweeps

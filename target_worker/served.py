@@ -7,17 +7,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 
-from bough.addresses import advertised_host
-from bough.config import TargetConfig
+from bough.config.addresses import advertised_host
+from bough.config.processes import TargetConfig
 from bough.errors import Unavailable
-from bough.messages import VerifyCall, VerifyResult, WorkerInfo
-from bough.metrics import metrics_note
-from bough.process import for_metrics
-from bough.records import WorkerLoad
-from bough.startup import stage
-from bough.vocabulary import TokenizerFiles
-from target_worker.engine import Engine
+from bough.processes.process import for_metrics
+from bough.processes.startup import stage
+from bough.protocol.messages import VerifyCall, VerifyResult, WorkerInfo
+from bough.registry.records import WorkerLoad
+from bough.telemetry.metrics import metrics_note
+from bough.tokenization.vocabulary import TokenizerFiles
 from target_worker.metrics import Load, Metrics
+from target_worker.scheduler.engine import Engine
 
 
 class ServedTarget(ABC):

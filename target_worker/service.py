@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 
-from bough import wire
 from bough.pb import common_pb2, target_pb2
-from bough.process import WorkerService
+from bough.processes.process import WorkerService
+from bough.protocol import codec
 from bough.simulation.line import Line
 from target_worker.served import ServedTarget
 
@@ -21,8 +21,8 @@ class TargetService(WorkerService[ServedTarget]):
         self, request: target_pb2.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.VerifyReply:
         """Verifies a tree."""
-        call = wire.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
-        return wire.verify_result_to_wire(await asyncio.wrap_future(self.worker.verify(call)))
+        call = codec.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
+        return codec.verify_result_to_wire(await asyncio.wrap_future(self.worker.verify(call)))
 
     async def Release(
         self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]

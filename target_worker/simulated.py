@@ -9,30 +9,30 @@ from random import Random
 import numpy as np
 
 from bough import __version__
-from bough.config import TargetConfig
-from bough.messages import Verdict, WorkerInfo
-from bough.model.arena import Arena
-from bough.model.limits import Limits
-from bough.model.slot import Slot
-from bough.row_counts import RowCounts
-from bough.sampling import PositionLogprobs, TokenLogprob
-from bough.settings import at_most
+from bough.config.processes import TargetConfig
+from bough.config.reader import at_most
+from bough.model.kv.arena import Arena
+from bough.model.kv.slot import Slot
+from bough.model.sizes.target_limits import Limits
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.messages import Verdict, WorkerInfo
+from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of
 from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair, text_seed
 from bough.simulation.profile import TargetProfile, jittered
 from bough.simulation.reading import refusal
-from bough.sizing.cost_curve import CostCurve
+from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import LEAST_SECONDS, SweepPrior, expert_volume
-from target_worker.batching import Part
-from target_worker.engine import Engine
-from target_worker.job import Job
+from target_worker.kv.slot_pool import SlotPool
+from target_worker.scheduler.batching import Part
+from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.job import Job
+from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.sweeper import Swept
 from target_worker.served import ServedTarget
-from target_worker.slots import SlotPool
-from target_worker.sweep_figures import SweepFigures
-from target_worker.sweeper import Swept
-from target_worker.verify import walk
+from target_worker.verification.verify import walk
 
 ROW_BYTES = 320 * 1024  # of keys and values of a token, as a 70B model's are; told, and never taken
 LINK_BYTES = 1000**3  # that a second of the link is told to have carried

@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 
 from bough import __version__
-from bough.config import TargetConfig
-from bough.messages import WorkerInfo
-from bough.model.architecture import load_config
-from bough.model.checkpoint import Checkpoint
-from bough.model.chosen_settings import conversion, settled
-from bough.model.device import choose_device, device_name
-from bough.model.gpu.embeddings import host_bytes
+from bough.config.processes import TargetConfig
+from bough.model.architecture.architecture import load_config
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.cpu.kernel_cache import compiled_ground
+from bough.model.cpu.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.gpu.ready import make_ready
-from bough.model.kernel_cache import compiled_ground
-from bough.model.kv_arena import KVArena
-from bough.model.limits import Limits
-from bough.model.loading import DTYPES, build_skeleton
-from bough.model.memory import (
+from bough.model.kv.kv_arena import KVArena
+from bough.model.loading.default_settings import conversion, settled
+from bough.model.loading.loading import DTYPES, build_skeleton
+from bough.model.running.device import choose_device, device_name
+from bough.model.running.host_embeddings import host_bytes
+from bough.model.sizes.memory_budget import (
     device_budget,
     fixed_bytes,
     host_budget,
@@ -29,29 +29,29 @@ from bough.model.memory import (
     unpacking_bytes,
     with_kv_memory,
 )
-from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
-from bough.model.tokenizer_files import load_tokenizer_files
-from bough.placement import Placement, Tier, gigabytes
-from bough.runtime.compile_once import compile_apart
-from bough.startup import stage
-from target_worker.budgets import choose_places
-from target_worker.code_hash import code_hash
-from target_worker.engine import Engine
-from target_worker.kv_stage import KVHome, KVInPlace, KVStage
+from bough.model.sizes.target_limits import Limits
+from bough.processes.compile_once import compile_apart
+from bough.processes.startup import stage
+from bough.protocol.messages import WorkerInfo
+from bough.sizing.placement import Placement, Tier, gigabytes
+from target_worker.identity.code_hash import code_hash
+from target_worker.identity.weights_hash import WeightsHash
+from target_worker.kv.kv_offload import KVHome, KVInPlace, KVStage
+from target_worker.kv.slot_pool import SlotPool
+from target_worker.link.layer_extents import LayerExperts, plan_apart, plan_layer, sizes_apart
+from target_worker.scheduler.engine import Engine
 from target_worker.served import ServedTarget
-from target_worker.slots import SlotPool
-from target_worker.streamed_sweeper import StreamedSweeper
-from target_worker.sweep import StreamedModel
-from target_worker.tiers import Tiers, lanes_of
-from target_worker.weights import LayerExperts, plan_apart, plan_layer, sizes_apart
-from target_worker.weights_hash import WeightsHash
+from target_worker.sweep.budgets import choose_places
+from target_worker.sweep.streamed_model import StreamedModel
+from target_worker.sweep.streamed_sweeper import StreamedSweeper
+from target_worker.sweep.tiers import Tiers, lanes_of
 
 logger = logging.getLogger(__name__)
 
 
 def compile_target(dtype: str) -> bool:
     """Has what sweeps in numbers of this type call on a CPU compiled, as `compile_apart` does."""
-    return compile_apart("target_worker.kernels", [dtype], compiled_ground(Path(__file__).parent))
+    return compile_apart("target_worker.sweep.kernels", [dtype], compiled_ground(Path(__file__).parent))
 
 
 class TargetWorker(ServedTarget):

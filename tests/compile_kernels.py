@@ -7,16 +7,16 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from models import CPU
 from transformers import LlamaConfig
 
-from bough.model.checkpoint import Checkpoint
-from bough.model.loading import DTYPES, build_skeleton
-from bough.model.runner import ResidentModel
-from draft_worker.sources import load_draft
-from draft_worker.warm_up import warm_up_choosing
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.loading.loading import DTYPES, build_skeleton
+from bough.model.running.runner import ResidentModel
+from draft_worker.model.sources import load_draft
+from draft_worker.model.warm_up import warm_up_choosing
 from loadtest.tiny_model import TINY, save_model
 from target_worker.worker import compile_target
+from tests.fakes.models import CPU
 
 
 def compile_for(dtype: str) -> None:

@@ -14,16 +14,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, as transformers does below
 
-from fake_fleet import Fleet, fleet
-from fake_stage import Orchestrator, Stage, orchestrating, staged
-
-from bough.commands.up import ensure_demonstration
-from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.demonstration import demonstration_folder
-from bough.launch import Cluster, Settings, launched
-from bough.model.tokenizer_files import load_tokenizer_files
-from bough.vocabulary import TokenizerFiles
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.processes.launch import Cluster, Settings, launched
+from bough.tokenization.vocabulary import TokenizerFiles
 from loadtest.tiny_model import TINY, save_model, save_tokenizer
+from tests.fakes.fleet import Fleet, fleet
+from tests.fakes.stage import Orchestrator, Stage, orchestrating, staged
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
 

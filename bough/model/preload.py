@@ -4,7 +4,7 @@ Two workers that import torch, transformers and numba each on their own hold the
 processor seconds on it. Forked from one process that has imported them, they share every page that neither writes to.
 No gRPC is among what is imported: it starts threads, and a fork must come before those.
 
-Standard input has the programs, as `bough.forked` writes them; standard output gets the ids of their processes. Then
+Standard input has the programs, as `bough.processes.forked` writes them; standard output gets the ids of their processes. Then
 this process ends, which leaves them to the nearest process above that adopts orphans (PR_SET_CHILD_SUBREAPER).
 """
 
@@ -24,11 +24,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from bough.model.light_imports import import_transformers
+from bough.model.architecture.light_imports import import_transformers
+from bough.processes.exit_with_parent import end_with_parent
 from bough.runtime.allocator import give_back_now, give_memory_back
-from bough.tether import end_with_parent
 
-SHARED = ("bough.model.loading", "bough.model.tokenizer_files", "bough.model.kv_arena", "bough.model.threads")
+SHARED = (
+    "bough.model.loading.loading",
+    "bough.model.checkpoint.tokenizer_files",
+    "bough.model.kv.kv_arena",
+    "bough.model.cpu.threads",
+)
 GO = b"g"  # said to a forked process once its id has been printed
 ADOPTED_SECONDS = 0.001  # between looks at who the parent is
 

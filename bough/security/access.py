@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import grpc
 
-from bough.config import KEY_FILE_VARIABLE, ServiceConfig
+from bough.config.processes import KEY_FILE_VARIABLE, ServiceConfig
 from bough.security.doorkeeper import Doorkeeper
 from bough.security.worker_key import WorkerKey
 

@@ -10,8 +10,8 @@ import grpc
 from grpc_health.v1 import health
 
 from bough.errors import Unauthenticated
+from bough.rpc.status_map import abort
 from bough.security.bearer import HEADER
-from bough.status import abort
 
 OPEN = f"/{health.SERVICE_NAME}/"  # balancers and supervisors have no key
 

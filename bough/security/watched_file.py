@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
+from bough.concurrency.tasks import end
 from bough.errors import ConfigError
 from bough.security.private_files import Stamp, read_private, stamp_of
-from bough.tasks import end
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from bough.acceptance import Acceptance, acceptance_from
 from bough.errors import ConfigError
 from bough.simulation.reading import choice, count, described, number, read_part, refusal
+from bough.trees.acceptance import Acceptance, acceptance_from
 
 # Both stand in Sequoia (arXiv 2402.12374) or beside it; the first entry is the first child's.
 COUNTS_667 = (423, 72, 38, 15, 13, 10, 3, 2, 8, 3, 5, 3, 4, 2, 1, 2, 1, 2, 0, 2, 2, 2, 0, 1, 0, 1, 0, 0, 0, 1, 1, 1)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bough.acceptance import FloatArray
 from bough.simulation.profile import Factors, Profile
 from bough.simulation.round_yield import RoundYield
+from bough.trees.acceptance import FloatArray
 
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20, 24, 28, 32, 40, 48)

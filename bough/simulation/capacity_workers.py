@@ -21,7 +21,7 @@ PARTS = ("place", "draft", "network", "queue", "sweep")  # of a request's time
 WEIGHT = 0.25  # of the last in what is typical
 SLOW_WEIGHT = 0.05  # the same of what varies much
 CHUNK = 256  # rows that a sweep may have beside trees, however low the knee
-SLACK = 3.0  # typical times after which a sweep waits for nobody (as target_worker.gathering)
+SLACK = 3.0  # typical times after which a sweep waits for nobody (as target_worker.scheduler.batch_delay)
 
 Process = Generator[simpy.Event, Any, None]
 
@@ -241,7 +241,7 @@ class Target:
                 done.append(session)
             else:
                 left.append(session)
-        beside = min(most, max(self._knee, 2 * rows)) if rows else most  # as target_worker.batching
+        beside = min(most, max(self._knee, 2 * rows)) if rows else most  # as target_worker.scheduler.batching
         for session in reading:
             piece = min(session.context, beside - rows)
             if piece <= 0:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.acceptance import Acceptance, FloatArray, smoothed
-from bough.growth import StaticShape
-from bough.shapes import best_shape, expected_tokens
 from bough.simulation.acceptance_law import AcceptanceLaw, same_shape
 from bough.simulation.hashing import Keys, mixed, uniforms
 from bough.simulation.levels import NUM_LEVELS, level_vectors
+from bough.trees.acceptance import Acceptance, FloatArray, smoothed
+from bough.trees.optimal_tree import best_shape, expected_tokens
+from bough.trees.tree_plan import StaticShape
 
 HOSTILE_CLAIM = 0.999
 LOWEST_PROB = 1e-9  # that a draft states: ranks that are never right have a logarithm too

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bough.acceptance import FloatArray
+from bough.trees.acceptance import FloatArray
 
 NUM_LEVELS = 64  # kinds of positions, equally frequent, from the least certain to the most
 _POINTS = 20001  # of the numerical integral; its integrand is smooth and vanishes at both ends

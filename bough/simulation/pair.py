@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.sampling import SamplingParams
+from bough.protocol.sampling_params import SamplingParams
 from bough.simulation.law import Law
 from bough.simulation.profile import Profile, load_profile
 from bough.simulation.tokenizer import END_TOKEN, FIRST_WORD, NUM_WORDS, simulated_tokenizer
-from bough.vocabulary import TokenizerFiles
+from bough.tokenization.vocabulary import TokenizerFiles
 
 END_RATE = 0.01  # of positions at which a text ends, unless a request ignores that
 

@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from bough.acceptance import FloatArray, smoothed
 from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.levels import level_vectors
+from bough.trees.acceptance import FloatArray, smoothed
 
 BIN_WIDTH = 0.02  # in natural logarithms
 NUM_BINS = 800  # down to probabilities of 1e-7

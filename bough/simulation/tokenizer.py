@@ -7,7 +7,7 @@ from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bough.vocabulary import TokenizerFiles
+from bough.tokenization.vocabulary import TokenizerFiles
 
 SYLLABLES = ("ka", "lo", "mi", "ne", "ru", "sa", "to", "vi")
 NUM_WORDS = len(SYLLABLES) ** 3

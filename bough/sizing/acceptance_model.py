@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.tree import Tree
+from bough.trees.tree import Tree
 
 FloatArray = NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from bough.sizing.decision import Decision, Mode, Parts
+from bough.protocol.decision import Decision, Mode, Parts
 
 PART_NAMES = tuple(part.name for part in fields(Parts))
 

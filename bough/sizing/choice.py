@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.sizing.cost_curve import CostCurve
+from bough.protocol.cost_curve import CostCurve
 from bough.sizing.gain_profile import GainProfile
 
 FloatArray = NDArray[np.float64]

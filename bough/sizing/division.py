@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.sizing.cost_curve import CostCurve
-from bough.tree import Tree
+from bough.protocol.cost_curve import CostCurve
+from bough.trees.tree import Tree
 
 Floats = NDArray[np.float64]
 Nodes = NDArray[np.intp]

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.sizing.cost_curve import CostCurve
+from bough.protocol.cost_curve import CostCurve
 
 FLAT = CostCurve((1, 2), (1.0, 1.0))
 WINDOW = 32  # samples of a bucket

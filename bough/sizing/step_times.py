@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bough.sizing.cost_curve import CostCurve
+from bough.protocol.cost_curve import CostCurve
 from bough.sizing.row_averages import RowAverages
 from bough.sizing.sweep_times import ASSUMED, LEAST_SECONDS, grid, to_curve
 

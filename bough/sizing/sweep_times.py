@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.sizing.cost_curve import MAX_SECONDS, CostCurve
+from bough.protocol.cost_curve import MAX_SECONDS, CostCurve
 from bough.sizing.row_averages import FLAT, RowAverages
 
 WAITED = 0.05  # of a sweep's time: who waited longer for weights saw all that the link can do

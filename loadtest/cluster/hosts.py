@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bough import tether
+from bough.processes import exit_with_parent
 
 STOP_SECONDS = 30.0  # from SIGTERM to SIGKILL for whatever still runs on a host
 
@@ -30,7 +30,7 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Runs a command there, which ends with this process."""
         with log.open("ab") as stream:
-            return tether.start(
+            return exit_with_parent.start(
                 [_ip(), "netns", "exec", self.namespace, *command],
                 lambda tethered: subprocess.Popen(
                     tethered, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment

@@ -15,10 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bough.cli.ray_dashboard import Deployment, RayDashboard, Replica
 from bough.client import Client
 from bough.errors import BoughError, ConfigError, Unavailable
-from bough.generation import ServerInfo, WorkerStatus
-from bough.ray_dashboard import Deployment, RayDashboard, Replica
+from bough.protocol.generation import ServerInfo, WorkerStatus
 from loadtest.cluster.hosts import Host, hosts
 
 FRONT, TARGET, DRAFT = "front", "target", "draft"

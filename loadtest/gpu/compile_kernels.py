@@ -30,8 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
-from bough.model import attention_triton
-from bough.model.gpu import unpack_triton
+from bough.model.gpu import attention_triton, unpack_triton
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # that a program may have

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from bough.model.attention import attend_by_mask
-from bough.model.batch import Piece, Segment
+from bough.model.architecture.attention import attend_by_mask
+from bough.model.batch.batch import Piece, Segment
+from bough.model.batch.gpu_paths import PathArrays
 from bough.model.gpu.kernels import kernels_on
-from bough.model.kv import KVSlot
-from bough.model.paths import PathArrays
-from bough.tree import Tree
+from bough.model.kv.session_kv import KVSlot
+from bough.trees.tree import Tree
 from loadtest.gpu_parts import milliseconds
 
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128  # a 70B's

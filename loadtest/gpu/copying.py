@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from target_worker.lanes import Lanes
+from target_worker.link.streams import Lanes
 
 COPIES = 10
 

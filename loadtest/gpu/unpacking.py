@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bough.model.checkpoint import TensorPlace
-from bough.model.packed import Awq, Gptq, Packed
-from bough.model.quantize import GROUP_SIZES
-from bough.model.source import FreshMemory, ReusedMemory, Source
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.tensor_source import FreshMemory, ReusedMemory, Source
+from bough.model.quant.packed import Awq, Gptq, Packed
+from bough.model.quant.quantize import GROUP_SIZES
 from loadtest.gpu_parts import milliseconds
 
 GROUP = 128  # as most checkpoints of others have it

@@ -35,7 +35,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from bough.launch import launched
+from bough.processes.launch import launched
 from loadtest.locust.mix import parse_kinds
 from loadtest.locust.plan import Plan
 from loadtest.locust.samples import Objective, Sample, percentile, read_samples, span_seconds, summarise

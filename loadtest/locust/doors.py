@@ -12,10 +12,10 @@ from typing import Protocol, cast
 import grpc
 import requests
 
-from bough import wire_generation as wire
-from bough.generation import ChatPrompt, GenerateOptions, Message
 from bough.pb import generation_pb2_grpc
-from bough.status import to_error
+from bough.protocol import codec_generation as wire
+from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
+from bough.rpc.status_map import to_error
 from loadtest.locust.mix import Question
 from loadtest.locust.reading import CHAT_PATH, OK, Reading, chat_body
 from loadtest.locust.samples import Sample

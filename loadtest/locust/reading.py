@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bough import wire_generation as wire
 from bough.errors import BoughError, Exhausted
-from bough.generation import Finished, Message, Tokens
 from bough.pb import generation_pb2
+from bough.protocol import codec_generation as wire
+from bough.protocol.generation import Finished, Message, Tokens
 from loadtest.locust.samples import Arrivals, Sample
 
 CHAT_PATH = "/v1/chat/completions"

@@ -9,12 +9,12 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
-from bough.messages import Verdict
+from bough.protocol.messages import Verdict
 from bough.simulation.law import Law
-from bough.tree import Tree
-from draft_worker.best_first import BestFirstGrower
-from draft_worker.grow import Candidates
-from target_worker.verify import walk
+from bough.trees.tree import Tree
+from draft_worker.growth.best_first import BestFirstGrower
+from draft_worker.growth.grower import Candidates
+from target_worker.verification.verify import walk
 
 NO_TOKENS = np.zeros(0, np.int32)
 
@@ -65,7 +65,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Verifying:
-    """A call that waits at the simulated target; what `target_worker.batching` wants to know of it."""
+    """A call that waits at the simulated target; what `target_worker.scheduler.batching` wants to know of it."""
 
     sample: Sample
     tree: Tree

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bough.demonstration import SUBSTITUTE_DROPS, cache_folder
-from bough.tether import start
+from bough.config.cache_paths import SUBSTITUTE_DROPS, cache_folder
+from bough.processes.exit_with_parent import start
 from loadtest.limits import limited
 from loadtest.regret.scoring import geomean, interval, score
 

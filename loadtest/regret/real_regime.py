@@ -21,18 +21,18 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from bough.cli.up import ensure_demonstration
 from bough.client import Client
-from bough.commands.up import ensure_demonstration
-from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
-from bough.demonstration import demonstration_folder
+from bough.config.cache_paths import demonstration_folder
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
 from bough.errors import BoughError
-from bough.generation import GenerateOptions, Speculation, TokenPrompt
-from bough.launch import Cluster, Settings, launched
-from bough.model.tokenizer_files import load_tokenizer_files
-from bough.records import WorkerRecord
-from bough.registry import Registry
-from bough.tether import MODULE
-from bough.tokenizer import Tokenizer
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.processes.exit_with_parent import MODULE
+from bough.processes.launch import Cluster, Settings, launched
+from bough.protocol.generation import GenerateOptions, Speculation, TokenPrompt
+from bough.registry.records import WorkerRecord
+from bough.registry.registry import Registry
+from bough.tokenization.tokenizer import Tokenizer
 from loadtest.prompts import load_prompts
 from loadtest.regret.real import Measured, RealRegime, Task
 from loadtest.sessions_runs import Stream, stream

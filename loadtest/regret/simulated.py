@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from bough.generation import Speculation
-from bough.growth import BestFirst
-from bough.sizing.decision import Decision, DraftCalibration
-from bough.tree import Tree
+from bough.protocol.decision import Decision, DraftCalibration
+from bough.protocol.generation import Speculation
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import BestFirst
 from loadtest.regret.regimes import Regime, regimes
 from loadtest.regret.scoring import Score, geomean, score
 from loadtest.regret.world import World

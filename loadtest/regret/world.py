@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import simpy
 
-from bough.generation import Speculation
-from bough.growth import BestFirst, TreePlan
-from bough.messages import GrowResult, RoundTimings, Timings, VerifyResult
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.generation import Speculation
+from bough.protocol.messages import GrowResult, RoundTimings, Timings, VerifyResult
 from bough.simulation.profile import Factors, Profile, jittered
-from bough.sizing.cost_curve import CostCurve
 from bough.sizing.division import Rider, divide
 from bough.sizing.step_times import StepTimes
 from bough.sizing.sweep_times import SweepPrior, SweepTimes
-from bough.tree import Tree
-from draft_worker.best_first import BestFirstGrower
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import BestFirst, TreePlan
+from draft_worker.growth.best_first import BestFirstGrower
 from loadtest.regret.calls import NO_TOKENS, Growing, Sample, Verifying
 from orchestrator.sizing.plans import Proposal, RoundOutcome, Situation, Sizer, WorkerFacts
-from target_worker.batching import choose
-from target_worker.gathering import Gathering
-from target_worker.price import TokenPrice
+from target_worker.scheduler.batch_delay import Gathering
+from target_worker.scheduler.batching import choose
+from target_worker.scheduler.price import TokenPrice
 from target_worker.simulated import volume_of
 
 BRANCH = 16  # children of a node, as draft workers have by default
@@ -65,7 +65,7 @@ class World:
         return seconds
 
     def _session(self, sample: Sample, seconds: dict[str, float]) -> Process:
-        """Rounds, as `orchestrator.round` has them."""
+        """Rounds, as `orchestrator.rounds.round` has them."""
         self._num_running += 1
         began, position, end = self.env.now, sample.prompt_tokens, sample.prompt_tokens + sample.num_tokens
         target_held = draft_held = 0
@@ -164,7 +164,7 @@ class World:
         return result
 
     def _divide(self, calls: list[Verifying], num_context: int) -> None:
-        """As `target_worker.dividing` has it: sessions that share a sweep share its rows."""
+        """As `target_worker.scheduler.row_division` has it: sessions that share a sweep share its rows."""
         cost = self._sweep_times.curve()
         if cost is None or len(calls) + (num_context > 0) < 2 or not any(call.may_leave_out for call in calls):
             return
@@ -186,7 +186,7 @@ class World:
         self._price.answered(len(verdict.accepted_nodes) + 1, expected if len(call.tree) > 1 else 0.0)
 
     def _target(self) -> Process:
-        """A sweep at a time, as `target_worker.engine` has them."""
+        """A sweep at a time, as `target_worker.scheduler.engine` has them."""
         target = self._profile.target
         while True:
             while True:

@@ -46,7 +46,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bough.errors import BoughError
-from bough.launch import launched
+from bough.processes.launch import launched
 from loadtest.prompts import load_prompts
 from loadtest.served.carrying import carry
 from loadtest.served.doors import DIRECT, compare_doors, door_figures

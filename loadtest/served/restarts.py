@@ -10,7 +10,7 @@ from typing import Any
 
 from bough.client import Client
 from bough.errors import BoughError
-from bough.generation import ChatPrompt, GenerateOptions, Message, Tokens
+from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Tokens
 from loadtest.served.profiles import write_profile
 from loadtest.served.stack import stack
 

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bough.child import Child
-from bough.config import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, parse, to_flags
-from bough.launch import Cluster, Settings
-from bough.records import WorkerRecord
-from bough.registry import Registry
-from bough.tether import MODULE
+from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, parse, to_flags
+from bough.processes.child import Child
+from bough.processes.exit_with_parent import MODULE
+from bough.processes.launch import Cluster, Settings
+from bough.registry.records import WorkerRecord
+from bough.registry.registry import Registry
 
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "target": TargetConfig,

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import grpc
 import httpx
 
-from bough import wire_generation as wire
-from bough.generation import ChatPrompt, GenerateOptions, Message
 from bough.pb import generation_pb2_grpc
-from bough.rpc import open_channel
-from bough.status import to_error
+from bough.protocol import codec_generation as wire
+from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
+from bough.rpc.server import open_channel
+from bough.rpc.status_map import to_error
 from loadtest.locust.reading import CHAT_PATH, OK, Reading, chat_body
 from loadtest.locust.samples import Sample
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from bough import tether
 from bough.errors import ConfigError, Unavailable
+from bough.processes import exit_with_parent
 from loadtest.stacks import http_url_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -73,7 +73,7 @@ def _config() -> tuple[dict[str, Any], Addresses, int]:
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as stream:
-        return tether.start(
+        return exit_with_parent.start(
             command,
             lambda line: subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, cwd=ROOT),
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from bough.generation import Event, Finished, SpeculationMetrics, Started, Tokens
+from bough.protocol.generation import Event, Finished, SpeculationMetrics, Started, Tokens
 from orchestrator.http_api.errors import Json
 from orchestrator.http_api.rounds import round_of
 from orchestrator.http_api.spelling import Spell, TokenBytes

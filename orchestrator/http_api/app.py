@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
-from bough.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
+from bough.protocol.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
@@ -41,8 +41,8 @@ from orchestrator.http_api.options import Wanted, choices
 from orchestrator.http_api.rounds import cluster_told, decisions_told
 from orchestrator.http_api.spelling import Spell
 from orchestrator.http_api.ui import FILES, page_routes
-from orchestrator.requests import Requests
-from orchestrator.tenants import Callers, Tenant
+from orchestrator.serving.requests import Requests
+from orchestrator.serving.tenants import Callers, Tenant
 
 SESSION_HEADER = "x-session-id"
 REQUEST_ID = b"x-request-id"

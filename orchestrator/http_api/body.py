@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from bough.errors import InvalidRequest
-from bough.status import MAX_MESSAGE_BYTES
-from orchestrator.entrance import Entrance
+from bough.rpc.status_map import MAX_MESSAGE_BYTES
+from orchestrator.admission.entrance import Entrance
 from orchestrator.http_api.errors import ApiError, shortened
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # as much as over gRPC

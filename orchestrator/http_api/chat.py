@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bough.generation import ChatPrompt, Event, Finished, Message, Started, Tokens
+from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import ChatFields, MessageFields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from bough.generation import Event, Finished, Prompt, Started, TextPrompt, TokenPrompt, Tokens
+from bough.protocol.generation import Event, Finished, Prompt, Started, TextPrompt, TokenPrompt, Tokens
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import CompletionFields, TextOrTokens

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from bough.generation import Event, Started
-from bough.tasks import end
+from bough.concurrency.tasks import end
+from bough.protocol.generation import Event, Started
 from orchestrator.http_api.answer import Answer
 from orchestrator.http_api.errors import Json, api_error
 from orchestrator.http_api.merging import Indexed, merged

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from bough.errors import Unauthenticated
 from bough.security.bearer import HEADER
 from orchestrator.http_api.errors import api_error
-from orchestrator.tenants import Callers, Tenant
+from orchestrator.serving.tenants import Callers, Tenant
 
 TENANT = "bough.tenant"  # of a request's scope
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from bough.generation import Event
-from bough.tasks import end
+from bough.concurrency.tasks import end
+from bough.protocol.generation import Event
 
 
 class Indexed(NamedTuple):

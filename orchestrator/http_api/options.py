@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bough.generation import GenerateOptions, Prompt, Speculation, TextPrompt
-from bough.sampling import MAX_SEED
-from bough.wire_numbers import require_numbers
+from bough.protocol.codec_checks import require_numbers
+from bough.protocol.generation import GenerateOptions, Prompt, Speculation, TextPrompt
+from bough.protocol.sampling_params import MAX_SEED
 from orchestrator.http_api.errors import invalid
 from orchestrator.http_api.fields import GenerationFields, SpeculationFields
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from bough.generation import Loads, ServerInfo, Tokens, WorkerStatus
-from bough.sizing.decision import Decision
+from bough.protocol.decision import Decision
+from bough.protocol.generation import Loads, ServerInfo, Tokens, WorkerStatus
 from orchestrator.http_api.errors import Json
 
 NANO = 1e-9

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bough.sampling import PositionLogprobs, TokenLogprob
+from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api.errors import Json
 
 MINUS_INFINITY = -9999.0  # JSON knows none

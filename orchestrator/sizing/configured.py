@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bough.config import OrchestratorConfig
-from bough.growth import BestFirst
+from bough.config.processes import OrchestratorConfig
+from bough.trees.tree_plan import BestFirst
 from orchestrator.sizing.fixed_sizer import FixedSizer
 from orchestrator.sizing.plans import Sizer
 from orchestrator.sizing.tree_sizer import TreeSizer

@@ -6,8 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bough.sizing.decision import Decision, DraftCalibration
-from orchestrator.acceptance import HALF_LIFE_ROUNDS
+from bough.protocol.decision import Decision, DraftCalibration
+from orchestrator.sizing.acceptance_counts import HALF_LIFE_ROUNDS
 
 MAX_ROUNDS = 256  # of a session that are remembered
 MAX_SESSIONS = 64  # the last ones at work

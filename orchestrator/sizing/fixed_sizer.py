@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bough.growth import BestFirst, TreePlan
-from bough.merge import merged
-from bough.sizing.decision import Decision, DraftCalibration, Mode
-from bough.tree import Tree
+from bough.protocol.decision import Decision, DraftCalibration, Mode
+from bough.trees.merge import merged
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import BestFirst, TreePlan
 from orchestrator.sizing.decision_log import DecisionLog
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.growth import Guess, Scheme
 from bough.sizing.acceptance_model import AcceptanceModel, SessionBias
 from bough.sizing.gain_profile import GainProfile
-from bough.tree import Tree
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Guess, Scheme
 
 MAX_PAIRS = 64  # that are remembered
 HALF_LIFE_ROUNDS = 20.0

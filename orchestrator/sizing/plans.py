@@ -9,13 +9,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.generation import Speculation
-from bough.growth import MAX_EXPANSIONS, NO_TREE, BestFirst, TreePlan
-from bough.merge import merged
-from bough.messages import GrowResult, RoundTimings, VerifyResult
-from bough.sizing.cost_curve import CostCurve
-from bough.sizing.decision import Decision, DraftCalibration
-from bough.tree import Tree
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.decision import Decision, DraftCalibration
+from bough.protocol.generation import Speculation
+from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
+from bough.trees.merge import merged
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import MAX_EXPANSIONS, NO_TREE, BestFirst, TreePlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bough.protocol.decision import Parts
 from bough.sizing.choice import SweepLoad
-from bough.sizing.decision import Parts
 from orchestrator.sizing.pairs import Habits
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
 from orchestrator.sizing.worker_times import NANO, ByWorker, DraftTimes, TargetTimes

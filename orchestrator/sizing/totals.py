@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from bough.sizing.decision import Decision, DraftCalibration, Mode
-from bough.tree import Tree
+from bough.protocol.decision import Decision, DraftCalibration, Mode
+from bough.trees.tree import Tree
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer
 
 NODE_BOUNDS = tuple(float(2**power) for power in range(11))

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.growth import NO_TREE, BestFirst, Scheme, TreePlan
-from bough.merge import merged, union
+from bough.protocol.decision import Decision, DraftCalibration, Mode
 from bough.sizing.acceptance_model import with_values
 from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
-from bough.sizing.decision import Decision, DraftCalibration, Mode
-from bough.tree import Tree
+from bough.trees.merge import merged, union
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
 from orchestrator.sizing.decision_log import DecisionLog
 from orchestrator.sizing.pairs import FIRST_BOUND, Habits, PairKey, Pairs, SessionState
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from bough.errors import InvalidCurve
-from bough.sizing.cost_curve import CostCurve
+from bough.protocol.cost_curve import CostCurve
 
 logger = logging.getLogger(__name__)
 

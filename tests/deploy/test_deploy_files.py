@@ -16,8 +16,8 @@ import jsonschema
 import pytest
 import yaml
 
-from bough.config import KEY_FILE_VARIABLE, DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
-from bough.settings import parse, variable
+from bough.config.processes import KEY_FILE_VARIABLE, DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
+from bough.config.reader import parse, variable
 from deploy.check import check
 
 DOCKER, KUBERNETES, SYSTEMD = (Path("deploy") / name for name in ("docker", "kubernetes", "systemd"))
@@ -171,7 +171,7 @@ def test_variables_in_the_guide_are_settings() -> None:
 
 
 def test_health_is_told_by_the_exit_status() -> None:
-    """Of nobody here; of a process that serves in tests/test_health.py."""
+    """Of nobody here; of a process that serves in tests/processes/test_health.py."""
     done = run(sys.executable, "-m", "bough.health", "127.0.0.1:1")
     assert done.returncode == 1
     assert done.stdout.startswith("UNAVAILABLE")

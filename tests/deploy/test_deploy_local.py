@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("ray")
 
+from bough.cli.ray_dashboard import Application, Node, RayDashboard
 from bough.errors import ConfigError, Unavailable
-from bough.ray_dashboard import Application, Node, RayDashboard
 from deploy import local
 from deploy.check import load
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bough.messages import WorkerInfo
+from bough.protocol.messages import WorkerInfo
 from deploy.progress import Progress
 
 

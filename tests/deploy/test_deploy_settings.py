@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bough.config import TargetConfig
-from bough.demonstration import demonstration_folder
+from bough.config.cache_paths import demonstration_folder
+from bough.config.processes import TargetConfig
 from bough.errors import ConfigError
 from deploy.settings import AppSettings, IndexSettings, Role, read_fields, read_program, resolved_url
 from deploy.supervisor import child_variables

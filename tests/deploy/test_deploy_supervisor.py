@@ -17,8 +17,8 @@ import pytest
 
 from bough.client import Client
 from bough.errors import ConfigError, Unavailable
-from bough.generation import Finished, GenerateOptions, TextPrompt
-from bough.registry import Registry
+from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
+from bough.registry.registry import Registry
 from bough.simulation.profile import load_profile
 from deploy.child import python, start, stop
 from deploy.index import IndexServer

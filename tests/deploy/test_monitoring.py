@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from simulated import simulated_settings, write_profile
 
 from bough.client import Client
-from bough.generation import GenerateOptions, TextPrompt
-from bough.launch import launched
+from bough.processes.launch import launched
+from bough.protocol.generation import GenerateOptions, TextPrompt
+from tests.fakes.simulated import simulated_settings, write_profile
 
 FOLDER = Path("deploy/monitoring")
 DASHBOARD = FOLDER / "grafana" / "bough.json"

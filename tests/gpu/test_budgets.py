@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_model
-from device_sweeps import Where, on_the_device, three_sweeps
-from pretend import Notes, device, notes, pretending
-from test_reproducible import FAMILIES
 
-from bough.model.pack import pack
+from bough.model.packing.pack import pack
+from tests.conftest import save_model
+from tests.fakes.device_sweeps import Where, on_the_device, three_sweeps
+from tests.fakes.pretend import Notes, device, notes, pretending
+from tests.model.test_reproducible import FAMILIES
 
 DENSE_LAUNCHES = 57  # of a layer of a Llama and a chunk of rows, in 16 bits, with its share of what is around layers
 MOST_SENDS = 8  # tokens, positions, paths, and which rows are wanted, before the first layer

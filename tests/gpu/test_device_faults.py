@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from device_sweeps import Where, on_the_device, three_sweeps
-from fake_target import LIMITS, Clock, FakeModel, new_pool, verify_call
-from pretend import device, pretending
 
 from bough.errors import AcceleratorFull, AcceleratorLost
 from bough.model.gpu import faults
-from bough.process import watch
-from bough.row_counts import RowCounts
-from bough.runtime.ending import EXIT_LOST
-from bough.status import ERROR_NAMES
-from target_worker import disk
-from target_worker.engine import Engine
-from target_worker.stillness import STILL_SECONDS, Stillness
-from target_worker.streamed_sweeper import StreamedSweeper
-from target_worker.sweep import StreamedModel
+from bough.processes.process import watch
+from bough.rpc.status_map import ERROR_NAMES
+from bough.runtime.fatal_exit import EXIT_LOST
+from bough.sizing.row_counts import RowCounts
+from target_worker.link import direct_io
+from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.stall_watch import STILL_SECONDS, Stillness
+from target_worker.sweep.streamed_model import StreamedModel
+from target_worker.sweep.streamed_sweeper import StreamedSweeper
+from tests.fakes.device_sweeps import Where, on_the_device, three_sweeps
+from tests.fakes.pretend import device, pretending
+from tests.fakes.target import LIMITS, Clock, FakeModel, new_pool, verify_call
 
 STICKY = "CUDA error: an illegal memory access was encountered\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"
 
@@ -66,9 +66,7 @@ def test_after_memory_ran_out_the_next_sweep_is_right(tiny: Path, monkeypatch: p
 
 
 def test_the_reason_is_the_last_line_and_the_status_is_not_0() -> None:
-    code = (
-        "import time; from bough.runtime.ending import end_soon; end_soon(Exception('cuda:0 is lost')); time.sleep(60)"
-    )
+    code = "import time; from bough.runtime.fatal_exit import end_soon; end_soon(Exception('cuda:0 is lost')); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (EXIT_LOST, "error: cuda:0 is lost")
 
@@ -121,11 +119,11 @@ def test_a_read_that_fails_once_is_made_again(monkeypatch: pytest.MonkeyPatch, t
     try:
         target = bytearray(7)
         failures = 1
-        assert disk._read_twice(descriptor, memoryview(target), 0) == 7
+        assert direct_io._read_twice(descriptor, memoryview(target), 0) == 7
         assert target == b"weights"
         calls[0], failures = 0, 2
-        with pytest.raises(disk.ReadError, match="Input/output error"):
-            disk._read_twice(descriptor, memoryview(target), 0)
+        with pytest.raises(direct_io.ReadError, match="Input/output error"):
+            direct_io._read_twice(descriptor, memoryview(target), 0)
     finally:
         os.close(descriptor)
 

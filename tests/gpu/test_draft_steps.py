@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_model
-from models import CPU
-from pretend import device, notes, pretending
-from test_graphs import batch_of, run_again, slots_in
-from test_reproducible import FAMILIES
 
-from bough.model.batch import Batch
-from bough.model.checkpoint import Checkpoint
-from bough.model.graphs import Captured
-from bough.model.loading import build_skeleton
-from bough.model.runner import ResidentModel
+from bough.model.batch.batch import Batch
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.loading.loading import build_skeleton
+from bough.model.running.cuda_graphs import Captured
+from bough.model.running.runner import ResidentModel
+from tests.conftest import save_model
+from tests.fakes.models import CPU
+from tests.fakes.pretend import device, notes, pretending
+from tests.model.test_graphs import batch_of, run_again, slots_in
+from tests.model.test_reproducible import FAMILIES
 
 SIZES = ((5, 0), (1, 30), (20, 20), (0, 1))
 

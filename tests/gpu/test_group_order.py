@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_whole_sweeps import in_words
 
 from bough.errors import CheckpointError
-from bough.model.checkpoint import Checkpoint, TensorPlace
-from bough.model.group_order import unless_in_order
-from bough.model.loading import build_skeleton
-from bough.model.packed import Gptq
+from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.loading.loading import build_skeleton
+from bough.model.quant.group_order import unless_in_order
+from bough.model.quant.packed import Gptq
+from tests.gpu.test_whole_sweeps import in_words
 
 
 def opened(folder: Path) -> list[Gptq]:

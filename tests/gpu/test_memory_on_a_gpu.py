@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, save_model
-from device_sweeps import Where, on_cpu, on_device
-from test_reproducible import FAMILIES
 from transformers import LlamaConfig
 
-from bough.config import TargetConfig, parse
-from bough.model import memory
-from bough.model.checkpoint import Checkpoint, TensorPlace
-from bough.model.chosen_settings import GPU_ROWS, chosen_dtype, conversion, settled
-from bough.model.gpu.embeddings import embeddings_for_host, host_bytes
-from bough.model.loading import build_skeleton
-from bough.model.memory import budgets, device_budget, with_kv_memory
-from bough.model.shapes import model_shapes
-from bough.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place
+from bough.config.processes import TargetConfig, parse
+from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.loading.default_settings import GPU_ROWS, chosen_dtype, conversion, settled
+from bough.model.loading.loading import build_skeleton
+from bough.model.running.host_embeddings import embeddings_for_host, host_bytes
+from bough.model.sizes import memory_budget
+from bough.model.sizes.memory_budget import budgets, device_budget, with_kv_memory
+from bough.model.sizes.model_sizes import model_shapes
+from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place
+from tests.conftest import TINY, save_model
+from tests.fakes.device_sweeps import Where, on_cpu, on_device
+from tests.model.test_reproducible import FAMILIES
 
 GB = 1000**3
 GPU = torch.device("cuda", 0)
@@ -44,11 +44,11 @@ def llama_70b(**changes: Any) -> LlamaConfig:
 
 def placed(monkeypatch: pytest.MonkeyPatch, config: LlamaConfig, *flags: str) -> Placement:
     """As a target places it on such a card with 128 GB beside it."""
-    monkeypatch.setattr(memory, "free_device_bytes", lambda _: CARD - CONTEXT)
-    monkeypatch.setattr(memory, "free_memory", lambda: 128 * GB)
+    monkeypatch.setattr(memory_budget, "free_device_bytes", lambda _: CARD - CONTEXT)
+    monkeypatch.setattr(memory_budget, "free_memory", lambda: 128 * GB)
     settings = settled(parse(TargetConfig, "t", ["--model", "m", *flags], {}), config, "cuda")
     shapes = model_shapes(config, Path(), settings.dtype, 0, settings.rows, "cuda")
-    device, host = device_budget(settings, GPU), memory.host_budget(settings, is_gpu=True)
+    device, host = device_budget(settings, GPU), memory_budget.host_budget(settings, is_gpu=True)
     settings = with_kv_memory(settings, shapes.kv, 8192, device, host)
     return place(shapes.layer_bytes, shapes.fixed(settings, True), budgets(settings, shapes.layer_bytes, device, host))
 

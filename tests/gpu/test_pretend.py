@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_sweeps import Where, on_the_device, three_sweeps
-from models import CPU
-from pretend import device, notes, pretending
-from pretend_lanes import NEVER, PretendedLanes
 
-from target_worker.copy_ring import DeviceRing
-from target_worker.kv_stage import KVStage
-from target_worker.lanes import Mark
+from target_worker.kv.kv_offload import KVStage
+from target_worker.link.device_ring import DeviceRing
+from target_worker.link.streams import Mark
+from tests.fakes.device_sweeps import Where, on_the_device, three_sweeps
+from tests.fakes.models import CPU
+from tests.fakes.pretend import device, notes, pretending
+from tests.fakes.pretend_lanes import NEVER, PretendedLanes
 
 
 def test_two_memories_are_not_mixed() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import triton.runtime.interpreter as interpreter
 
-from bough.model.checkpoint import TensorPlace
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.tensor_source import FreshMemory, Source
 from bough.model.gpu import unpack_triton
-from bough.model.packed import Awq, Gptq, Packed
-from bough.model.source import FreshMemory, Source
+from bough.model.quant.packed import Awq, Gptq, Packed
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

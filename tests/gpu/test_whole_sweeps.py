@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import save_model
-from device_sweeps import Where, on_cpu, on_device
-from pretend_lanes import ALWAYS, NEVER
-from test_packed import awq, gptq, rewrite, tensors_of
-from test_reproducible import FAMILIES
 
-from bough.model.pack import pack
+from bough.model.packing.pack import pack
+from tests.conftest import save_model
+from tests.fakes.device_sweeps import Where, on_cpu, on_device
+from tests.fakes.pretend_lanes import ALWAYS, NEVER
+from tests.model.test_packed import awq, gptq, rewrite, tensors_of
+from tests.model.test_reproducible import FAMILIES
 
 CLOSE = 1e-4  # of the largest: torch's products and ours, in float32, over four layers
 MIXTURES = [name for name, config in FAMILIES.items() if "moe" in name or hasattr(config, "num_local_experts")]

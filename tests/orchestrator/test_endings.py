@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from bough.errors import Unavailable
-from orchestrator.running import Stream
-from orchestrator.workers import TargetClient
+from orchestrator.admission.active_streams import Stream
+from orchestrator.cluster.worker_clients import TargetClient
 
 
 @pytest.mark.parametrize("num_ticks", range(6))

@@ -16,22 +16,22 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from fake_stage import Stage, staged, until
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from http_stack import error_of
 from prometheus_client.parser import text_string_to_metric_families
 
-from bough import wire_generation as wire
 from bough.client import Client
-from bough.config import OrchestratorConfig, parse
+from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, Unauthenticated
-from bough.generation import Finished, GenerateOptions, Resume, Started, TextPrompt
 from bough.pb import generation_pb2 as pb
 from bough.pb import generation_pb2_grpc
-from bough.rpc import is_serving, open_channel
+from bough.protocol import codec_generation as wire
+from bough.protocol.generation import Finished, GenerateOptions, Resume, Started, TextPrompt
+from bough.rpc.server import is_serving, open_channel
+from bough.rpc.status_map import to_error
 from bough.security.api_keys import hash_of
-from bough.status import to_error
 from orchestrator.assembly import Orchestrator, assembled
+from tests.fakes.http_stack import error_of
+from tests.fakes.stage import Stage, staged, until
 
 PROMPT = TextPrompt("hello")
 SHORT = GenerateOptions(max_tokens=3, temperature=0.0)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from fake_fleet import FakeTarget, Fleet
-from streams import OPTIONS, PROMPT, expected, read, until
 
 from bough.client import Client
 from bough.errors import NotFound
-from bough.generation import GenerateOptions, Resume, TextPrompt
-from bough.records import RequestRecord, SessionRecord, pack_tokens
-from bough.sampling import SamplingParams, StopConditions
+from bough.protocol.generation import GenerateOptions, Resume, TextPrompt
+from bough.protocol.sampling_params import SamplingParams, StopConditions
+from bough.registry.records import RequestRecord, SessionRecord, pack_tokens
+from tests.fakes.fleet import FakeTarget, Fleet
+from tests.fakes.streams import OPTIONS, PROMPT, expected, read, until
 
 NEXT = GenerateOptions(session_id="s", seed=3, max_tokens=20, ignore_eos=True, continues=True)
 MORE = TextPrompt("more")

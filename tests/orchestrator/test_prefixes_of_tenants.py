@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from simulated import pair_of
-from stack import Stack, simulated_stack
 
-from bough.generation import Finished, GenerateOptions, TokenPrompt
-from bough.prefix import BLOCK_TOKENS, block_hashes
+from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt
+from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
 from bough.security.api_keys import hash_of
 from bough.security.keyring import Keyring
-from orchestrator.tenants import Callers
+from orchestrator.serving.tenants import Callers
+from tests.fakes.simulated import pair_of
+from tests.fakes.stack import Stack, simulated_stack
 
 ALICE, BOB = ["Bearer sk-alice"], ["Bearer sk-bob"]
 PROMPT = TokenPrompt(tuple(range(3, 3 + 5 * BLOCK_TOKENS)))

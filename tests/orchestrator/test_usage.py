@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bough.errors import Exhausted
-from bough.generation import Started, Tokens
-from bough.messages import RoundTimings
+from bough.protocol.generation import Started, Tokens
+from bough.protocol.messages import RoundTimings
 from bough.security.api_keys import ApiKey
-from orchestrator.usage import Usage
+from orchestrator.admission.tenant_usage import Usage
 
 ALICE = ApiKey("alice", "0" * 64)
 

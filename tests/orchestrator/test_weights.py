@@ -6,17 +6,17 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from fake_fleet import FakeTarget, Fleet, Process
-from streams import OPTIONS, expected, kill_the_one_that_gets, once, read, until
 
+from bough.cli.doctor import find_problems
 from bough.client import Client
-from bough.commands.doctor import find_problems
 from bough.errors import BoughError, PairingError, Unavailable
-from bough.generation import GenerateOptions, Resume, TextPrompt
-from bough.messages import WorkerInfo
-from bough.pairing import refuse_misfits
-from orchestrator import weights
-from orchestrator.requests import Requests
+from bough.processes.compatibility import refuse_misfits
+from bough.protocol.generation import GenerateOptions, Resume, TextPrompt
+from bough.protocol.messages import WorkerInfo
+from orchestrator.cluster import same_weights
+from orchestrator.serving.requests import Requests
+from tests.fakes.fleet import FakeTarget, Fleet, Process
+from tests.fakes.streams import OPTIONS, expected, kill_the_one_that_gets, once, read, until
 
 TURN = GenerateOptions(session_id="s", seed=3, max_tokens=20, ignore_eos=True)
 NEXT = replace(TURN, continues=True)
@@ -26,7 +26,7 @@ Targets = dict[str, tuple[FakeTarget, Process]]
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(same_weights, "LOOK_SECONDS", 0.02)
 
 
 async def fleet_of(fakes: Fleet, hashes: dict[str, str], *flags: str) -> tuple[Targets, Requests, Client]:
@@ -99,7 +99,7 @@ async def test_a_stream_ends_where_its_target_turns_out_to_have_other_weights(fa
 async def test_a_target_is_asked_for_its_hash_before_it_takes_over(
     fakes: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr(same_weights, "LOOK_SECONDS", 1000.0)
     targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": ""})
     requests.directory._targets["t1"].num_running += 1
     targets["t1"][0].weights_hash = "h2"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bough.runtime import compile_once
-from bough.runtime.compile_once import compile_apart
+from bough.processes import compile_once
+from bough.processes.compile_once import compile_apart
 
 
 def test_each_set_of_kernels_is_compiled_once_by_a_process_that_ends(

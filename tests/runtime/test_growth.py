@@ -10,15 +10,15 @@ from pathlib import Path
 GROWN_BYTES = 60_000_000  # rows of keys and values in pages of 2 MB, and Python's own
 GAP_BYTES = 100_000_000  # of heaps, that nothing is in: it was 200 MB and more, and is 30 to 40
 
-# The process's own beginning (`bough.process.run`), and then sessions of all sizes, released as the orchestrator does.
+# The process's own beginning (`bough.processes.process.run`), and then sessions of all sizes, released as the orchestrator does.
 SERVE = """
 import ctypes, json, random, sys
 from pathlib import Path
-from bough.config import DraftConfig, parse
-from bough.growth import BestFirst, TreePlan
-from bough.messages import Context, GrowCall
-from bough.process import run
-from bough.sampling import SamplingParams
+from bough.config.processes import DraftConfig, parse
+from bough.trees.tree_plan import BestFirst, TreePlan
+from bough.protocol.messages import Context, GrowCall
+from bough.processes.process import run
+from bough.protocol.sampling_params import SamplingParams
 
 def own_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()

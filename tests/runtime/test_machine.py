@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.config import TargetConfig, parse
+from bough.config.processes import TargetConfig, parse
 from bough.runtime.machine import free_memory, may_be_gpu, most_of, usable_cpus
 from loadtest.limits import limited
 
@@ -124,7 +124,7 @@ def test_pages_of_files_are_free_unless_they_are_mapped(version: int, tmp_path: 
 
 
 def test_affinity_decides_how_many_threads_compute_by_default() -> None:
-    code = "from bough.config import TargetConfig, parse; print(parse(TargetConfig, 't', ['--model', 'm'], {}).threads)"
+    code = "from bough.config.processes import TargetConfig, parse; print(parse(TargetConfig, 't', ['--model', 'm'], {}).threads)"
     one = str(min(os.sched_getaffinity(0)))
     command = ["taskset", "-c", one, sys.executable, "-c", code]
     try:

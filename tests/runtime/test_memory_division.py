@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from bough.commands.divided import divided
-from bough.config import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.cli.machine_division import divided
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError
-from bough.growth import MAX_EXPANSIONS
-from bough.launch import Settings
-from bough.model.draft_needs import draft_needs
-from bough.runtime.division import Division, DraftNeeds, divide
+from bough.model.sizes.draft_needs import draft_needs
+from bough.processes.launch import Settings
+from bough.processes.memory_division import Division, DraftNeeds, divide
 from bough.runtime.kv_budget import MOST_BYTES, kv_budget
+from bough.trees.tree_plan import MAX_EXPANSIONS
 
 GB = 1000**3
 NEEDS = DraftNeeds(weights=300_000_000, session=90_000_000)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli import main
+from bough.cli.main import main
 from bough.errors import ConfigError, Unauthenticated
 from bough.security.api_keys import hash_of, read_keys
 from bough.security.bearer import MAX_KEY_LENGTH, require_key

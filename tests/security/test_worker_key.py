@@ -12,20 +12,20 @@ from pathlib import Path
 
 import grpc
 import pytest
-from simulated import write_profile
 
 from bough.client import Client
-from bough.config import OrchestratorConfig, TargetConfig, parse
+from bough.config.processes import OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError, Unauthenticated
-from bough.generation import Finished, GenerateOptions, TextPrompt
-from bough.launch import Cluster, Settings
-from bough.messages import WorkerInfo
 from bough.pb import common_pb2, target_pb2_grpc
-from bough.rpc import is_serving, open_channel
+from bough.processes.launch import Cluster, Settings
+from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
+from bough.protocol.messages import WorkerInfo
+from bough.rpc.server import is_serving, open_channel
 from bough.security.access import Access
 from bough.security.worker_key import WorkerKey
 from orchestrator.assembly import assembled
-from orchestrator.workers import TargetClient
+from orchestrator.cluster.worker_clients import TargetClient
+from tests.fakes.simulated import write_profile
 
 SECRET, OTHER = "0123456789abcdef" * 4, "f" * 64
 

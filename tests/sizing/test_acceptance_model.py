@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bough.sizing.acceptance_model import AcceptanceModel, SessionBias, with_values
-from bough.tree import Tree
+from bough.trees.tree import Tree
 
 
 def random_tree(rng: np.random.Generator, num_nodes: int = 16) -> Tree:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bough.protocol.cost_curve import CostCurve
 from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
-from bough.sizing.cost_curve import CostCurve
 from bough.sizing.gain_profile import EDGES, GainProfile
 
 SIZES = np.arange(1, 513)

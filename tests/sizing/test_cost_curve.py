@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidCurve
-from bough.sizing.cost_curve import MAX_KNOTS, CostCurve
+from bough.protocol.cost_curve import MAX_KNOTS, CostCurve
 
 
 def test_seconds_are_linear_between_knots_and_go_on_beyond_the_last() -> None:

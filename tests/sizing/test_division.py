@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.sizing.cost_curve import CostCurve
+from bough.protocol.cost_curve import CostCurve
 from bough.sizing.division import Price, Rider, divide
-from bough.tree import Tree
+from bough.trees.tree import Tree
 
 FREE = CostCurve((1, 1000), (1.0, 1.0))
 LINEAR = CostCurve((1, 1001), (1.0, 101.0))  # a tenth of a second a row

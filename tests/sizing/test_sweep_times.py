@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.sizing.cost_curve import CostCurve
+from bough.protocol.cost_curve import CostCurve
 from bough.sizing.step_times import StepTimes
 from bough.sizing.sweep_times import SweepPrior, SweepTimes, expert_volume
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from bough.errors import AcceleratorFull, AcceleratorLost
-from bough.runtime.ending import end_soon
+from bough.runtime.fatal_exit import end_soon
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, the one error of CUDA's own after which all goes on
 

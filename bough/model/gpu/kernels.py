@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Kernels(NamedTuple):
-    """Functions of `bough.model.attention_triton` and `bough.model.gpu.unpack_triton`."""
+    """Functions of `bough.model.gpu.attention_triton` and `bough.model.gpu.unpack_triton`."""
 
     attend: Callable[..., torch.Tensor]
     write_own: Callable[..., None]
@@ -30,8 +30,7 @@ def kernels_on(device: torch.device) -> Kernels | None:
 def of_gpus() -> Kernels | None:
     """All of them; None, with a warning, where Triton is missing."""
     try:
-        from bough.model import attention_triton
-        from bough.model.gpu import unpack_triton
+        from bough.model.gpu import attention_triton, unpack_triton
     except ImportError as exc:
         logger.warning(
             "attention gathers every path, not bit for bit, and 4 and 8 bits are unpacked many times slower than they "

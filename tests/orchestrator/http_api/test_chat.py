@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_stack import HttpStack, Json, http_stack
 
 from bough.client import Client
-from bough.generation import ChatPrompt, Finished, GenerateOptions, Message, Tokens
+from bough.protocol.generation import ChatPrompt, Finished, GenerateOptions, Message, Tokens
+from tests.fakes.http_stack import HttpStack, Json, http_stack
 
 PATH = "/v1/chat/completions"
 QUESTION = "Why is the sky blue?"

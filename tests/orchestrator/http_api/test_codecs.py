@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
-from bough.generation import (
+from bough.protocol.generation import (
     ChatPrompt,
     Finished,
     GenerateOptions,
@@ -23,8 +23,8 @@ from bough.generation import (
     Tokens,
     Usage,
 )
-from bough.messages import RoundTimings
-from bough.sampling import PositionLogprobs, TokenLogprob
+from bough.protocol.messages import RoundTimings
+from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api.answer import Head, StreamTelling, speculative_decoding
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import FIELD_NAMES, ChatAnswer, chat_limits, chat_prompt

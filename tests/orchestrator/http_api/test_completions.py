@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from http_stack import HttpStack, Json, http_stack
 
 from bough.client import Client
-from bough.generation import Finished, GenerateOptions, TextPrompt, Tokens
+from bough.protocol.generation import Finished, GenerateOptions, TextPrompt, Tokens
+from tests.fakes.http_stack import HttpStack, Json, http_stack
 
 PATH = "/v1/completions"
 BODY: Json = {"prompt": "Once upon", "seed": 5, "max_tokens": 6, "ignore_eos": True, "speculation": False}

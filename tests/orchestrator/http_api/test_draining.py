@@ -7,11 +7,11 @@ import json
 
 import httpx
 import pytest
-from fake_stage import Stage, config_of, until
-from http_stack import Json, error_of
 
 from bough.client import Client
 from orchestrator.assembly import Orchestrator, assembled
+from tests.fakes.http_stack import Json, error_of
+from tests.fakes.stage import Stage, config_of, until
 
 PATH = "/v1/completions"
 SHORT: Json = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -76,7 +76,7 @@ async def test_a_client_that_hangs_up_ends_the_call_at_the_target(stage: Stage) 
 
 
 async def test_a_flood_is_refused_before_it_is_decoded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.entrance.SPARE_CALLS", 0)
+    monkeypatch.setattr("orchestrator.admission.entrance.SPARE_CALLS", 0)
     flags = ("--max-running", "1", "--max-waiting", "1")
     async with assembled(config_of(stage, *flags), asyncio.Event()) as orchestrator, client_of(orchestrator) as client:
         await until(lambda: orchestrator.is_ready)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from bough.errors import Unavailable
-from bough.generation import Event, Started
+from bough.protocol.generation import Event, Started
 from orchestrator.http_api.merging import Indexed, merged
 
 FOR_EVER = 3600.0

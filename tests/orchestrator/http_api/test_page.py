@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from http_stack import HttpStack, http_stack
 
-from bough.config import OrchestratorConfig, parse
+from bough.config.processes import OrchestratorConfig, parse
 from orchestrator.http_api.ui import FILES, FOLDER
 from orchestrator.http_door import has_page
+from tests.fakes.http_stack import HttpStack, http_stack
 
 CHAT = "/v1/chat/completions"
 BODY = {

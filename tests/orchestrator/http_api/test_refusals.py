@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from http_stack import HttpStack, Json, error_of, http_stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.entrance import SMALL_BYTES
+from orchestrator.admission.entrance import SMALL_BYTES
 from orchestrator.http_api.body import MAX_BODY_BYTES
 from orchestrator.http_api.fields import ChatFields, CompletionFields, MessageFields
+from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER: Json = {"role": "user", "content": "x"}

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_stack import HttpStack, Json, error_of, http_stack
 from prometheus_client import CollectorRegistry
 
 from bough.errors import ConfigError, Unavailable
-from orchestrator.admission import Admission
+from orchestrator.admission.admission import Admission
 from orchestrator.http_api import body, exchange
 from orchestrator.http_api.app import http_app
 from orchestrator.http_api.server import http_serving
-from orchestrator.tenants import Callers
+from orchestrator.serving.tenants import Callers
+from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 
 PATH = "/v1/chat/completions"
 BODY: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "speculation": False, "seed": 1}

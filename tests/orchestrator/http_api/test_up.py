@@ -12,17 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from simulated import write_profile
 
-from bough.cli import argument_parser
-from bough.commands.up import free_port, settings_from
-from bough.tether import MODULE
+from bough.cli.main import argument_parser
+from bough.cli.up import free_port, settings_from
+from bough.processes.exit_with_parent import MODULE
+from tests.fakes.simulated import write_profile
 
 
 @contextmanager
 def bough_up(*flags: str) -> Iterator[subprocess.Popen[str]]:
     """The command as a user runs it; it ends with the block."""
-    command = [sys.executable, *MODULE, "bough.cli", "up", "--port", "0", *flags]
+    command = [sys.executable, *MODULE, "bough.cli.main", "up", "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield process
@@ -47,7 +47,7 @@ def test_the_line_that_it_prints_works_as_it_is_pasted_and_doctor_says_where(tmp
         assert answer["choices"][0]["message"]["content"]
         assert answer["usage"]["completion_tokens"] <= 64
         url = line.split()[1].removesuffix("/chat/completions")
-        doctor = [sys.executable, *MODULE, "bough.cli", "doctor", "--address", address]
+        doctor = [sys.executable, *MODULE, "bough.cli.main", "doctor", "--address", address]
         assert f"OpenAI's clients at {url}\n" in subprocess.run(doctor, capture_output=True, text=True).stdout
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bough.sizing.decision import Decision, Mode, Parts
-from orchestrator.acceptance import HALF_LIFE_ROUNDS
+from bough.protocol.decision import Decision, Mode, Parts
+from orchestrator.sizing.acceptance_counts import HALF_LIFE_ROUNDS
 from orchestrator.sizing.decision_log import MAX_DRAFTS, MAX_ROUNDS, MAX_SESSIONS, DecisionLog
 
 

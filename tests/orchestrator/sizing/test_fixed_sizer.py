@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_rounds import FLAT, ROOT, STEEP, MadeRounds, situation
 
-from bough.generation import Speculation
-from bough.growth import NO_TREE, BestFirst, Chains, Growth, StaticShape
-from bough.sizing.decision import Mode
-from bough.tree import Tree
+from bough.protocol.decision import Mode
+from bough.protocol.generation import Speculation
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import NO_TREE, BestFirst, Chains, Growth, StaticShape
 from orchestrator.sizing.fixed_sizer import MIN_SHARE, FixedSizer
 from orchestrator.sizing.plans import RoundPlan, WorkerFacts
+from tests.fakes.made_rounds import FLAT, ROOT, STEEP, MadeRounds, situation
 
 DEFAULT = Speculation()
 

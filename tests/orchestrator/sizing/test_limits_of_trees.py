@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_rounds import FLAT, ROOT, STEEP, STEP, MadeRounds, new_sizer, situation
 
-from bough.draft_probs import DraftProbs
 from bough.errors import InvalidRequest
-from bough.generation import Speculation
-from bough.growth import (
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.decision import Mode
+from bough.protocol.generation import Speculation
+from bough.trees.draft_probs import DraftProbs
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import (
     MAX_EXPANSIONS,
     NO_TREE,
     BestFirst,
@@ -25,11 +27,9 @@ from bough.growth import (
     TreePlan,
     require_growth,
 )
-from bough.sizing.cost_curve import CostCurve
-from bough.sizing.decision import Mode
-from bough.tree import Tree
 from orchestrator.sizing.plans import Proposal, WorkerFacts, limited
 from orchestrator.sizing.tree_sizer import MOST_NODES, UNKNOWN
+from tests.fakes.made_rounds import FLAT, ROOT, STEEP, STEP, MadeRounds, new_sizer, situation
 
 SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bough.growth import Guess, Scheme
-from bough.tree import Tree
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Guess, Scheme
 from orchestrator.sizing.pairs import (
     FIRST_BOUND,
     FIRST_PROBE,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_rounds import ROOT, STEP, MadeRounds, situation
 
-from bough.messages import GrowResult, RoundTimings, Timings, Verdict, VerifyResult
-from bough.sizing.cost_curve import CostCurve
-from bough.sizing.decision import Parts
-from bough.tree import Tree
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.decision import Parts
+from bough.protocol.messages import GrowResult, RoundTimings, Timings, Verdict, VerifyResult
+from bough.trees.tree import Tree
 from orchestrator.sizing.pairs import Habits
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
 from orchestrator.sizing.round_times import FIRST_STEPS, RoundTimes
+from tests.fakes.made_rounds import ROOT, STEP, MadeRounds, situation
 
 MS = 1_000_000
 CURVE = CostCurve((1, 101), (1.0, 2.0))  # a hundredth of a second a row

@@ -5,7 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from made_rounds import (
+
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.decision import Mode
+from bough.sizing.choice import Size
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import BestFirst
+from orchestrator.sizing.fixed_sizer import FixedSizer
+from orchestrator.sizing.plans import Sizer
+from orchestrator.sizing.tree_sizer import PROBE
+from tests.fakes.made_rounds import (
     DEFAULT,
     FLAT,
     GOOD,
@@ -19,15 +28,6 @@ from made_rounds import (
     seconds_per_token,
     situation,
 )
-
-from bough.growth import BestFirst
-from bough.sizing.choice import Size
-from bough.sizing.cost_curve import CostCurve
-from bough.sizing.decision import Mode
-from bough.tree import Tree
-from orchestrator.sizing.fixed_sizer import FixedSizer
-from orchestrator.sizing.plans import Sizer
-from orchestrator.sizing.tree_sizer import PROBE
 
 SURE = (0.97, 0.01)  # what a draft says of its guesses
 

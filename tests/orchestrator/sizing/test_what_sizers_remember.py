@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_rounds import GOOD, ROOT, STEEP, STEP, WRONG, MadeRounds, mean_nodes, new_sizer, situation
 
-from bough.generation import Speculation
-from bough.growth import Chains, Guess
-from bough.sizing.decision import Mode
-from bough.tree import Tree
+from bough.protocol.decision import Mode
+from bough.protocol.generation import Speculation
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Chains, Guess
 from orchestrator.sizing.decision_log import MAX_ROUNDS, MAX_SESSIONS
 from orchestrator.sizing.pairs import MAX_PAIRS
 from orchestrator.sizing.plans import WorkerFacts
 from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.sizing.worker_times import MAX_WORKERS
+from tests.fakes.made_rounds import GOOD, ROOT, STEEP, STEP, WRONG, MadeRounds, mean_nodes, new_sizer, situation
 
 SURE = (0.97, 0.01)
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from bough.sizing.cost_curve import CostCurve
+from bough.protocol.cost_curve import CostCurve
 from orchestrator.sizing.worker_times import MAX_WORKERS, NUM_RECENT, ByWorker, DraftTimes, Recent, TargetTimes
 
 CURVE = CostCurve((1, 64), (1.0, 2.0))

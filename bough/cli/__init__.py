@@ -1,0 +1,1 @@
+"""The `bough` command: a file for each of its subcommands."""

@@ -1,0 +1,29 @@
+"""Divides this machine's memory among the processes that a command is about to start, and says how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from bough.model.sizes.draft_needs import draft_needs
+from bough.processes.launch import Settings
+from bough.processes.memory_division import divide
+from bough.runtime.machine import free_memory, may_be_gpu
+
+
+def divided(settings: Settings, report: Callable[[str], None]) -> Settings:
+    """The same settings with what each worker may take; `report` hears the plan.
+
+    Where a worker computes on a GPU, or has no weights, they stay as they are: it finds out itself what there is.
+
+    Raises:
+        ConfigError: memory does not suffice.
+        CheckpointError: the draft's model is not there, or damaged.
+    """
+    target, draft = settings.target, settings.draft
+    if target.simulate or may_be_gpu(target.device) or (draft is not None and may_be_gpu(draft.device)):
+        return settings
+    needs = draft_needs(draft) if draft is not None else None
+    division = divide(free_memory(), target, draft, needs, has_index=not settings.index_url)
+    report("\n".join(division.lines()))
+    return replace(settings, target=division.target, draft=division.draft)

@@ -1,0 +1,47 @@
+"""`bough plan`: what a model would need and how fast it would be, from its configuration and this machine's speeds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from bough.cli.main import PLAN_SETTINGS
+from bough.cli.plan_model import make_plan
+from bough.cli.plan_report import as_json, plotted_tokens, print_report
+from bough.cli.plotting import require_matplotlib, save_png
+from bough.config.processes import PlanConfig, parse
+from bough.errors import ConfigError
+
+
+async def plan(arguments: argparse.Namespace) -> int:
+    """Prints a plan, as tables and a plot or as one JSON line."""
+    if arguments.png:
+        require_matplotlib("--png")
+    result = make_plan(settings_from(arguments))
+    if arguments.png:
+        save_png(result.sweep, plotted_tokens(result.sweep), Path(result.model).name, arguments.png)
+    if arguments.json:
+        print(json.dumps(as_json(result)))
+    else:
+        print_report(result)
+    return 0
+
+
+def settings_from(arguments: argparse.Namespace) -> PlanConfig:
+    """What the flags ask for, over what the environment says about the target.
+
+    Raises:
+        ConfigError: naming the flag and its value.
+    """
+    flags = ["--model", arguments.model]
+    for name in PLAN_SETTINGS:
+        if (value := getattr(arguments, name)) is not None:
+            flags += ["--" + name.replace("_", "-"), value]
+    settings = parse(PlanConfig, "target_worker", flags, os.environ)
+    for name in ("host_memory", "host_link_speed"):
+        if settings.device == "cpu" and (value := getattr(settings, name)):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: {value}; with --device cpu the host's memory is the device's")
+    return settings

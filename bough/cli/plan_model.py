@@ -1,0 +1,181 @@
+"""The reckoning behind `bough plan`: sizes, places, the speeds that matter for them, and what it all comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bough.config.processes import OrchestratorConfig, PlanConfig
+from bough.errors import ConfigError
+from bough.model.architecture.architecture import max_positions
+from bough.model.loading.default_settings import CPU_ROWS, settled
+from bough.model.loading.loading import DTYPES
+from bough.model.running.batch_invariance import product_of
+from bough.model.sizes.hardware_probe import (
+    disk_speed,
+    find_device,
+    has_gpu,
+    host_link_speed,
+    matrix_speed,
+    memory_speed,
+    set_threads,
+    unpack_speed,
+)
+from bough.model.sizes.memory_budget import budgets, device_budget, host_budget, require_way_through, with_kv_memory
+from bough.model.sizes.model_sizes import ModelShapes, find_config, model_shapes
+from bough.sizing.cost_model import (
+    Purchase,
+    Rate,
+    Speed,
+    Speeds,
+    SweepModel,
+    purchases,
+    rate,
+    step_seconds,
+    sweep_model,
+)
+from bough.sizing.placement import Budgets, Placement, Tier, place, place_apart
+
+COMPARED_ROWS = 256  # measured beside the rows of a chunk
+GIGA, TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """What drafting costs in every round."""
+
+    model: str
+    weight_bytes: int  # read in every step
+    num_steps: int
+    width: int  # rows of a step
+    step_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a round."""
+        return self.num_steps * self.step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that the command tells."""
+
+    model: str
+    shapes: ModelShapes
+    is_gpu: bool  # an accelerator with memory of its own, here or elsewhere
+    budgets: Budgets
+    placement: Placement
+    speeds: Speeds
+    sweep: SweepModel
+    num_nodes: int  # of the trees for which rates and prices are reckoned
+    draft: DraftCost | None
+    rates: tuple[Rate, ...]
+    purchases: tuple[Purchase, ...]
+
+
+def make_plan(settings: PlanConfig) -> Plan:
+    """Sizes, then places, then those speeds that matter for them, then what it all comes to."""
+    config, folder = find_config(settings.model)
+    is_gpu = settings.device == "gpu" or (
+        settings.device == "" and (settings.host_memory > 0 or settings.host_link_speed > 0 or has_gpu())
+    )
+    device_type = "cuda" if is_gpu else "cpu"
+    settings = settled(settings, config, device_type)
+    shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
+    device, host = _device_budget(settings, is_gpu), _host_budget(settings, is_gpu)
+    settings = with_kv_memory(settings, shapes.kv, max_positions(config), device, host)
+    fixed = shapes.fixed(settings, is_gpu)
+    allowed = budgets(settings, shapes.layer_bytes, device, host)
+    apart = shapes.apart if settings.experts != "all" else None
+
+    def place_in(budgets: Budgets) -> Placement:
+        if apart is None:
+            return place(shapes.layer_bytes, fixed, budgets)
+        return place_apart(shapes.layer_bytes, apart, fixed, budgets, is_gpu, settings.experts == "chosen")
+
+    placement = place_in(allowed)
+    require_way_through(placement, is_gpu, allowed.host)
+    speeds = find_speeds(settings, shapes, placement, folder, is_gpu)
+    draft = draft_cost(settings, speeds) if settings.draft else None
+
+    def sweep_of(placement: Placement) -> SweepModel:
+        return sweep_model(placement, shapes.work, shapes.rows, speeds)
+
+    sweep, num_nodes = sweep_of(placement), min(OrchestratorConfig().budget, settings.max_nodes)
+    draft_seconds = draft.seconds if draft else 0.0
+    kinds = ("device", "host") if is_gpu else ("device",)
+    prices = purchases(allowed, kinds, place_in, lambda placed: sweep_of(placed).seconds(num_nodes))
+    return Plan(
+        settings.model,
+        shapes,
+        is_gpu,
+        allowed,
+        placement,
+        speeds,
+        sweep,
+        num_nodes,
+        draft,
+        tuple(rate(sweep, tokens, num_nodes, draft_seconds) for tokens in settings.tokens_per_round),
+        tuple(prices),
+    )
+
+
+def _device_budget(settings: PlanConfig, is_gpu: bool) -> int:
+    if is_gpu and not has_gpu() and not settings.device_memory:
+        raise ConfigError("--device-memory: missing; there is no gpu here to ask; a size such as 24GB would do")
+    return device_budget(settings, find_device(is_gpu))
+
+
+def _host_budget(settings: PlanConfig, is_gpu: bool) -> int:
+    if is_gpu and not has_gpu() and not settings.host_memory:
+        raise ConfigError("--host-memory: missing; a gpu's host is not this one; a size such as 128GB would do")
+    return host_budget(settings, is_gpu)
+
+
+def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement, folder: Path, is_gpu: bool) -> Speeds:
+    """Of what the plan needs: as told, or measured where the thing to measure is here.
+
+    Raises:
+        ConfigError: naming the flag for what is neither.
+    """
+    dtype, device = DTYPES[settings.dtype], find_device(is_gpu)
+    is_here = not is_gpu or has_gpu()
+    set_threads(settings.threads)
+    rows = (settings.rows, COMPARED_ROWS if settings.rows != COMPARED_ROWS else CPU_ROWS)
+    compute = _told("--compute-speed", settings.compute_speed, TERA)
+    host_link = _told("--host-link-speed", settings.host_link_speed, GIGA) if is_gpu else None
+    memory = _told("--memory-speed", settings.memory_speed, GIGA)
+    unpack = _told("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packed_bits else None
+    disk = _told("--link-speed", settings.link_speed, GIGA)
+    if is_here:
+        compute = compute or matrix_speed(shapes.matrices, rows, dtype, device, product_of(shapes.rows))
+        host_link = host_link or (host_link_speed(device) if is_gpu else None)
+        memory = memory or memory_speed(device)
+        unpack = unpack or (unpack_speed(shapes.packed_bits, dtype, device) if shapes.packed_bits else None)
+    if disk is None and (placement.num_bytes(Tier.DISK) or (placement.expert_bytes and not is_gpu)):
+        disk = disk_speed(folder, settings.link_threads)
+    if compute is None:
+        raise ConfigError("--compute-speed: missing; there is no gpu here to measure; a number of TFLOP/s would do")
+    if is_gpu and host_link is None and placement.link_bytes:
+        raise ConfigError("--host-link-speed: missing; there is no gpu here to measure; a number of GB/s would do")
+    if settings.draft and memory is None:
+        raise ConfigError("--memory-speed: missing, and the draft's time depends on it; a number of GB/s would do")
+    return Speeds(compute, disk, host_link, memory, unpack)
+
+
+def _told(flag: str, value: float, unit: float) -> Speed | None:
+    return Speed(value * unit, f"as told by {flag}") if value else None
+
+
+def draft_cost(settings: PlanConfig, speeds: Speeds) -> DraftCost:
+    """Of a tree that is grown with the orchestrator's own width and depth, on a device like the target's."""
+    config, folder = find_config(settings.draft)
+    defaults = OrchestratorConfig()
+    work = model_shapes(config, folder, settings.dtype, 0, defaults.width).work
+    return DraftCost(
+        settings.draft,
+        round(work.bytes_read(defaults.width)),
+        defaults.depth,
+        defaults.width,
+        step_seconds(work, defaults.width, defaults.width, speeds),
+    )

@@ -1,0 +1,44 @@
+"""What a command that starts processes says while they start, and when something happens to them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TextIO
+
+from bough.processes.launch import Waiting
+
+QUIET_SECONDS = 5.0  # that nothing is printed where nothing changes and output is no terminal
+ERASE_LINE = "\r\x1b[K"
+
+
+class Progress:
+    """What is waited for: a line that changes on a terminal, elsewhere one at each change and every few seconds."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        """Prints to standard error by default."""
+        self._stream = stream if stream is not None else sys.stderr
+        self._is_terminal = self._stream.isatty()
+        self._names: tuple[str, ...] = ()  # that were printed last, and when
+        self._printed_seconds = 0.0
+
+    def __call__(self, waiting: Waiting) -> None:
+        """Tells of it, where there is something new to tell."""
+        text = f"waiting {waiting.seconds:.0f} s for {', '.join(waiting.names)}"
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
+            print(f"{ERASE_LINE}{text[:width]}", end="", file=self._stream, flush=True)
+        elif waiting.names != self._names or waiting.seconds - self._printed_seconds >= QUIET_SECONDS:
+            print(text, file=self._stream, flush=True)
+            self._names, self._printed_seconds = waiting.names, waiting.seconds
+
+    def clear(self) -> None:
+        """Removes the line from a terminal."""
+        if self._is_terminal:
+            print(ERASE_LINE, end="", file=self._stream, flush=True)
+
+
+def tell(text: str) -> None:
+    """One plain line on standard error, not in the middle of a text that is being printed."""
+    sys.stdout.flush()
+    print(f"\n{text}" if sys.stdout.isatty() and sys.stderr.isatty() else text, file=sys.stderr, flush=True)

@@ -1,0 +1,138 @@
+"""`bough shape`: the tree worth most, from an acceptance in a file or from what a running system has measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bough.cli.plotting import require_matplotlib
+from bough.cli.shape_plot import save_shape
+from bough.cli.speculation import MOST_NODES
+from bough.client import Client
+from bough.errors import ConfigError
+from bough.trees.acceptance import Acceptance, FloatArray, acceptance_from, by_depth_and_rank, by_rank
+from bough.trees.optimal_tree import (
+    best_chains,
+    best_shape,
+    best_size,
+    expected_tokens,
+    expected_tokens_of_chains,
+    node_values,
+)
+from bough.trees.tree_plan import Scheme, StaticShape
+
+
+async def shape(arguments: argparse.Namespace) -> int:
+    """Prints one JSON line."""
+    _require_sizes(arguments)
+    if arguments.plot:
+        require_matplotlib("--plot")
+    acceptance = await live(arguments) if arguments.from_live else read_acceptance(arguments.vector)
+    acceptance = acceptance[:, : arguments.branch]
+    levels = min(arguments.levels or arguments.nodes, arguments.nodes)
+    began = time.perf_counter()
+    if arguments.sweep_seconds:
+        sweep_seconds = interpolated(dict(arguments.sweep_seconds), arguments.nodes)
+        best, rate = best_size(acceptance, sweep_seconds, arguments.step_seconds, levels)
+    else:
+        best, rate = best_shape(acceptance, arguments.nodes, levels), None
+    seconds = time.perf_counter() - began
+    report = described(best, acceptance)
+    if rate is not None:
+        report["tokens_per_second"] = rate
+    if arguments.plot:
+        title = (
+            f"{best.budget} nodes, {len(report['layer_sizes'])} levels: {report['expected_tokens']:.2f} tokens a round"
+        )
+        save_shape(best, node_values(best, acceptance), title, "--plot", arguments.plot)
+    print(json.dumps({**report, "acceptance": acceptance.tolist(), "search_seconds": seconds}))
+    return 0
+
+
+def described(shape: StaticShape, acceptance: Acceptance) -> dict[str, Any]:
+    """What is printed of a shape, beside the best k chains of its size."""
+    layer_sizes = np.bincount(shape.depths()).tolist()
+    report = {
+        "expected_tokens": expected_tokens(shape, acceptance),
+        "nodes": shape.budget,
+        "levels": len(layer_sizes),
+        "layer_sizes": layer_sizes,
+        "parents": list(shape.parents),
+        "chains": None,
+    }
+    if shape.parents:
+        chains = best_chains(acceptance, shape.budget, len(layer_sizes))
+        report["chains"] = {**chains._asdict(), "expected_tokens": expected_tokens_of_chains(chains, acceptance)}
+    return report
+
+
+def read_acceptance(file: str) -> Acceptance:
+    """From a JSON list, by rank, or a list of lists, by depth and rank.
+
+    Raises:
+        ConfigError: naming the file, and the entry where one is at fault.
+    """
+    try:
+        value = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"--vector: {file} cannot be read: {exc.strerror}") from exc
+    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or lists in lists without end
+        raise ConfigError(f"--vector: {file} is no JSON: {exc}") from exc
+    return acceptance_from(f"--vector: {file}", value)
+
+
+async def live(arguments: argparse.Namespace) -> Acceptance:
+    """What the orchestrator has measured, smoothed.
+
+    Raises:
+        ConfigError: it has measured nothing of this scheme yet.
+        Unavailable: it does not answer.
+    """
+    async with Client(*arguments.address.split(",")) as client:
+        counted = {one.scheme: one for one in await client.acceptance()}
+    scheme = Scheme(arguments.scheme or Scheme.TARGET)
+    if scheme not in counted:
+        others = ", ".join(one.value for one in counted) or "none"
+        raise ConfigError(
+            f"--from-live: {arguments.address} has verified no tree by the scheme {scheme.value} yet "
+            f"(measured: {others}); generating something first would do, or another --scheme"
+        )
+    return by_depth_and_rank(counted[scheme]) if arguments.by_depth else by_rank(counted[scheme])
+
+
+def interpolated(measured: dict[int, float], nodes: int) -> FloatArray:
+    """(nodes,) seconds of sweeps of 1 node and on, on straight lines between the measured ones.
+
+    Raises:
+        ConfigError: too few were measured.
+    """
+    sizes = sorted(measured)
+    if sizes[0] != 1 or sizes[-1] < nodes:
+        raise ConfigError(
+            f"--sweep-seconds: for {', '.join(map(str, sizes))} nodes; from 1 to at least {nodes} (--nodes) would do"
+        )
+    return np.interp(np.arange(1, nodes + 1), sizes, [measured[size] for size in sizes])
+
+
+def _require_sizes(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError naming a flag that makes no sense."""
+    for name in ("nodes", "levels", "branch"):
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= MOST_NODES:
+            raise ConfigError(f"--{name}: {value}; 1 to {MOST_NODES} would do")
+    if not 0 <= arguments.step_seconds < float("inf"):
+        raise ConfigError(f"--step-seconds: {arguments.step_seconds}; a number of seconds, 0 or more, would do")
+    if arguments.step_seconds and not arguments.sweep_seconds:
+        raise ConfigError("--step-seconds: of no use without --sweep-seconds, what sweeps take")
+    if arguments.by_depth and not arguments.from_live:
+        raise ConfigError("--by-depth: a file says by itself whether it is by depth; --from-live would do")
+    if arguments.scheme and not arguments.from_live:
+        raise ConfigError(f"--scheme: {arguments.scheme} says nothing of a file's numbers; --from-live would do")
+    for nodes, seconds in arguments.sweep_seconds:
+        if not (nodes >= 1 and 0 < seconds < float("inf")):
+            raise ConfigError(f"--sweep-seconds: {nodes}={seconds}; nodes, 1 or more, and seconds above 0 would do")

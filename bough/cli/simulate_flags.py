@@ -1,0 +1,111 @@
+"""Flags of `bough simulate`: what they are, and the scenarios that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from bough.config.parsers import number
+from bough.errors import ConfigError
+from bough.simulation.capacity_choice import Size
+from bough.simulation.profile import Profile, load_profile
+from bough.simulation.scenario import RequestKind, Scenario
+
+MOST_USERS = 100_000
+MOST_WORKERS = 100_000
+DEFAULT_MIX = "200:200"
+_KIND = re.compile(r"([0-9]{1,7}):([0-9]{1,7})(?::([0-9]{1,6}(?:\.[0-9]{1,6})?))?")
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """The flags that `scenarios_from` reads."""
+    add = parser.add_argument
+    add("profile", help="name of a shipped profile, or a JSON file; `bough simulate list` names those that are shipped")
+    add("--users", nargs="+", default=["1"], metavar="N", help="at once, 1 to 100000; several are simulated in turn")
+    add("--targets", default="1", help="target workers, 1 or more (default 1)")
+    add("--drafts", default="1", help="draft workers; 0 is plain decoding (default 1)")
+    add(
+        "--mix", default=DEFAULT_MIX, metavar="PROMPT:OUTPUT[:WEIGHT],...",
+        help=f"tokens of prompts and answers, and how often each kind comes (default {DEFAULT_MIX})",
+    )  # fmt: skip
+    add("--think", default="0", metavar="SECONDS", help="mean time from an answer to the next question (default 0)")
+    add("--gather", default="1", metavar="SWEEPS", help="longest wait for sessions that draft (default 1)")
+    add("--nodes", metavar="N", help="trees of this size always, divided among sessions; with --depth")
+    add("--depth", metavar="N", help="levels of these trees below the root")
+    add("--network", metavar="SECONDS", help="one way, instead of the profile's")
+    add("--seed", default="1", help="of chance (default 1)")
+    add("--no-purchases", action="store_true", help="do not work out what to buy next, which takes ten times as long")
+    add("--json", action="store_true", help="print one JSON line instead of a table")
+
+
+def scenarios_from(arguments: argparse.Namespace) -> list[Scenario]:
+    """One for each number of users.
+
+    Raises:
+        ConfigError: naming the flag, what it was, and what it must be.
+    """
+    profile = _profile(arguments)
+    fixed = _fixed(arguments)
+    read = _reader(arguments)
+    return [
+        Scenario(
+            profile,
+            num_users=_number("--users", users, number(int, 1, MOST_USERS)),
+            num_targets=read("targets", number(int, 1, MOST_WORKERS)),
+            num_drafts=read("drafts", number(int, 0, MOST_WORKERS)),
+            kinds=parse_mix(arguments.mix),
+            think_seconds=read("think", number(float, 0, 1e6)),
+            gather=read("gather", number(float, 0, 1e6)),
+            fixed=fixed,
+            seed=read("seed", number(int, 0)),
+        )
+        for users in arguments.users
+    ]
+
+
+def parse_mix(text: str) -> tuple[RequestKind, ...]:
+    """Kinds of requests from "200:200" or "200:200:4,2000:100:1".
+
+    Raises:
+        ConfigError: it is none.
+    """
+    kinds = []
+    for part in text.split(","):
+        match = _KIND.fullmatch(part.strip())
+        kind = RequestKind(int(match[1]), int(match[2]), float(match[3] or 1)) if match else None
+        if kind is None or not (kind.prompt_tokens and kind.output_tokens and kind.weight):
+            raise ConfigError(f"--mix: value was {part!r}; must be PROMPT:OUTPUT or PROMPT:OUTPUT:WEIGHT, all above 0")
+        kinds.append(kind)
+    return tuple(kinds)
+
+
+def _profile(arguments: argparse.Namespace) -> Profile:
+    profile = load_profile(arguments.profile)
+    if arguments.network is None:
+        return profile
+    seconds = _number("--network", arguments.network, number(float, 0, 1e3))
+    return replace(profile, network=replace(profile.network, one_way_seconds=seconds))
+
+
+def _fixed(arguments: argparse.Namespace) -> Size | None:
+    if (arguments.nodes is None) != (arguments.depth is None):
+        raise ConfigError("--nodes: value was given without --depth, or that without it; must be both or neither")
+    if arguments.nodes is None:
+        return None
+    nodes = _number("--nodes", arguments.nodes, number(int, 2, 4096))
+    return Size(nodes, _number("--depth", arguments.depth, number(int, 1, nodes - 1)))
+
+
+def _reader(arguments: argparse.Namespace) -> Callable[[str, Callable[[str], Any]], Any]:
+    return lambda name, parse: _number(f"--{name}", getattr(arguments, name), parse)
+
+
+def _number(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(text)
+    except ValueError as exc:
+        wanted = str(exc).removesuffix(" would do").replace("int of", "a whole number of").replace("float", "a number")
+        raise ConfigError(f"{flag}: value was {text}; must be {wanted}") from exc

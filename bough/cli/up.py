@@ -1,0 +1,216 @@
+"""`bough up`: the four processes, for as long as it runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import os
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from bough.cli.machine_division import divided
+from bough.cli.progress import Progress, tell
+from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.errors import ConfigError
+from bough.model import compiled_folder
+from bough.model.checkpoint.hub import fetch
+from bough.processes.exit_with_parent import MODULE, run
+from bough.processes.launch import Settings, launched
+from bough.processes.supervision import supervised
+from bough.registry.url import without_passwords
+from bough.simulation.profile import load_profile, shipped_profiles
+
+HTTP_PORT = 8000  # where servers of this kind are looked for
+INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
+NO_DRAFT = "none"
+MODEL_FLAGS = (
+    "target", "drop_layers", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
+    "draft_device", "draft_dtype",
+)  # fmt: skip
+
+
+async def up(arguments: argparse.Namespace) -> int:
+    """Starts everything and keeps it running until Ctrl-C; a worker that ends is started again."""
+    settings = settings_from(arguments)
+    if not settings.target.simulate:
+        if settings.target.model == str(demonstration_folder()):
+            ensure_demonstration()
+        fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
+        tell_of_first_start()
+    settings = divided(settings, tell)
+    progress = Progress()
+    async with launched(settings, progress) as cluster, supervised(cluster, tell):
+        progress.clear()
+        index = without_passwords(cluster.index_url)
+        print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
+        print(f'try: bough generate --address {cluster.address} "Why is the sky blue?"')
+        orchestrator, host = cluster.settings.orchestrator, cluster.address.rpartition(":")[0]
+        if orchestrator.http_port > 0:
+            tell_of_http(f"http://{host}:{orchestrator.http_port}", has_keys=bool(orchestrator.keys))
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+    return 0
+
+
+def tell_of_http(url: str, *, has_keys: bool) -> None:
+    """How OpenAI's clients get in: a line that works as it is pasted, where BOUGH_API_KEY has a key if one is asked."""
+    question = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
+    key = ' -H "Authorization: Bearer $BOUGH_API_KEY"' if has_keys else ""
+    print(f"OpenAI's clients: base URL {url}/v1; or try:")
+    print(f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
+
+
+def settings_from(arguments: argparse.Namespace) -> Settings:
+    """What the flags of `bough up` ask for, over what the environment says.
+
+    Raises:
+        ConfigError: naming the flag that cannot be used.
+    """
+    if arguments.simulate:
+        return simulated_settings(arguments)
+    target = arguments.target or os.environ.get("BOUGH_TARGET_MODEL")
+    draft = arguments.draft or os.environ.get("BOUGH_DRAFT_MODEL")
+    drops = arguments.drop_layers or os.environ.get("BOUGH_DRAFT_DROP_LAYERS")
+    if draft is None and drops is None:
+        if os.environ.get("BOUGH_ORCHESTRATOR_DRAFT") == NO_DRAFT:
+            draft = NO_DRAFT
+        elif target is None:
+            drops = SUBSTITUTE_DROPS
+    target = target or str(demonstration_folder())
+    target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
+    for name in ("max_context", "device_memory", "kv_memory", "host_memory"):
+        target_flags += _given(f"--{name.replace('_', '-')}", getattr(arguments, name))
+    if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
+        target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
+    target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)
+    return Settings(
+        target=target_config,
+        draft=_draft_config(arguments, target_config, draft, drops),
+        orchestrator=_orchestrator_config(arguments, has_draft=draft != NO_DRAFT),
+        index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
+    )
+
+
+def simulated_settings(arguments: argparse.Namespace) -> Settings:
+    """Workers without weights for both parts, or with `--draft none` for the target alone.
+
+    Raises:
+        ConfigError: the profile is not known, or a flag is given that is about a model.
+    """
+    for name in MODEL_FLAGS:
+        if (value := getattr(arguments, name)) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: value was {value}; must not be given beside --simulate, which has no model")
+    if arguments.draft not in (None, NO_DRAFT):
+        raise ConfigError(f"--draft: value was {arguments.draft}; must be none or not given beside --simulate")
+    profile = arguments.simulate
+    load_profile(profile)  # to say at once what is wrong with it
+    path = Path(profile)
+    flags = ["--simulate", profile if profile in shipped_profiles() else str(path.absolute())]
+    flags += _given("--max-context", arguments.max_context)
+    has_draft = arguments.draft is None
+    draft_flags = [*flags, *_given("--ahead-steps", arguments.ahead_steps)]
+    return Settings(
+        target=parse(TargetConfig, "target_worker", flags, os.environ),
+        draft=parse(DraftConfig, "draft_worker", draft_flags, os.environ) if has_draft else None,
+        orchestrator=_orchestrator_config(arguments, has_draft),
+        index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
+    )
+
+
+def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> OrchestratorConfig:
+    flags = [
+        "--draft",
+        "workers" if has_draft else NO_DRAFT,
+        "--port",
+        str(arguments.port),
+        *_given("--planner", arguments.planner),
+        *_given("--http-port", arguments.http_port),
+    ]
+    config = parse(OrchestratorConfig, "orchestrator", flags, os.environ)
+    if config.http_port == 0:  # settled here, so that it stays when the orchestrator is started again
+        return replace(config, http_port=free_port(config.host, HTTP_PORT))
+    return config
+
+
+def free_port(host: str, wanted: int) -> int:
+    """The port that is wanted if it is free, and otherwise one that is."""
+    for port in (wanted, 0):
+        with suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not matter
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    return 0  # whoever listens will say what is wrong with the host
+
+
+def _draft_config(
+    arguments: argparse.Namespace, target: TargetConfig, draft: str | None, drops: str | None
+) -> DraftConfig | None:
+    """Settings of the draft worker; None where there is to be none."""
+    if draft == NO_DRAFT:
+        if drops is not None:
+            raise ConfigError(f"--drop-layers: value was {drops}; must not be given beside --draft none")
+        return None
+    if drops is None and draft is None:
+        raise ConfigError(
+            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, or --drop-layers "
+            "for the target itself with layers left out; or none, to guess from a session's own text only"
+        )
+    flags = ["--model", draft or target.model, *_given("--drop-layers", drops)]
+    flags += [*_given("--device", arguments.draft_device), *_given("--dtype", arguments.draft_dtype)]
+    flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
+    if "BOUGH_DRAFT_MAX_CONTEXT" not in os.environ:
+        flags += ["--max-context", str(target.max_context)]  # of longer ones it would see a part
+    config = parse(DraftConfig, "draft_worker", flags, os.environ)
+    if config.ahead_steps < 0 and _gpu(config.device) == _gpu(target.device):
+        return replace(config, ahead_steps=0)  # they would be taken from the target's sweeps
+    return config
+
+
+def _gpu(device: str) -> str:
+    """A setting's device as torch numbers it, but for `auto` where there is no GPU."""
+    return "cuda:0" if device in ("auto", "cuda") else device
+
+
+def _given(flag: str, value: str | None) -> list[str]:
+    return [] if value is None else [flag, value]
+
+
+def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
+    """Writes the demonstration model unless it is there, in a process of its own that gives its memory back.
+
+    Whoever else wants it meanwhile waits.
+
+    Raises:
+        ConfigError: it could not be written.
+    """
+    folder = demonstration_folder(copies)
+    if is_written(folder, copies):
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_written(folder, copies):
+                _write_demonstration(folder, copies)
+    except OSError as exc:
+        raise ConfigError(f"{folder}: {exc}") from exc
+
+
+def _write_demonstration(folder: Path, copies: int) -> None:
+    print(f"writing the demonstration model to {folder}", file=sys.stderr)
+    command = [sys.executable, *MODULE, "bough.model.write_demonstration", str(folder), str(copies)]
+    if run(command) != 0:
+        raise ConfigError(f"{folder}: the demonstration model could not be written")
+
+
+def tell_of_first_start() -> None:
+    """Why nothing seems to happen for a while."""
+    if not next(compiled_folder().rglob("*.nbc"), None):
+        print("the first start compiles kernels for this processor, which takes a minute or two", file=sys.stderr)

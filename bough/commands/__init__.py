@@ -1,1 +1,0 @@
-"""The commands of `bough`, one file each."""

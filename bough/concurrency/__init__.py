@@ -1,0 +1,1 @@
+"""Tasks and futures of asyncio, as all services use them."""

@@ -1,0 +1,124 @@
+"""How settings classes are read: from flags, environment and defaults, what is unknown or malformed refused by name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields
+from typing import Any, NoReturn, TypeVar
+
+from bough.config.service_links import is_service_link
+from bough.errors import ConfigError
+
+ENV_PREFIX = "BOUGH"
+
+Config = TypeVar("Config")
+
+
+def setting(default: Any, parse: Callable[[str], Any], text: str, instead: str = "", shared: str = "") -> Any:
+    """A field of a settings class; without a default where that is MISSING.
+
+    `shared` is a variable that sets it for every service whose own variable does not.
+    `instead` names another field: exactly one of the two is to be given, and this one is empty beside the other.
+    """
+    return field(default=default, metadata={"parse": parse, "help": text, "instead": instead, "shared": shared})
+
+
+def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """Settings of a service from flags, then environment, then defaults.
+
+    Raises:
+        ConfigError: naming the flag or variable that is unknown, malformed or missing.
+    """
+    named, flagged = _from_environment(cls, service, environ), _from_flags(cls, service, argv)
+    for f in _fields(cls):
+        if other := f.metadata["instead"]:
+            _choose_one(f.name, other, named, flagged)
+    values = named | flagged
+    missing = [f for f in _fields(cls) if f.default is MISSING and f.name not in values]
+    if missing:
+        name, other = missing[0].name, missing[0].metadata["instead"]
+        beside = f", or {_flag(other)} does without it" if other else ""
+        raise ConfigError(f"{_flag(name)}: missing; the flag or {variable(service, name)} sets it{beside}")
+    return cls(**values)
+
+
+def to_flags(config: object, besides: Collection[str] = ()) -> list[str]:
+    """Flags from which `parse` makes an equal value, whatever the environment says, but for the fields `besides`."""
+    flags = []
+    for f in _fields(type(config)):
+        if f.name in besides:
+            continue
+        value = getattr(config, f.name)
+        flags += [_flag(f.name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return flags
+
+
+def variable(service: str, name: str) -> str:
+    """The environment variable that sets a field of a service's settings."""
+    return f"{ENV_PREFIX}_{service.removesuffix('_worker')}_{name}".upper()
+
+
+def at_most(config: object, name: str, limit: int) -> int:
+    """A limit, or a setting that is less; a setting that stands at its default says nothing."""
+    (default,) = (f.default for f in _fields(type(config)) if f.name == name)
+    value: int = getattr(config, name)
+    return limit if value == default else min(value, limit)
+
+
+def _choose_one(name: str, other: str, named: dict[str, Any], flagged: dict[str, Any]) -> None:
+    """Of two fields of which one is given instead of the other; a flag wins over a variable of either."""
+    given = [key for key in (name, other) if flagged.get(key)]
+    if len(given) == 1:
+        named.pop(name if given == [other] else other, None)
+    values = named | flagged
+    if values.get(name) and values.get(other):
+        raise ConfigError(
+            f"{_flag(other)}: value was {values[other]!r} beside {_flag(name)} {values[name]}; must be one of the two"
+        )
+    if values.get(other):
+        named[name] = ""
+
+
+def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    known = {variable(service, f.name): f for f in _fields(cls)}
+    prefix = variable(service, "")
+    ours = {name: text for name, text in environ.items() if name.startswith(prefix) and not is_service_link(name, text)}
+    for name in ours:
+        if name not in known:
+            raise ConfigError(f"{name}: no such setting; {', '.join(sorted(known))} are known")
+    shared = {f.metadata["shared"]: f for f in _fields(cls) if f.metadata["shared"] in environ}
+    values = {f.name: _read(name, f, environ[name]) for name, f in shared.items()}
+    return values | {known[name].name: _read(name, known[name], text) for name, text in ours.items()}
+
+
+def _from_flags(cls: type, service: str, argv: Sequence[str]) -> dict[str, Any]:
+    parser = _Parser(prog=f"python -m {service}", description=cls.__doc__, allow_abbrev=False)
+    for f in _fields(cls):
+        default = "" if f.default in (MISSING, "", ()) else f" (default {f.default})"
+        is_switch = isinstance(f.default, bool)
+        bare: dict[str, Any] = {"nargs": "?", "const": "yes"} if is_switch else {}
+        default = "" if is_switch else default
+        parser.add_argument(_flag(f.name), dest=f.name, default=None, help=f.metadata["help"] + default, **bare)
+    given = {name: text for name, text in vars(parser.parse_args(argv)).items() if text is not None}
+    return {f.name: _read(_flag(f.name), f, given[f.name]) for f in _fields(cls) if f.name in given}
+
+
+def _read(name: str, f: Field[Any], text: str) -> Any:
+    try:
+        return f.metadata["parse"](text)
+    except ValueError as exc:
+        raise ConfigError(f"{name}: {text!r}: {exc}") from exc
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _fields(cls: type) -> tuple[Field[Any], ...]:
+    return fields(cls)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

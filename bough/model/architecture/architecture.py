@@ -1,0 +1,180 @@
+"""Models built from their configurations, without any weights; and which of them can be run on trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, initialization
+
+from bough.errors import CheckpointError
+from bough.model.architecture import attention
+from bough.model.kv.session_kv import KVShape
+
+ATTENTIONS = {"full_attention", "sliding_attention"}  # of layers whose kinds a configuration tells
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in configurations
+# What transformers raises of configurations that it cannot read.
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError)
+BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length the longest position decides for all
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """The configuration of the language model in a folder.
+
+    Raises:
+        CheckpointError: where transformers cannot read it.
+    """
+    try:
+        return language_part(AutoConfig.from_pretrained(folder))
+    except UNREADABLE as exc:
+        raise CheckpointError(f"{folder / 'config.json'}: {exc}") from exc
+
+
+def language_part(config: PretrainedConfig) -> PretrainedConfig:
+    """What a configuration says of a language model: all of it, but of one that also sees or hears a part.
+
+    How weights are stored, and whether the head is the embeddings, is said of the whole.
+
+    Raises:
+        CheckpointError: it has no layers.
+    """
+    part: PretrainedConfig = config.get_text_config(decoder=True)
+    if (num_layers := getattr(part, "num_hidden_layers", 1)) < 1:
+        raise CheckpointError(f"config.json: num_hidden_layers: {num_layers}; 1 or more would do")
+    for name in ("dtype", "tie_word_embeddings", "quantization_config"):
+        if part is not config and getattr(config, name, None) is not None:
+            setattr(part, name, getattr(config, name))
+    return part
+
+
+def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The architecture on the meta device: every parameter has a shape and no memory.
+
+    Raises:
+        CheckpointError: naming an architecture that cannot be run, and why.
+    """
+    try:
+        with init_empty_weights(include_buffers=False), _parameters_left_empty():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+        reason = _why_not(model)
+    except UNREADABLE as exc:
+        reason = f"transformers does not build it as a language model with bough's attention: {exc!r}"
+    if reason:
+        raise CheckpointError(f"config.json: model_type {config.model_type!r} cannot be run: {reason}")
+    model.eval().requires_grad_(False)
+    model.tie_weights()
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _parameters_left_empty() -> Iterator[None]:
+    """transformers draws no random numbers for what has no memory, which took seconds; buffers get their values."""
+    functions: dict[str, Callable[..., Any]] = getattr(initialization, "TORCH_INIT_FUNCTIONS", {})
+    before = dict(functions)
+
+    def unless_empty(function: Callable[..., Any]) -> Callable[..., Any]:
+        def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
+
+        return fill
+
+    of_torch = {name: getattr(nn.init, name) for name in before}  # called by modules as they are made
+    functions.update({name: unless_empty(function) for name, function in before.items()})
+    for name, function in of_torch.items():
+        setattr(nn.init, name, unless_empty(function))
+    try:
+        yield
+    finally:
+        functions.update(before)
+        for name, function in of_torch.items():
+            setattr(nn.init, name, function)
+
+
+def _why_not(model: PreTrainedModel) -> str:
+    """What keeps a model from being run on trees; nothing where nothing does.
+
+    Nodes of a tree have their own pasts, which attention can pick out of the keys and values in a slot, and a state
+    that was carried through one past cannot.
+    """
+    others = sorted({*(getattr(model.config, "layer_types", None) or ())} - ATTENTIONS)
+    if model._is_stateful or others:
+        kinds = f"layers of {', '.join(others)}" if others else "its layers"
+        would_do = " or ".join(sorted(ATTENTIONS))
+        return f"{kinds} keep a state, or choose keys in a way that trees do not have; {would_do} would do"
+    if not model._supports_attention_backend:
+        return "it computes attention on its own and not through transformers' attention interface"
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        return "its decoder does not list its layers as `layers`"
+    if not all(any(hasattr(module, "layer_idx") for module in layer.modules()) for layer in layers):
+        return "not all of its layers have attention"
+    return _why_not_kept(model.config, layers)
+
+
+def _why_not_kept(config: PretrainedConfig, layers: nn.ModuleList) -> str:
+    """What keeps keys and values from standing in slots, which have the same room for them in every layer."""
+    if getattr(config, "kv_lora_rank", None):
+        return "its attention compresses keys and values together (MLA), and a head's are not of one size"
+    if getattr(config, "num_kv_shared_layers", None):
+        return "some of its layers attend to the keys of others, and have none themselves"
+    if getattr(config, "cross_attention_layers", None):
+        return "some of its layers attend to pictures, which are no part of a text"
+    shape = KVShape.of(config, torch.float32)
+    wanted = shape.num_kv_heads * shape.head_dim
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            is_either = name.rpartition(".")[2] in ("k_proj", "v_proj") and isinstance(module, nn.Linear)
+            if is_either and module.out_features != wanted:
+                return (
+                    f"layer {index} makes {module.out_features} numbers in {name} where {shape.num_kv_heads} heads of "
+                    f"{shape.head_dim} are {wanted}; slots have the same room in every layer"
+                )
+    return ""
+
+
+def cut_layers(config: PretrainedConfig, kept: tuple[int, ...]) -> None:
+    """Leaves these layers in a configuration.
+
+    Raises:
+        CheckpointError: one of them is not there, or none is wanted.
+    """
+    wrong = [index for index in kept if not 0 <= index < config.num_hidden_layers]
+    if wrong or not kept:
+        raise CheckpointError(
+            f"layers: {wrong or kept} to keep of a model that has 0 to {config.num_hidden_layers - 1}"
+        )
+    for name in PER_LAYER:
+        if of_layers := getattr(config, name, None):
+            setattr(config, name, [of_layers[index] for index in kept])
+    if hasattr(config, "decoder_sparse_step"):
+        dense, step = set(config.mlp_only_layers or ()), config.decoder_sparse_step
+        is_dense = [index in dense or (index + 1) % step > 0 for index in kept]
+        config.mlp_only_layers = [place for place, without_experts in enumerate(is_dense) if without_experts]
+        config.decoder_sparse_step = 1
+    if getattr(config, "first_k_dense_replace", None):
+        config.first_k_dense_replace = sum(index < config.first_k_dense_replace for index in kept)
+    config.num_hidden_layers = len(kept)
+
+
+def describe(model: PreTrainedModel, dtype: torch.dtype) -> str:
+    """Architecture, size and data type in words."""
+    config = model.config
+    name = str(dtype).removeprefix("torch.")
+    return f"{type(model).__name__}, {config.num_hidden_layers} layers of {config.hidden_size}, {name}"
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """A model's context, as far as a token's rotary embedding does not depend on what else is in the batch."""
+    longest = int(config.max_position_embeddings)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        if rope.get("rope_type") in BATCH_DEPENDENT_ROPES:
+            longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
+    return longest

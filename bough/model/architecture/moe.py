@@ -1,0 +1,229 @@
+"""Mixtures of experts: one expert's weights at a time, and only of those experts that some row has chosen.
+
+transformers keeps the experts of a layer in one stacked parameter. Here an `ExpertTable` stands in its place, whose
+values are made when they are asked for: views of a slab, or unpacked into the same small piece of scratch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Source, Stored, pieces
+from bough.model.cpu.linear import is_left_to_us, multiply
+from bough.model.cpu.threads import all_threads
+
+NAME = "bough"
+EXPERT_ROWS = 16  # rows of an expert's matrix products: one count for all, wherever torch or a library computes
+_num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # beyond which rows only pad; None: none do
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The values of one stacked parameter, expert by expert."""
+
+    parts: tuple[Source, ...]
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return tuple(place for part in self.parts for place in part.places)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """One expert's."""
+        return max(part.scratch_bytes(dtype) for part in self.parts)
+
+    def table(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> ExpertTable:
+        """What stands for the parameter; `raw` as in `Source.value`."""
+        raws, taken = [], 0
+        for part in self.parts:
+            raws.append(tuple(raw[taken : taken + len(part.places)]))
+            taken += len(part.places)
+        return ExpertTable(self, _AllThere(raws), dtype, scratch)
+
+
+class ExpertBytes(Protocol):
+    """Where a table's experts come from. An expert's parameters come together: to expect one's is to expect all."""
+
+    def expect(self, experts: Sequence[int]) -> Sequence[int]:
+        """Says which will be asked for next, all that the layer's rows have chosen; in which order they had best be."""
+        ...
+
+    def of(self, expert: int) -> Sequence[torch.Tensor]:
+        """The bytes of an expert's tensors, as in `Source.value`."""
+        ...
+
+
+class _AllThere:
+    """All in memory."""
+
+    def __init__(self, raws: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        self._raws = raws
+
+    def expect(self, experts: Sequence[int]) -> Sequence[int]:
+        """In any order."""
+        return experts
+
+    def of(self, expert: int) -> Sequence[torch.Tensor]:
+        return self._raws[expert]
+
+
+@contextmanager
+def with_rows(num_rows: int) -> Iterator[None]:
+    """Within the block, rows beyond so many are padding."""
+    token = _num_rows.set(num_rows)
+    try:
+        yield
+    finally:
+        _num_rows.reset(token)
+
+
+class ExpertTable:
+    """The values of a stacked parameter, one expert's at a time."""
+
+    def __init__(self, experts: Experts, raw: ExpertBytes, dtype: torch.dtype, scratch: Scratch) -> None:
+        self._experts = experts
+        self._raw = raw
+        self._dtype = dtype
+        self._memory: Scratch
+        if isinstance(scratch, ReusedMemory):
+            room = scratch.take((experts.scratch_bytes(dtype),), torch.uint8)
+            self._memory = ReusedMemory(room)
+            self._made: list[list[torch.Tensor]] | None = None
+        else:
+            self._memory = scratch
+            self._made = [self._make(expert) for expert in range(len(experts.parts))]
+
+    def expect(self, experts: Sequence[int]) -> Sequence[int]:
+        """As `ExpertBytes.expect`."""
+        return self._raw.expect(experts)
+
+    def pieces(self, expert: int) -> list[torch.Tensor]:
+        """An expert's value in pieces along the first axis, valid until the next is asked for where memory is reused.
+
+        A projection that the checkpoint has in two tensors need not be copied together to be multiplied with.
+        """
+        if self._made is not None:
+            return self._made[expert]
+        assert isinstance(self._memory, ReusedMemory), "values that do not stay are made in reused memory"
+        self._memory.begin()
+        return self._make(expert)
+
+    def _make(self, expert: int) -> list[torch.Tensor]:
+        return pieces(self._experts.parts[expert], self._raw.of(expert), self._dtype, self._memory)
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and their weights.
+
+    Experts are added up in the order of their numbers, in whichever order they come. Each is computed with a multiple
+    of EXPERT_ROWS rows, but for products that are ours: a result depends on its row alone. Rows that pad a chunk
+    choose nothing, and get zeros.
+    """
+    result = torch.zeros_like(hidden_states)
+    choices = _by_expert(top_k_index[: _num_rows.get()], int(self.num_experts))  # type: ignore[arg-type]
+    order: Sequence[int] = tuple(choices)
+    if isinstance(self.down_proj, ExpertTable):
+        order = self.down_proj.expect(order)
+    parts = {}
+    for expert in order:
+        rows, ranks = choices[expert]
+        made = _of_expert(self, expert, hidden_states[rows])
+        parts[expert] = (made * top_k_weights[rows, ranks, None]).to(result.dtype)
+    for expert, (rows, _) in choices.items():
+        result.index_add_(0, rows, parts[expert])
+    return result
+
+
+def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
+    """What an expert makes of rows."""
+    padded = rows if rows.requires_grad else nn.functional.pad(rows, (0, 0, 0, -len(rows) % EXPERT_ROWS))
+    up = _products(module, "gate_up_proj" if module.has_gate else "up_proj", expert, padded, len(rows))
+    inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)  # type: ignore[operator]
+    out = _products(module, "down_proj", expert, inner, len(rows))
+    out = module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[operator]
+    return out[: len(rows)]
+
+
+def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Experts in order, each with the rows that have chosen it, in order, and which choice of theirs it was.
+
+    (rows, k) in; numbers from `num_experts` on stand for no choice. A GPU is waited for once: its router must have run.
+    """
+    numbers = chosen.flatten().cpu()
+    places = torch.argsort(numbers, stable=True)
+    counts = torch.bincount(numbers, minlength=num_experts)[:num_experts].tolist()
+    places = places.to(chosen.device)
+    rows, ranks, ends = places // chosen.shape[1], places % chosen.shape[1], list(accumulate(counts))
+    spans = ((expert, slice(end - count, end)) for expert, (count, end) in enumerate(zip(counts, ends, strict=True)))
+    return {expert: (rows[span], ranks[span]) for expert, span in spans if counts[expert]}
+
+
+def stack_of(module: nn.Module, source: Source | Experts) -> Experts | None:
+    """The experts of a parameter, if it is one: where the checkpoint has them in one tensor, parts of that.
+
+    Checksums are of tensors, so these parts have none.
+    """
+    if not has_own_products(module):
+        return None
+    if isinstance(source, Experts):
+        return source
+    if not isinstance(source, Stored) or len(source.shape) != 3:
+        return None
+    place, count = source.place, source.shape[0]
+    size = place.num_bytes // count
+    parts = (
+        replace(place, name=f"{place.name}[{i}]", offset=place.offset + i * size, num_bytes=size, shape=place.shape[1:])
+        for i in range(count)
+    )
+    return Experts(tuple(map(Stored, parts)))
+
+
+def has_own_products(module: nn.Module) -> bool:
+    """Whether a module's experts are computed by `experts_forward`: transformers then says how their matrices lie."""
+    return hasattr(module, "is_transposed")
+
+
+def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Rows, a multiple of EXPERT_ROWS of them, times one of an expert's matrices; those from `count` on only pad."""
+    weights = _pieces(module, name, expert)
+    if module.is_transposed:
+        weights = [_joined(weights, 0).t()]
+    out = _joined([_product(rows, weight, count) for weight in weights], -1)
+    return out + _joined(_pieces(module, f"{name}_bias", expert), 0) if module.has_bias else out
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
+    if rows.requires_grad:  # whoever trains needs no bits, and a product of ours has no gradient
+        return rows @ weight.t()
+    if is_left_to_us(rows, weight):
+        return nn.functional.pad(multiply(rows[:count], weight, None), (0, 0, 0, len(rows) - count))
+    with all_threads():
+        return torch.cat([part @ weight.t() for part in torch.split(rows, EXPERT_ROWS)])
+
+
+def _pieces(module: nn.Module, name: str, expert: int) -> list[torch.Tensor]:
+    """As `ExpertTable.pieces`, of what stands for a parameter or of the parameter itself."""
+    values = getattr(module, name)
+    return values.pieces(expert) if isinstance(values, ExpertTable) else [values[expert]]
+
+
+def _joined(parts: list[torch.Tensor], axis: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

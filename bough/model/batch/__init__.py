@@ -1,0 +1,1 @@
+"""The rows of one model pass, of whichever sessions, and where each has its keys and values."""

@@ -1,0 +1,163 @@
+"""A packed batch: tokens of several sessions' contexts and trees as rows of one model pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bough.model.batch.gpu_paths import IntArray, PathArrays, Paths
+from bough.model.batch.path_spans import Spans
+from bough.model.kv.segment import Segment
+from bough.model.kv.session_kv import KVSlot
+from bough.sizing.row_counts import RowCounts
+
+__all__ = ["Batch", "Chunk", "Piece", "Segment"]
+
+
+class Piece:
+    """A segment's rows within a chunk, in the form in which attention wants them, made once for all layers."""
+
+    def __init__(self, begin: int, segment: Segment) -> None:
+        assert isinstance(segment.slot, KVSlot), "there are keys to be read"
+        self.slot = segment.slot
+        self.span = slice(begin, begin + len(segment))  # rows of the chunk
+        self.rows = segment.rows.astype(np.int64)
+        self.num_keys = int(max(segment.rows.max(), segment.positions.max())) + 1  # slot rows that may be read
+        self.base = segment.base
+        self.tail = np.ascontiguousarray(segment.tail)
+        self.lengths = segment.positions + np.int32(1)  # keys on each row's path
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that go through a layer together. Their slots stay where they are meanwhile."""
+
+    begin: int  # first row of the batch
+    end: int
+    pieces: tuple[Piece, ...]
+    device: torch.device
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows from the first on that are no padding."""
+        return self.pieces[-1].span.stop
+
+    def spans(self, layer: int) -> tuple[Spans, int]:
+        """The pieces for compiled code on the CPU, and the number of the layer there."""
+        return self._spans, layer
+
+    @cached_property
+    def paths(self) -> Paths:
+        """The pieces for an accelerator, in rows of `memory`."""
+        return self.path_arrays().on(self.device)
+
+    def path_arrays(self) -> PathArrays:
+        """The same, not yet there."""
+        return PathArrays.of(self.pieces, self.begins)
+
+    @property
+    def begins(self) -> Sequence[int]:
+        """Rows of `memory` at which the pieces' slots begin."""
+        return [piece.slot.begin for piece in self.pieces]
+
+    def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, (num_rows, num_kv_heads, head_dim) each, that all slots have rows of."""
+        memory = self.pieces[0].slot.memory
+        assert all(piece.slot.memory is memory for piece in self.pieces), "slots of one arena go into one chunk"
+        return memory.keys[layer], memory.values[layer]
+
+    @cached_property
+    def _spans(self) -> Spans:
+        return Spans.of(self.pieces)
+
+
+class Batch:
+    """Segments one after another, padded, in chunks that go through each layer by turns.
+
+    A batch that is to be reproducible has chunks of the sizes that `bough.model.running.batch_invariance` allows; `rows=None` is
+    one chunk of whatever size comes.
+    """
+
+    def __init__(self, segments: Sequence[Segment], rows: RowCounts | None, device: torch.device) -> None:
+        self.segments = tuple(segment for segment in segments if len(segment))
+        self.num_tokens = sum(map(len, self.segments))
+        counts = rows or RowCounts(self.num_tokens, self.num_tokens)
+        self.num_rows = counts.padded(self.num_tokens)
+        self._device = device
+        begins = range(0, self.num_rows, counts.most)
+        self.chunks = tuple(self._chunk(begin, min(begin + counts.most, self.num_rows)) for begin in begins)
+
+    def send(self) -> None:
+        """Puts what attention wants on an accelerator, before anything is queued there that this would wait for."""
+        if self._device.type != "cpu":
+            for chunk in self.chunks:
+                _ = chunk.paths
+
+    def seen_as(self, chunks: Sequence[Chunk]) -> Batch:
+        """The same rows in other chunks, one for each of its own: where keys and values are somewhere else."""
+        other = copy.copy(self)
+        other.chunks = tuple(chunks)
+        return other
+
+    @property
+    def tokens(self) -> IntArray:
+        """(num_tokens,) of all segments."""
+        return np.concatenate([segment.tokens for segment in self.segments])
+
+    @property
+    def positions(self) -> IntArray:
+        """(num_tokens,) of all segments."""
+        return np.concatenate([segment.positions for segment in self.segments])
+
+    @property
+    def wanted_rows(self) -> NDArray[np.int64]:
+        """(num_logit_rows,) that want logits."""
+        return np.flatnonzero(np.repeat([s.wants_logits for s in self.segments], [len(s) for s in self.segments]))
+
+    @cached_property
+    def input_ids(self) -> torch.Tensor:
+        """(1, num_rows) int64 on the device."""
+        return self._padded(self.tokens)
+
+    @property
+    def host_ids(self) -> torch.Tensor:
+        """`input_ids` on the host."""
+        return torch.from_numpy(self._filled(self.tokens))
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        """(1, num_rows) int64 on the device."""
+        return self._padded(self.positions)
+
+    @cached_property
+    def logit_rows(self) -> torch.Tensor:
+        """`wanted_rows` on the device."""
+        return torch.from_numpy(self.wanted_rows).to(self._device)
+
+    @property
+    def all_want_logits(self) -> bool:
+        """Whether every token's row does."""
+        return all(segment.wants_logits for segment in self.segments)
+
+    def _padded(self, numbers: IntArray) -> torch.Tensor:
+        return torch.from_numpy(self._filled(numbers)).to(self._device)
+
+    def _filled(self, numbers: IntArray) -> NDArray[np.int64]:
+        padded = np.zeros((1, self.num_rows), dtype=np.int64)
+        padded[0, : self.num_tokens] = numbers
+        return padded
+
+    def _chunk(self, begin: int, end: int) -> Chunk:
+        pieces, offset = [], 0
+        for segment in self.segments:
+            first, last = max(begin, offset), min(end, offset + len(segment))
+            if first < last:
+                pieces.append(Piece(first - begin, segment.part(first - offset, last - offset)))
+            offset += len(segment)
+        return Chunk(begin, end, tuple(pieces), self._device)

@@ -1,0 +1,185 @@
+"""Where each tensor of a checkpoint stands: a model folder and its safetensors headers.
+
+Knows no torch and no model classes. Whether the shapes fit the architecture is checked in `bough.model.loading.loading`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bough.errors import CheckpointError
+from bough.model.checkpoint.content_samples import samples_digest
+from bough.model.checkpoint.hub import cached, is_hub_id
+from bough.model.checkpoint.pack_manifest import read_checksums
+from bough.model.checkpoint.shared_weights import Origin
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
+SNAPSHOTS = "snapshots"  # the folder of the Hugging Face cache in which models stand
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A tensor's bytes: `num_bytes` at `offset` of `file`."""
+
+    name: str
+    file: Path
+    offset: int
+    num_bytes: int
+    dtype: str  # as safetensors spells it: "BF16", "F32", ...
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model folder whose headers have been read and found consistent."""
+
+    folder: Path
+    tensors: dict[str, TensorPlace]
+    kept_layers: tuple[int, ...] | None = None  # of a draft: those that are there, as its target counts them
+
+    @classmethod
+    def open(cls, model: str | Path) -> Checkpoint:
+        """Reads the headers of a local folder, or of a hub id that is in the local cache.
+
+        Raises:
+            CheckpointError: naming the folder or file that is missing, truncated or malformed.
+        """
+        folder = resolve(model)
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"model: {folder} has no config.json; a Hugging Face model folder would do")
+        tensors = _tensors(folder)
+        origin = Origin.read(folder)
+        if origin is None:
+            return cls(folder, tensors)
+        return cls(folder, tensors | _borrowed(folder, origin), origin.kept_layers)
+
+    def fingerprint(self) -> str:
+        """Hash over the configuration, the places and shapes of all tensors, and what is known of their contents.
+
+        That is the checksum of every tensor where `bough pack` has written them, which are compared with the bytes when
+        these are read, and otherwise samples of every tensor (`bough.model.checkpoint.content_samples`). The same on every machine.
+
+        Raises:
+            CheckpointError: the samples cannot be read.
+        """
+        digest = hashlib.blake2b((self.folder / "config.json").read_bytes(), digest_size=12)
+        for name, place in sorted(self.tensors.items()):
+            digest.update(f"{name} {place.offset} {place.num_bytes} {place.dtype} {place.shape}\n".encode())
+        checksums = read_checksums(self.folder)
+        digest.update(json.dumps(checksums, sort_keys=True).encode())
+        digest.update(samples_digest(place for place in self.tensors.values() if place.name not in checksums).encode())
+        return digest.hexdigest()
+
+
+def resolve(model: str | Path) -> Path:
+    """The folder of a model: itself where it is one, otherwise the cached snapshot of a hub id."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if not is_hub_id(model):
+        raise CheckpointError(f"model: folder {model} is not there")
+    return cached(str(model))
+
+
+def read_header(file: Path) -> dict[str, TensorPlace]:
+    """The tensors of one safetensors file, checked against the size of the file."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            if len(prefix) < 8:
+                raise CheckpointError(f"{file}: {size} bytes are too few for a safetensors file; it is truncated")
+            (header_bytes,) = struct.unpack("<Q", prefix)
+            if header_bytes > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(f"{file}: header of {header_bytes} bytes in a file of {size}; it is truncated")
+            header: dict[str, Any] = dict(json.loads(stream.read(header_bytes)))
+    except OSError as exc:
+        raise CheckpointError(f"{file}: cannot be read: {exc}") from exc
+    except (ValueError, TypeError) as exc:
+        raise CheckpointError(f"{file}: header is not a JSON object: {exc}") from exc
+    data_start = 8 + header_bytes
+    header.pop("__metadata__", None)
+    return {name: _place(file, size, data_start, name, entry) for name, entry in header.items()}
+
+
+def _place(file: Path, size: int, data_start: int, name: str, entry: dict[str, Any]) -> TensorPlace:
+    try:
+        begin, end = (int(offset) for offset in entry["data_offsets"])
+        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+    except (KeyError, TypeError, ValueError) as exc:
+        raise CheckpointError(f"{file}: header entry of {name} is malformed: {entry!r}") from exc
+    if not 0 <= begin <= end or data_start + end > size:
+        raise CheckpointError(
+            f"{file}: tensor {name} ends at byte {data_start + end} of a file of {size}; the file is truncated"
+        )
+    item_bytes = ITEM_BYTES.get(dtype)
+    if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
+        raise CheckpointError(
+            f"{file}: tensor {name} has {end - begin} bytes, but {dtype} of shape {list(shape)} takes "
+            f"{math.prod(shape) * item_bytes}"
+        )
+    return TensorPlace(name, file, data_start + begin, end - begin, dtype, shape)
+
+
+def _borrowed(folder: Path, origin: Origin) -> dict[str, TensorPlace]:
+    """The tensors that a draft shares with its target.
+
+    Raises:
+        CheckpointError: the target is not there, or not what it was.
+    """
+    if not origin.borrowed:
+        return {}
+    remedy = "the same target, or another `bough pack --draft`, would do"
+    try:
+        target = Checkpoint.open(origin.model)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{folder}: shares tensors with {origin.model}, which is gone ({exc}); {remedy}") from exc
+    found = target.fingerprint()
+    if found != origin.fingerprint or any(name not in target.tensors for name in origin.borrowed):
+        raise CheckpointError(
+            f"{folder}: made from {origin.model} when its fingerprint was {origin.fingerprint}; it is {found}; {remedy}"
+        )
+    return {name: target.tensors[name] for name in origin.borrowed}
+
+
+def _tensors(folder: Path) -> dict[str, TensorPlace]:
+    """Of all files; one that stands in several is where the index places it."""
+    index = folder / INDEX_NAME
+    files = _weight_map(index) if index.is_file() else {}
+    headers = {name: read_header(folder / name) for name in _shards(folder, set(files.values()) or {SINGLE_NAME})}
+    for name, file in files.items():
+        if name not in headers[file]:
+            raise CheckpointError(f"{folder / file}: tensor {name}, which {INDEX_NAME} places there, is missing")
+    tensors = {name: place for header in headers.values() for name, place in header.items()}
+    return tensors | {name: headers[file][name] for name, file in files.items()}
+
+
+def _shards(folder: Path, names: Collection[str]) -> list[str]:
+    """Their names in order."""
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            is_cached = folder.parent.name == SNAPSHOTS
+            remedy = "; `hf download` of the whole model would do" if is_cached else ""
+            raise CheckpointError(f"{folder / name}: this file of the checkpoint is missing{remedy}")
+    return sorted(names)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        names = dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise CheckpointError(f"{index}: not an index of safetensors files: {exc!r}") from exc
+    for name, file in names.items():
+        if not isinstance(file, str) or not file:
+            raise CheckpointError(f"{index}: tensor {name} is placed in {file!r}; the name of a file would do")
+    return names

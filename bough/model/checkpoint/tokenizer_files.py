@@ -1,0 +1,31 @@
+"""Takes a tokenizer out of a model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from bough.errors import CheckpointError
+from bough.tokenization.vocabulary import TokenizerFiles
+
+
+def load_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Reads a model folder through transformers, so that every tokenizer format that it converts will do.
+
+    Raises:
+        CheckpointError: where there is no tokenizer.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        data = tokenizer.backend_tokenizer.to_str().encode()
+    except (OSError, ValueError, AttributeError) as exc:
+        raise CheckpointError(f"{folder}: no usable tokenizer: {exc}") from exc
+    eos: set[int] = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    try:
+        configured = GenerationConfig.from_pretrained(folder).eos_token_id
+        eos |= set(configured if isinstance(configured, list) else [configured]) - {None}
+    except OSError:
+        pass  # the file is optional
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    return TokenizerFiles(data, template, tuple(sorted(eos)), tokenizer.bos_token or "", tokenizer.eos_token or "")

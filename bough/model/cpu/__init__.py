@@ -1,0 +1,1 @@
+"""Kernels for CPUs: products and attention, compiled by numba. Frozen: nothing is tuned here any more."""

@@ -1,0 +1,85 @@
+"""What compiled code of several threads counts and waits with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from bough.model.cpu.llvm_vectors import I32, I64, call, has_feature
+
+APART = 8  # int64 from one counter to the next: two of them do not share a line of memory
+_SPINS = 2000  # looks at what others have done, some tens of microseconds, before the system may run something else
+
+
+def _counter(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+    return context.make_array(signature.args[0])(context, builder, values[0]).data
+
+
+def _add_one(_context, counter):  # type: ignore[no-untyped-def]
+    """What it was before. Who sees it raised sees what was written before."""
+
+    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        return builder.atomic_rmw("add", _counter(context, builder, signature, values), ir.Constant(I64, 1), "release")
+
+    return numba.types.int64(counter), codegen
+
+
+def _read(_context, counter):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        return builder.load_atomic(_counter(context, builder, signature, values), "acquire", 8)
+
+    return numba.types.int64(counter), codegen
+
+
+def _pause(_context):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, _signature, _values):  # type: ignore[no-untyped-def]
+        if has_feature("sse2"):
+            call(builder, "llvm.x86.sse2.pause", ir.FunctionType(ir.VoidType(), []), [])
+        return context.get_dummy_value()
+
+    return numba.types.void(), codegen
+
+
+def _let_others_run(_context):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, _signature, _values):  # type: ignore[no-untyped-def]
+        builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return numba.types.void(), codegen
+
+
+add_one: Any = intrinsic(_add_one)  # to the first of an array
+seen: Any = intrinsic(_read)  # likewise
+_pause_once: Any = intrinsic(_pause)
+_yield: Any = intrinsic(_let_others_run)
+compiled = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True)
+
+
+@compiled
+def wait_a_moment(spins):  # type: ignore[no-untyped-def]
+    """Between two looks at a counter, the `spins`th time; how often it has been then."""
+    _pause_once()
+    if spins > _SPINS:
+        _yield()
+    return spins + 1
+
+
+@compiled
+def hold(lock):  # type: ignore[no-untyped-def]
+    """Waits for a lock, (2 * APART,) int64 of zeros when new; those who wait get it in turn.
+
+    For a few instructions at a time: it does not sleep.
+    """
+    turn, spins = add_one(lock), 0
+    while seen(lock[APART:]) != turn:
+        spins = wait_a_moment(spins)
+
+
+@compiled
+def let_go(lock):  # type: ignore[no-untyped-def]
+    """The next one's turn; what was written under the lock is seen by it."""
+    add_one(lock[APART:])

@@ -1,0 +1,259 @@
+"""Products of rows with matrices as a checkpoint keeps them, piece by piece, for compiled code.
+
+Rows are the lanes of vectors: sixteen of them meet one number of the matrix at a time, which is then read where it
+stands, once for all rows. On few rows that wastes lanes, but reading the matrix from memory takes as long. Each number
+of the result is one sum, added up in the order of its inputs whatever else is computed. Knows no models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from bough.model.cpu.llvm_vectors import (
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    NUM_VECTORS,
+    SECOND_LEVEL,
+    WORDS,
+    array_of,
+    at,
+    dot_pairs,
+    load_some,
+    multiplies_pairs,
+    multiply_add,
+    prefetch,
+    rounded,
+    shuffled,
+    splat,
+    store,
+    widened,
+)
+
+WORD_BYTES = 4  # a float32, or two neighbouring bfloat16, which AMD's processors multiply and add at once
+LINE_BYTES = 64  # of memory that arrive together
+GROUP = 16  # outputs that are computed one after another, for all rows
+
+
+def by_lanes(builder: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
+    """One vector of the first lanes of all vectors, then of their second lanes, and so on."""
+    width = 1  # of what stands together
+    while len(vectors) > 1:
+        size = LANES * width
+        pairs = [
+            place
+            for lane in range(0, size, width)
+            for begin in (lane, size + lane)
+            for place in range(begin, begin + width)
+        ]
+        vectors = [shuffled(builder, *two, pairs) for two in zip(vectors[::2], vectors[1::2], strict=True)]
+        width *= 2
+    return vectors[0]
+
+
+def _times(builder: ir.IRBuilder, number: int, size: Any) -> Any:
+    return builder.mul(size, ir.Constant(I64, number))
+
+
+class Tile:
+    """The code for some blocks of rows with some rows of the matrix: all its sums stay in registers."""
+
+    def __init__(self, builder: ir.IRBuilder, num_blocks: int, num_outputs: int, is_bf16: bool) -> None:
+        self._builder, self._is_bf16 = builder, is_bf16
+        self._is_widened = is_bf16 and not multiplies_pairs()
+        self._blocks, self._outputs = range(num_blocks), range(num_outputs)
+
+    def sums(self, rows: Any, block_bytes: Any, matrix: Any, row_step: Any, row_bytes: Any) -> list[Any]:
+        """Vectors of sums, block by block and in each output by output, line by line of the matrix.
+
+        Rows of the matrix are `row_step` bytes apart; `row_bytes` of each count.
+        """
+        b, num_sums = self._builder, len(self._blocks) * len(self._outputs)
+        blocks = [at(b, rows, _times(b, block, block_bytes)) for block in self._blocks]
+        weights = [at(b, matrix, _times(b, output, row_step)) for output in self._outputs]
+        ahead = _times(b, len(self._outputs), row_step)  # what the next tile will want
+        entry, line, word, after, done = b.block, *(b.append_basic_block(n) for n in ("line", "word", "after", "done"))
+        b.branch(line)
+        b.position_at_end(line)
+        line_offset, line_sums = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
+        for row in weights:
+            # The first level of caches would wait for fewer lines at a time than memory can send.
+            prefetch(b, at(b, at(b, row, line_offset), ahead), SECOND_LEVEL)
+        next_line = b.add(line_offset, ir.Constant(I64, LINE_BYTES))
+        line_end = b.select(b.icmp_signed("<", next_line, row_bytes), next_line, row_bytes)
+        line_widened = self._widened_line(weights, line_offset, line_end) if self._is_widened else None
+        begun = b.block
+        b.branch(word)
+        b.position_at_end(word)
+        offset, begins = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
+        inputs = [b.load(at(b, block, _times(b, LANES, offset)), typ=WORDS, align=WORD_BYTES) for block in blocks]
+        if line_widened is None:
+            sums = self._add_words(begins, inputs, [at(b, row, offset) for row in weights])
+        else:
+            sums = self._add_widened(begins, inputs, at(b, line_widened, b.sub(offset, line_offset)))
+        following = b.add(offset, ir.Constant(I64, WORD_BYTES))
+        b.cbranch(b.icmp_signed("<", following, line_end), word, after)
+        b.position_at_end(after)
+        b.cbranch(b.icmp_signed("<", line_end, row_bytes), line, done)
+        b.position_at_end(done)
+        zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * num_sums
+        before = [(line_offset, ir.Constant(I64, 0), line_end), *zip(line_sums, zeros, sums, strict=True)]
+        for phi, begin, end in before:
+            phi.add_incoming(begin, entry)
+            phi.add_incoming(end, after)
+        within = [(offset, line_offset, following), *zip(begins, line_sums, sums, strict=True)]
+        for phi, begin, end in within:
+            phi.add_incoming(begin, begun)
+            phi.add_incoming(end, word)
+        return sums
+
+    def _add_words(self, sums: Sequence[Any], inputs: Sequence[Any], places: Sequence[Any]) -> list[Any]:
+        """A word of the rows times those of the matrix, which stand in these places."""
+        b, add = self._builder, dot_pairs if self._is_bf16 else multiply_add
+        numbers = [splat(b, b.load(place, typ=I32, align=2)) for place in places]
+        pairs = [(some, number) for some in inputs for number in numbers]
+        return [add(b, total, *pair) for total, pair in zip(sums, pairs, strict=True)]
+
+    def _widened_line(self, weights: Sequence[Any], begin: Any, end: Any) -> Any:
+        """A line of each row of the matrix in float32, where the sums of all its words find it in the nearest cache.
+
+        For each row the first numbers of LANES words, then the second ones; what is beyond the line's end is 0.
+        """
+        b = self._builder
+        scratch, num_bytes = cgutils.alloca_once(b, FLOATS, 2 * len(weights)), b.sub(end, begin)
+
+        def put(load: Callable[[Any], Any]) -> None:
+            for index, row in enumerate(weights):
+                for part, numbers in enumerate(widened(b, load(at(b, row, begin)))):
+                    store(b, numbers, at(b, scratch, ir.Constant(I64, (2 * index + part) * LANES * WORD_BYTES)))
+
+        with b.if_else(b.icmp_unsigned("==", num_bytes, ir.Constant(I64, LINE_BYTES))) as (whole, part_of_it):
+            with whole:
+                put(lambda address: b.load(address, typ=WORDS, align=2))
+            with part_of_it:
+                num_words = splat(b, b.trunc(b.udiv(num_bytes, ir.Constant(I64, WORD_BYTES)), I32))
+                is_there = b.icmp_unsigned("<", ir.Constant(WORDS, list(range(LANES))), num_words)
+                put(lambda address: load_some(b, address, is_there))
+        return scratch
+
+    def _add_widened(self, sums: Sequence[Any], inputs: Sequence[Any], line: Any) -> list[Any]:
+        """The same, with words of a line that has been widened."""
+        b = self._builder
+        for part, numbers in enumerate(zip(*(widened(b, words) for words in inputs), strict=True)):
+            places = (ir.Constant(I64, (2 * output + part) * LANES * WORD_BYTES) for output in self._outputs)
+            weights = [splat(b, b.load(at(b, line, place), typ=ir.FloatType(), align=4)) for place in places]
+            pairs = [(some, weight) for some in numbers for weight in weights]
+            sums = [multiply_add(b, total, *pair) for total, pair in zip(sums, pairs, strict=True)]
+        return list(sums)
+
+    def put_rows(self, sums: Sequence[Any], bias: Any, out: Any, out_row_bytes: Any, is_rounded: bool) -> None:
+        """Adds the bias, rounds where bfloat16 is wanted, and stores row by row."""
+        b, size = self._builder, len(self._outputs)
+        places = [at(b, bias, ir.Constant(I64, 4 * output)) for output in self._outputs]
+        added = [splat(b, b.load(place, typ=ir.FloatType(), align=4)) for place in places]
+        for block in self._blocks:
+            totals = [b.fadd(*two) for two in zip(sums[block * size : (block + 1) * size], added, strict=True)]
+            together = by_lanes(b, [rounded(b, total) if is_rounded else total for total in totals])
+            for row in range(LANES):
+                part = shuffled(b, together, together, range(row * size, (row + 1) * size))
+                place = at(b, out, _times(b, block * LANES + row, out_row_bytes))
+                store(b, part, place)
+
+    def add_lanes(self, sums: Sequence[Any], out: Any, out_block_bytes: Any) -> None:
+        """Adds to vectors that stand as the sums do."""
+        b, step = self._builder, LANES * WORD_BYTES
+        for index, total in enumerate(sums):
+            block, output = divmod(index, len(self._outputs))
+            place = at(b, at(b, out, _times(b, block, out_block_bytes)), ir.Constant(I64, output * step))
+            store(b, b.fadd(b.load(place, typ=FLOATS, align=4), total), place)
+
+
+def tile_of(num_blocks: int, num_outputs: int) -> Any:
+    """A function that compiled code may call; see `multiply_groups`."""
+
+    def tile(_context, blocks, block, matrix, output, bias, out):  # type: ignore[no-untyped-def]
+        arguments = blocks, block, matrix, output, bias, out
+        signature = numba.types.void(*arguments)
+
+        def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+            _, block, _, output, _, _ = values
+
+            def array(place: int) -> tuple[Any, list[Any], list[Any]]:
+                return array_of(context, builder, signature.args[place], values[place])
+
+            def entry(begin: Any, stride: Any, index: Any) -> Any:
+                return at(builder, begin, builder.mul(stride, index))
+
+            kind_of_matrix, kind_of_out = signature.args[2], signature.args[5]
+            (rows, (block_bytes, *_), (_, num_words, _)), (weights, (row_step, _), _) = array(0), array(2)
+            result, steps, _ = array(5)
+            row_bytes = _times(builder, WORD_BYTES, num_words)
+            made = Tile(builder, num_blocks, num_outputs, kind_of_matrix.dtype == numba.types.uint16)
+            matrix = entry(weights, row_step, output)
+            sums = made.sums(entry(rows, block_bytes, block), block_bytes, matrix, row_step, row_bytes)
+            if kind_of_out.ndim == 3:
+                made.add_lanes(sums, entry(entry(result, steps[0], block), steps[1], output), steps[0])
+            else:
+                added, (float_bytes,), _ = array(4)
+                first = entry(entry(result, steps[0], _times(builder, LANES, block)), steps[1], output)
+                is_rounded = kind_of_out.dtype == numba.types.uint16
+                made.put_rows(sums, entry(added, float_bytes, output), first, steps[0], is_rounded)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return intrinsic(tile)
+
+
+# So many sums as registers hold, beside what they are made of. With few outputs, widening rows would take the time.
+_NUM_SUMS, _LEAST_OUTPUTS = NUM_VECTORS // 2, 4
+_OF_1, _OF_2, _OF_4 = (_NUM_SUMS // num_blocks for num_blocks in (1, 2, 4))  # outputs
+_tile_1, _tile_2, _tile_4 = tile_of(1, _OF_1), tile_of(2, _OF_2), tile_of(4, _OF_4)
+# "fastmath" is said everywhere: where it is not, numba takes it over from whichever function is compiled first of those
+# that call, and sums whose order must not change would be put in another.
+compiled = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True)
+parallel = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True, parallel=True)
+
+
+@compiled
+def lay_out(words, block, blocks):  # type: ignore[no-untyped-def]
+    """A block of rows, word by word for all of them, from words (rows, words); beyond the last row zeros."""
+    begin, num_rows = block * LANES, len(words)
+    for word in range(words.shape[1]):
+        for lane in range(LANES):
+            row = begin + lane
+            blocks[block, word, lane] = words[row, word] if row < num_rows else 0
+
+
+@compiled
+def multiply_groups(blocks, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
+    """Rows times groups [begin, end) of a matrix's rows, GROUP in each.
+
+    blocks (blocks, words, LANES) of words: float32, or int32 of two bfloat16; matrix (outputs, inputs) of float32, or
+    of bfloat16's bits as uint16. Either `out` is (rows in whole blocks, outputs), float32
+    or bfloat16's bits, and takes sums plus `bias` (outputs,); or (blocks, outputs, LANES) float32, to which sums are
+    added, with None for `bias` and outputs in whole groups.
+    """
+    num_blocks = len(blocks)
+    for group in range(begin, end):
+        output = min(group * GROUP, len(matrix) - GROUP)  # the last group may compute again what others did
+        block = 0
+        while _OF_4 >= _LEAST_OUTPUTS and block + 4 <= num_blocks:
+            for part in range(0, GROUP, _OF_4):
+                _tile_4(blocks, block, matrix, output + part, bias, out)
+            block += 4
+        while _OF_2 >= _LEAST_OUTPUTS and block + 2 <= num_blocks:
+            for part in range(0, GROUP, _OF_2):
+                _tile_2(blocks, block, matrix, output + part, bias, out)
+            block += 2
+        while block < num_blocks:
+            for part in range(0, GROUP, _OF_1):
+                _tile_1(blocks, block, matrix, output + part, bias, out)
+            block += 1

@@ -1,0 +1,75 @@
+"""Products of rows with a layer's matrices, in which no row knows of any other.
+
+A library's product rounds differently for different numbers of rows, because it goes about them differently. By tiles
+(`bough.model.cpu.gemm`) a row has the same bits alone and among a thousand, at any place. So nothing need be padded for
+the sake of bits. Knows no models.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from torch import nn
+
+from bough.model.cpu.gemm import GROUP, WORD_BYTES, lay_out, parallel
+from bough.model.cpu.gemm_parallel import project
+from bough.model.cpu.llvm_vectors import LANES, multiplies_and_adds
+from bough.model.cpu.work_stealing import counters
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def can_multiply(num_inputs: int, dtype: torch.dtype) -> bool:
+    """Whether this processor has what it takes for rows of so many numbers of a type."""
+    return dtype in DTYPES and num_inputs * dtype.itemsize % WORD_BYTES == 0 and multiplies_and_adds()
+
+
+def is_left_to_us(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
+    """Whether a product of a fixed number of rows is ours, too, instead of the library's.
+
+    In float32 it must be: on processors of Intel's without AVX-512, MKL rounds a row by its place among the others.
+    Otherwise it is where the matrix, (outputs, inputs), need not be copied.
+    """
+    is_possible = rows.device.type == "cpu" and can_multiply(rows.shape[-1], rows.dtype)
+    return is_possible and (rows.dtype == torch.float32 or matrix.is_contiguous())
+
+
+def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """(..., outputs) rows times a matrix, plus bias, rounded once; on the threads that numba has.
+
+    rows (..., inputs), matrix (outputs, inputs), bias (outputs,), of one type that `can_multiply` allows. A matrix that
+    is not contiguous is copied first.
+    """
+    assert rows.shape[-1] == matrix.shape[1], "kernels take shapes at their word"
+    num_outputs = matrix.shape[0]
+    outputs = max(num_outputs, GROUP)
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
+    words = flat.view(torch.int32).numpy() if flat.dtype == torch.bfloat16 else flat.numpy()
+    blocks = np.empty((-(-len(words) // LANES), words.shape[1], LANES), words.dtype)
+    out = torch.empty(len(blocks) * LANES, outputs, dtype=rows.dtype)
+    added = np.zeros(outputs, np.float32)
+    if bias is not None:
+        added[:num_outputs] = bias.float()
+    if num_outputs < GROUP:
+        matrix = nn.functional.pad(matrix, (0, 0, 0, GROUP - num_outputs))
+    num_threads = numba.get_num_threads()
+    _multiply(counters(num_threads)[0], num_threads, words, blocks, numbers(matrix.contiguous()), added, numbers(out))
+    return out[: len(words), :num_outputs].reshape(*rows.shape[:-1], num_outputs)
+
+
+def numbers(tensor: torch.Tensor) -> np.ndarray:
+    """As compiled code reads them: bfloat16 as the uint16 of its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+@parallel
+def _multiply(taken, num_threads, words, blocks, matrix, bias, out):  # type: ignore[no-untyped-def]
+    """words (rows, words) of float32, or int32 of two bfloat16; the rest as `project` has it."""
+    num_blocks = len(blocks)
+    if num_blocks == 1:  # not worth a thread
+        lay_out(words, 0, blocks)
+    else:
+        for block in numba.prange(num_blocks):
+            lay_out(words, block, blocks)
+    project(taken, num_threads, blocks, len(words), matrix, bias, out)

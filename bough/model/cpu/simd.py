@@ -1,0 +1,171 @@
+"""Vectors of LANES numbers as values in compiled code: loops over lanes would be compiled number by number.
+
+`load` and `store` move LANES neighbours in memory, a row of an array (rows, LANES) or what follows a number of a row;
+operators and functions compute lane by lane, in float32 or in int32, and no lane knows of another; `at_least` tells of
+all lanes in the bits of a number. Only within kernels.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, models, overload, register_model
+
+from bough.model.cpu import llvm_vectors
+from bough.model.cpu.llvm_vectors import FLOATS, I16, I64, LANES, WORDS, at
+
+
+class Lanes(types.Type):
+    """numba's type of such a vector."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"{LANES} of {kind}")
+
+
+_FLOATS, _WORDS, _BITS = Lanes("float32"), Lanes("int32"), Lanes("bfloat16's bits")
+_CODE = {_FLOATS: FLOATS, _WORDS: WORDS, _BITS: ir.VectorType(I16, LANES)}
+Code = Callable[..., Any]  # what writes LLVM's code for an operation, given a builder and values
+
+
+@register_model(Lanes)
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _CODE[kind])  # type: ignore[no-untyped-call]
+
+
+def _kind_of(number: Any) -> Lanes:
+    return _FLOATS if isinstance(number, types.Float) else _WORDS
+
+
+def _place(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+    made = context.make_array(signature.args[0])(context, builder, values[0])
+    step = cgutils.unpack_tuple(builder, made.strides)[0]
+    return at(builder, made.data, builder.mul(step, values[1]))
+
+
+def _load_row(_context, array, _row):  # type: ignore[no-untyped-def]
+    kind = _kind_of(array.dtype)
+
+    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        return builder.load(_place(context, builder, signature, values), typ=_CODE[kind], align=4)
+
+    return kind(array, types.intp), codegen
+
+
+def _store_row(_context, array, _row, vector):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        llvm_vectors.store(builder, values[2], _place(context, builder, signature, values))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector), codegen
+
+
+def _same(_context, number):  # type: ignore[no-untyped-def]
+    return _typed(llvm_vectors.splat, _kind_of(number), (number,))
+
+
+def _typed(code: Code, result: types.Type | None, arguments: tuple[Any, ...]) -> tuple[Any, Code]:
+    def codegen(_context, builder, _signature, values):  # type: ignore[no-untyped-def]
+        return code(builder, *values)
+
+    return (result or arguments[0])(*arguments), codegen
+
+
+def _of_one(code: Code, result: types.Type | None = None) -> Any:
+    def function(_context, first):  # type: ignore[no-untyped-def]
+        return _typed(code, result, (first,))
+
+    return intrinsic(function)
+
+
+def _of_two(code: Code, result: types.Type | None = None) -> Any:
+    def function(_context, first, second):  # type: ignore[no-untyped-def]
+        return _typed(code, result, (first, second))
+
+    return intrinsic(function)
+
+
+def _of_three(code: Code, result: types.Type | None = None) -> Any:
+    def function(_context, first, second, third):  # type: ignore[no-untyped-def]
+        return _typed(code, result, (first, second, third))
+
+    return intrinsic(function)
+
+
+def _called(name: str) -> Code:
+    def code(builder: ir.IRBuilder, *values: Any) -> Any:
+        kind = ir.FunctionType(FLOATS, [FLOATS] * len(values))
+        return llvm_vectors.call(builder, f"llvm.{name}.v{LANES}f32", kind, values)
+
+    return code
+
+
+def _nearest(builder: ir.IRBuilder, numbers: Any) -> Any:
+    return builder.fptosi(_called("rint")(builder, numbers), WORDS)
+
+
+def _pair(builder: ir.IRBuilder, low: Any, high: Any) -> Any:
+    low, high = (builder.zext(llvm_vectors.rounded(builder, numbers), WORDS) for numbers in (low, high))
+    return builder.or_(low, builder.shl(high, ir.Constant(WORDS, [16] * LANES)))
+
+
+def _mask(builder: ir.IRBuilder, numbers: Any, least: Any) -> Any:
+    return builder.zext(builder.bitcast(builder.fcmp_ordered(">=", numbers, least), ir.IntType(LANES)), I64)
+
+
+def _lowest(builder: ir.IRBuilder, number: Any) -> Any:
+    kind = ir.FunctionType(I64, [I64, ir.IntType(1)])
+    return llvm_vectors.call(builder, "llvm.cttz.i64", kind, [number, ir.Constant(ir.IntType(1), 1)])
+
+
+load: Any = intrinsic(_load_row)  # of an array, from an index on
+store: Any = intrinsic(_store_row)  # into an array of numbers of as many bytes, from an index on
+all_lanes: Any = intrinsic(_same)  # the same number, a float32 or an int32
+multiply_add: Any = _of_three(_called("fma"))  # first * second + third, rounded once
+larger: Any = _of_two(_called("maxnum"))
+at_least: Any = _of_two(_mask, types.int64)  # a bit for each lane of the first that is not below the second's
+lowest: Any = _of_one(_lowest, types.int64)  # the place of the lowest bit that is set, of an int64 other than 0
+magnitude: Any = _of_one(_called("fabs"))
+square_root: Any = _of_one(_called("sqrt"))
+nearest: Any = _of_one(_nearest, _WORDS)  # whole numbers
+exp_below_zero: Any = _of_one(llvm_vectors.exp_below_zero)  # e to the power of numbers that are not above 0
+pair: Any = _of_two(_pair, _WORDS)  # words of two bfloat16, rounded
+bits: Any = _of_one(llvm_vectors.rounded, _BITS)  # of bfloat16, rounded
+where_positive: Any = _of_three(
+    lambda builder, numbers, then, otherwise: builder.select(
+        builder.fcmp_ordered(">", numbers, ir.Constant(FLOATS, [0.0] * LANES)), then, otherwise
+    )
+)
+
+
+def _define(function: Any, of_floats: str | None, of_words: str | None) -> None:
+    """An operator, by methods of LLVM's builder."""
+    names = {_FLOATS: of_floats, _WORDS: of_words}
+    codes = {
+        kind: _of_two(lambda builder, first, second, name=name: getattr(builder, name)(first, second))
+        for kind, name in names.items()
+        if name is not None
+    }
+
+    @overload(function)
+    def defined(first, second):  # type: ignore[no-untyped-def]
+        if not isinstance(first, Lanes) or first != second or first not in codes:
+            return None
+        code = codes[first]
+        return lambda first, second: code(first, second)
+
+
+for _function, *_names in (
+    (operator.add, "fadd", "add"),
+    (operator.sub, "fsub", "sub"),
+    (operator.mul, "fmul", "mul"),
+    (operator.truediv, "fdiv", None),
+    (operator.and_, None, "and_"),
+    (operator.or_, None, "or_"),
+    (operator.lshift, None, "shl"),
+):
+    _define(_function, *_names)

@@ -1,0 +1,153 @@
+"""Memory for the slots of many sessions: one piece of rows, of which each slot has as many in a row as it needs.
+
+Room is never lost between slots: where no gap is large enough, as few as will do move. So a budget of bytes is a number
+of rows, and whoever keeps slots need only count them. Free rows are kept behind each slot rather than at the end, since
+slots grow: most of the time a slot that does has room where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bough.model.kv.slot import Slot
+
+
+@dataclass(slots=True, eq=False)
+class _Placed:
+    """Where a slot is."""
+
+    slot: Slot
+    begin: int
+    end: int
+
+
+def committed_rows(slot: Slot) -> int:
+    """Rows of a slot that must survive a move, where nothing above the committed tokens counts."""
+    return slot.length
+
+
+class Arena:
+    """Rows, handed out as slots. Slots may move whenever one is taken or resized: not in a pass."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        row_bytes: int,
+        new_slot: Callable[[], Slot] = Slot,
+        rows_to_keep: Callable[[Slot], int] = committed_rows,
+    ) -> None:
+        """`new_slot` makes a slot without rows; `rows_to_keep` says how many rows of one must survive a move."""
+        self.num_rows = num_rows
+        self.row_bytes = row_bytes
+        self._new_slot, self._rows_to_keep = new_slot, rows_to_keep
+        self._placed: list[_Placed] = []  # by place
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no slot has."""
+        return self.num_rows - sum(placed.end - placed.begin for placed in self._placed)
+
+    def take(self, num_rows: int) -> Slot:
+        """A slot without tokens; there must be room."""
+        assert num_rows <= self.num_free, "whoever takes a slot has seen to its room"
+        index = self._make_gap(num_rows)
+        begin, end = self._end_before(index), self._begin_after(index - 1)
+        if index:
+            begin += (end - begin - num_rows) // 2  # the one before it grows too
+        slot = self._new_slot()
+        slot.move(begin, begin + num_rows, 0)
+        self._placed.insert(index, _Placed(slot, begin, begin + num_rows))
+        return slot
+
+    def resize(self, slot: Slot, num_rows: int) -> None:
+        """Gives a slot more rows, or fewer; its tokens stay. There must be room, and fewer must hold what is kept."""
+        index = self._index(slot)
+        placed = self._placed[index]
+        assert num_rows - slot.num_rows <= self.num_free, "whoever resizes a slot has seen to its room"
+        assert num_rows >= self._rows_to_keep(slot), "what is kept does not fit"
+        if placed.begin + num_rows > self._begin_after(index):
+            window = self._cheapest(num_rows - slot.num_rows, range(index + 1), range(index + 1, len(self._placed) + 1))
+            self._spread(window, placed, num_rows - slot.num_rows)
+        self._put(placed, placed.begin, num_rows)
+
+    def give_back(self, slot: Slot) -> None:
+        """Takes a slot's rows away from it; it is of no further use."""
+        del self._placed[self._index(slot)]
+        slot.move(0, 0, 0)
+        slot.tokens.clear()
+
+    def check_integrity(self) -> None:
+        """Asserts what must hold between any two calls."""
+        end = 0
+        for placed in self._placed:
+            assert end <= placed.begin <= placed.end, "two slots share rows"
+            assert placed.slot.num_rows == placed.end - placed.begin, "a slot has other rows than were given to it"
+            assert placed.slot.length <= placed.slot.num_rows, "a slot holds more tokens than rows"
+            end = placed.end
+        assert end <= self.num_rows, "more rows than the budget allows"
+
+    def _index(self, slot: Slot) -> int:
+        return next(index for index, placed in enumerate(self._placed) if placed.slot is slot)
+
+    def _end_before(self, index: int) -> int:
+        return self._placed[index - 1].end if index else 0
+
+    def _begin_after(self, index: int) -> int:
+        return self._placed[index + 1].begin if index + 1 < len(self._placed) else self.num_rows
+
+    def _make_gap(self, num_rows: int) -> int:
+        """The index that a slot of so many rows would have, once those in its way have moved."""
+        num_slots = len(self._placed)
+        gaps = [self._begin_after(index - 1) - self._end_before(index) for index in range(num_slots + 1)]
+        if max(gaps) >= num_rows:
+            return gaps.index(max(gaps))
+        window = self._cheapest(num_rows, range(num_slots + 1), range(num_slots + 1))
+        self._part(window, window.stop)
+        return window.stop
+
+    def _cheapest(self, num_rows: int, firsts: range, ends: range) -> range:
+        """Slots with so many free rows around and between them, of which the fewest rows need be moved."""
+        best, least = None, self.num_rows + 1
+        for first in firsts:
+            begin, num_used, cost = self._end_before(first), 0, 0
+            for index in range(first, len(self._placed) + 1):
+                is_enough = self._begin_after(index - 1) - begin - num_used >= num_rows
+                if index in ends and is_enough and cost < least:
+                    best, least = range(first, index), cost
+                if cost >= least or index == len(self._placed):
+                    break
+                num_used += self._placed[index].slot.num_rows
+                cost += self._rows_to_keep(self._placed[index].slot)
+        assert best is not None, "there are not as many free rows"
+        return best
+
+    def _part(self, window: range, index: int) -> None:
+        """Moves slots of a window before `index` down and the others up, so that its free rows are between them."""
+        begin, end = self._end_before(window.start), self._begin_after(window.stop - 1)
+        for placed in self._placed[window.start : index]:
+            self._put(placed, begin, placed.slot.num_rows)
+            begin = placed.end
+        for placed in reversed(self._placed[index : window.stop]):
+            self._put(placed, end - placed.slot.num_rows, placed.slot.num_rows)
+            end = placed.begin
+
+    def _spread(self, window: range, growing: _Placed, num_rows: int) -> None:
+        """Moves slots of a window so that one has `num_rows` behind it, and the other free rows are shared by all."""
+        slots = self._placed[window.start : window.stop]
+        begin, end = self._end_before(window.start), self._begin_after(window.stop - 1)
+        share = (end - begin - num_rows - sum(placed.slot.num_rows for placed in slots)) // len(slots)
+        begins = []
+        for placed in slots:
+            begins.append(begin)
+            begin += placed.slot.num_rows + share + (num_rows if placed is growing else 0)
+        moves = list(zip(slots, begins, strict=True))
+        down = [(placed, to) for placed, to in moves if to < placed.begin]
+        up = [(placed, to) for placed, to in moves if to > placed.begin]
+        for placed, to in (*down, *reversed(up)):  # whoever is in another's way has moved before it
+            self._put(placed, to, placed.slot.num_rows)
+
+    def _put(self, placed: _Placed, begin: int, num_rows: int) -> None:
+        """Moves a slot to rows that are free or its own."""
+        placed.begin, placed.end = begin, begin + num_rows
+        placed.slot.move(begin, begin + num_rows, self._rows_to_keep(placed.slot))

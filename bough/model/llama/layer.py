@@ -1,0 +1,187 @@
+"""One layer of a Llama-like decoder over some rows, compiled whole: no call of Python or torch between its parts.
+
+What becomes of a row depends on the row alone, bit for bit, wherever it stands and whatever is beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.model.batch.path_spans import layer_rows
+from bough.model.cpu.attention_cpu import share_attention
+from bough.model.cpu.gemm import GROUP
+from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
+from bough.model.cpu.operands import LINE, num_outputs_of
+from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
+from bough.model.llama.rows import (
+    Bits,
+    Floats,
+    compiled,
+    gate_line,
+    parallel,
+    rotate,
+    round_to,
+    share_laying_out,
+    share_norms,
+)
+
+LOOPS = 9  # of a layer, of pieces that threads take
+_BITS = np.uint16(0)
+
+
+class LayerWeights(NamedTuple):
+    """Of a layer; or of all layers, each array with one axis more in front."""
+
+    attention_norm: Floats  # (hidden,)
+    bias: Floats  # of queries, keys and values
+    query_norm: Floats  # (head_dim,), or (0,) where there is none
+    key_norm: Floats
+    mlp_norm: Floats  # (hidden,)
+    queries: Any  # matrices (outputs, inputs), as `bough.model.cpu.operands` has them
+    keys: Any
+    values: Any
+    out: Any
+    gate: Any
+    up: Any
+    down: Any
+    window: Any  # int64: how far back it sees, 0 for all
+
+
+class Sizes(NamedTuple):
+    """What the arrays do not say."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of attention scores
+    epsilon: float  # of norms
+
+
+class Room(NamedTuple):
+    """Where a pass puts what it computes, for some blocks of LANES rows. Rows of products as `operands` has them."""
+
+    hidden: Floats  # (blocks, hidden, LANES)
+    normed: Any  # rows of a product, of the residual stream's width
+    qkv: Floats  # (rows, queries, keys and values)
+    queries: Bits  # (rows, num_heads * head_dim)
+    query_words: NDArray[np.int32]  # the same, by twos
+    attended: Floats  # (blocks, num_heads * head_dim, LANES)
+    branch: Any  # rows of a product
+    gate: Floats  # (blocks, intermediate, LANES)
+    up: Floats
+    gated: Any  # rows of a product
+
+
+@compiled
+def _place(task, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+    """Turns a KV head's queries and keys to their positions, and puts its keys and values into the slots."""
+    num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+    group, epsilon = num_heads // num_kv_heads, np.float32(sizes.epsilon)
+    piece, first_row, end_row, kv_head = spans.tasks[task]
+    slot = spans.slots[piece]
+    keys = layer_rows(slot[0], _BITS, layer, slot[2], num_kv_heads, head_dim)
+    values = layer_rows(slot[1], _BITS, layer, slot[2], num_kv_heads, head_dim)
+    for row in range(first_row, end_row):
+        qkv, stored = room.qkv[row], spans.rows[row]
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            begin, end = head * head_dim, (head + 1) * head_dim
+            rotate(qkv[begin:end], weights.query_norm, epsilon, cos[row], sin[row], room.queries[row, begin:end])
+        begin = (num_heads + kv_head) * head_dim
+        key = qkv[begin : begin + head_dim]
+        rotate(key, weights.key_norm, epsilon, cos[row], sin[row], keys[stored, kv_head])
+        begin += num_kv_heads * head_dim
+        round_to(qkv[begin : begin + head_dim], values[stored, kv_head])
+
+
+@compiled
+def _share_placing(taken, thread, num_threads, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+    num_tasks = len(spans.tasks)
+    task = take(taken, thread, num_threads, num_tasks)
+    while task < num_tasks:
+        _place(task, layer, weights, sizes, room, spans, cos, sin)
+        task = take_next(taken, thread, num_threads, num_tasks)
+    wait_for_all(taken, num_threads, num_tasks)
+
+
+@compiled
+def _heads_piece(begin, end, weights, rows, few, num_rows, out):  # type: ignore[no-untyped-def]
+    """Groups of three matrices one after another."""
+    queries, keys, values, bias = weights.queries, weights.keys, weights.values, weights.bias
+    first_key, end_queries = num_groups_of(queries), num_outputs_of(queries)
+    first_value, end_keys = first_key + num_groups_of(keys), end_queries + num_outputs_of(keys)
+    of_queries, of_keys, of_values = out[:, :end_queries], out[:, end_queries:end_keys], out[:, end_keys:]
+    multiply(rows, few, num_rows, queries, begin, min(end, first_key), bias[:end_queries], of_queries)
+    own_begin, own_end = max(begin, first_key) - first_key, min(end, first_value) - first_key
+    multiply(rows, few, num_rows, keys, own_begin, own_end, bias[end_queries:end_keys], of_keys)
+    own_begin, own_end = max(begin, first_value) - first_value, end - first_value
+    multiply(rows, few, num_rows, values, own_begin, own_end, bias[end_keys:], of_values)
+
+
+@compiled
+def _share_heads(taken, thread, num_threads, weights, rows, num_rows, out):  # type: ignore[no-untyped-def]
+    """Queries, keys and values side by side in `out` (rows, of all three), in one loop over three matrices."""
+    num_groups = num_groups_of(weights.queries) + num_groups_of(weights.keys) + num_groups_of(weights.values)
+    few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_groups, num_threads)
+    piece = take(taken, thread, num_threads, num_pieces)
+    while piece < num_pieces:
+        begin, end = parts_of(piece, num_pieces, num_groups)
+        _heads_piece(begin, end, weights, rows, few, num_rows, out)
+        piece = take_next(taken, thread, num_threads, num_pieces)
+    wait_for_all(taken, num_threads, num_pieces)
+
+
+@compiled
+def _gates_piece(begin, end, weights, rows, few, num_rows, gate, up, gated):  # type: ignore[no-untyped-def]
+    """Outputs [begin, end) of two matrices."""
+    gate[:, begin:end] = 0
+    up[:, begin:end] = 0
+    multiply(rows, few, num_rows, weights.gate, begin // GROUP, end // GROUP, None, gate)
+    multiply(rows, few, num_rows, weights.up, begin // GROUP, end // GROUP, None, up)
+    for block in range(len(gate)):
+        for line in range(begin, end, LINE):
+            gate_line(gate[block], up[block], line, min(line + LINE, end), gated, block)
+
+
+@compiled
+def _share_gates(taken, thread, num_threads, weights, rows, num_rows, gate, up, gated):  # type: ignore[no-untyped-def]
+    """gated = silu(rows times one matrix) * (rows times the other), by whole lines."""
+    num_lines = (gate.shape[1] + LINE - 1) // LINE
+    few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_lines, num_threads)
+    piece = take(taken, thread, num_threads, num_pieces)
+    while piece < num_pieces:
+        begin, end = parts_of(piece, num_pieces, num_lines)
+        _gates_piece(begin * LINE, min(end * LINE, gate.shape[1]), weights, rows, few, num_rows, gate, up, gated)
+        piece = take_next(taken, thread, num_threads, num_pieces)
+    wait_for_all(taken, num_threads, num_pieces)
+
+
+@compiled
+def share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+    """A thread's part of `run_layer`; `taken` counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`)."""
+    me, epsilon = (thread, num_threads), np.float32(sizes.epsilon)
+    no_sinks = np.full(sizes.num_heads, -np.inf, np.float32)
+    rules = np.float32(sizes.scale), weights.window, np.float32(0), no_sinks
+    share_norms(taken[0], *me, room.hidden, weights.attention_norm, epsilon, room.normed)
+    _share_heads(taken[1], *me, weights, room.normed, num_rows, room.qkv)
+    _share_placing(taken[2], *me, layer, weights, sizes, room, spans, cos, sin)
+    share_attention(taken[3], *me, room.query_words, spans, _BITS, layer, sizes.num_kv_heads, *rules, room.attended)
+    share_laying_out(taken[4], *me, room.attended, room.branch)
+    share_product(taken[5], *me, room.branch, num_rows, weights.out, None, room.hidden)
+    share_norms(taken[6], *me, room.hidden, weights.mlp_norm, epsilon, room.normed)
+    _share_gates(taken[7], *me, weights, room.normed, num_rows, room.gate, room.up, room.gated)
+    share_product(taken[8], *me, room.gated, num_rows, weights.down, None, room.hidden)
+
+
+@parallel
+def run_layer(taken, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+    """Takes room.hidden through a layer, and puts keys and values of all rows into slots, as their number `layer`.
+
+    cos, sin (rows, head_dim) float32; `taken` counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`).
+    """
+    for number in numba.prange(num_threads):
+        thread = as_thread(number)
+        share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin)

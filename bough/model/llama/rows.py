@@ -1,0 +1,135 @@
+"""What a Llama-like layer does with each row by itself: norms, positions, gates. For compiled code.
+
+Rows are the lanes of vectors, LANES in a block; what goes into a product is put into the form that it takes.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.model.cpu.float_bits import rounded, widened
+from bough.model.cpu.llvm_vectors import LANES
+from bough.model.cpu.operands import LINE, put
+from bough.model.cpu.simd import (
+    all_lanes,
+    bits,
+    exp_below_zero,
+    load,
+    magnitude,
+    multiply_add,
+    square_root,
+    store,
+    where_positive,
+)
+from bough.model.cpu.work_stealing import take, take_next, wait_for_all
+
+Floats = NDArray[np.float32]
+Bits = NDArray[np.uint16]  # of bfloat16
+
+FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+compiled = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy", nogil=True)
+parallel = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy", nogil=True, parallel=True)
+
+
+@parallel
+def spread(rows, hidden):  # type: ignore[no-untyped-def]
+    """Rows of bfloat16's bits as float32 in blocks of LANES; lanes beyond the last row are 0."""
+    for block in numba.prange(len(hidden)):
+        for lane in range(LANES):
+            row = block * LANES + lane
+            for i in range(rows.shape[1]):
+                hidden[block, i, lane] = widened(rows[row, i]) if row < len(rows) else 0
+
+
+@parallel
+def collect(hidden, rows):  # type: ignore[no-untyped-def]
+    """The other way round, rounded."""
+    for row in numba.prange(len(rows)):
+        here, lane = hidden[row // LANES], row % LANES
+        for i in range(rows.shape[1]):
+            rows[row, i] = rounded(here[i, lane])
+
+
+@compiled
+def _normalise(block, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
+    """RMS norm (arXiv 1910.07467) of a block."""
+    here, normed = hidden[block], np.empty((LINE, LANES), np.float32)
+    even, odd = all_lanes(np.float32(0)), all_lanes(np.float32(0))  # sums of squares: one would wait for itself
+    for i in range(0, len(weight), 2):
+        first, second = load(here, i), load(here, i + 1)
+        even, odd = multiply_add(first, first, even), multiply_add(second, second, odd)
+    mean = (even + odd) / all_lanes(np.float32(len(weight)))
+    factor = all_lanes(np.float32(1)) / square_root(mean + all_lanes(np.float32(epsilon)))
+    for begin in range(0, len(weight), LINE):
+        count = min(LINE, len(weight) - begin)
+        for i in range(count):
+            store(normed, i, load(here, begin + i) * factor * all_lanes(weight[begin + i]))
+        put(normed[:count], rows, block, begin)
+
+
+@compiled
+def share_norms(taken, thread, num_threads, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
+    """RMS norms of hidden (blocks, hidden, LANES) as rows of a product: a thread's part."""
+    block = take(taken, thread, num_threads, len(hidden))
+    while block < len(hidden):
+        _normalise(block, hidden, weight, epsilon, rows)
+        block = take_next(taken, thread, num_threads, len(hidden))
+    wait_for_all(taken, num_threads, len(hidden))
+
+
+@compiled
+def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
+    """A query's or key's own norm, where there is one, then its position (arXiv 2104.09864), as bits of bfloat16."""
+    half = len(head) // 2
+    if len(norm):
+        total = np.float32(0)
+        for d in range(len(head)):
+            total += head[d] * head[d]
+        factor = np.float32(1) / np.sqrt(total / np.float32(len(head)) + epsilon)
+        for d in range(len(head)):
+            head[d] *= factor * norm[d]
+    if half % LANES == 0:
+        for d in range(0, half, LANES):
+            low, high = load(head, d), load(head, d + half)
+            store(out, d, bits(low * load(cos, d) - high * load(sin, d)))
+            store(out, d + half, bits(high * load(cos, d + half) + low * load(sin, d + half)))
+    else:
+        for d in range(half):
+            out[d] = rounded(head[d] * cos[d] - head[d + half] * sin[d])
+            out[d + half] = rounded(head[d + half] * cos[d + half] + head[d] * sin[d + half])
+
+
+@compiled
+def round_to(numbers, out):  # type: ignore[no-untyped-def]
+    """Bits of bfloat16."""
+    if len(numbers) % LANES == 0:
+        for d in range(0, len(numbers), LANES):
+            store(out, d, bits(load(numbers, d)))
+    else:
+        for d in range(len(numbers)):
+            out[d] = rounded(numbers[d])
+
+
+@compiled
+def share_laying_out(taken, thread, num_threads, numbers, rows):  # type: ignore[no-untyped-def]
+    """Numbers (blocks, inputs, LANES) as rows of a product: a thread's part."""
+    num_blocks, num_inputs = len(numbers), numbers.shape[1]
+    block = take(taken, thread, num_threads, num_blocks)
+    while block < num_blocks:
+        for begin in range(0, num_inputs, LINE):
+            put(numbers[block, begin : min(begin + LINE, num_inputs)], rows, block, begin)
+        block = take_next(taken, thread, num_threads, num_blocks)
+    wait_for_all(taken, num_threads, num_blocks)
+
+
+@compiled
+def gate_line(gate, up, begin, end, gated, block):  # type: ignore[no-untyped-def]
+    """gated = silu(gate) * up, for inputs [begin, end) of a block, LINE at most."""
+    values, zero, one = np.empty((end - begin, LANES), np.float32), all_lanes(np.float32(0)), all_lanes(np.float32(1))
+    for i in range(begin, end):
+        x = load(gate, i)
+        power = exp_below_zero(zero - magnitude(x))
+        store(values, i - begin, x * load(up, i) * where_positive(x, one, power) / (one + power))
+    put(values, gated, block, begin)

@@ -1,0 +1,87 @@
+"""One pass of a Llama-like decoder over a few rows, compiled whole: no call of Python or torch between its layers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+from bough.model.cpu.gemm_parallel import share_product
+from bough.model.cpu.llvm_vectors import LANES
+from bough.model.cpu.operands import put_output
+from bough.model.cpu.work_stealing import as_thread
+from bough.model.llama.layer import LOOPS, LayerWeights, share_layer
+from bough.model.llama.rows import Floats, compiled, parallel, share_norms
+
+
+class Weights(NamedTuple):
+    """Of a whole model."""
+
+    embeddings: Any
+    layers: LayerWeights
+    final_norm: Floats  # (hidden,)
+    head: Any
+    head_bias: Floats  # (vocab_size,)
+
+
+@compiled
+def _embed(tokens, embeddings, hidden):  # type: ignore[no-untyped-def]
+    """Lanes beyond the last token become 0, so that nothing piles up there."""
+    for row in range(len(hidden) * LANES):
+        place = hidden[row // LANES, :, row % LANES]
+        if row < len(tokens):
+            put_output(embeddings, tokens[row], place)
+        else:
+            place[:] = 0
+
+
+@compiled
+def _layer_of(layers, layer):  # type: ignore[no-untyped-def]
+    return LayerWeights(
+        layers.attention_norm[layer],
+        layers.bias[layer],
+        layers.query_norm[layer],
+        layers.key_norm[layer],
+        layers.mlp_norm[layer],
+        layers.queries[layer],
+        layers.keys[layer],
+        layers.values[layer],
+        layers.out[layer],
+        layers.gate[layer],
+        layers.up[layer],
+        layers.down[layer],
+        layers.window[layer],
+    )
+
+
+@compiled
+def _share_layers(taken, thread, num_threads, num_rows, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+    for layer in range(len(weights.window)):
+        counts, own = taken[layer * LOOPS : (layer + 1) * LOOPS], _layer_of(weights, layer)
+        share_layer(counts, thread, num_threads, num_rows, layer, own, sizes, room, spans, cos, sin)
+
+
+@parallel
+def run_step(  # type: ignore[no-untyped-def]
+    taken, num_threads, tokens, cos, sin, logit_rows, embeddings, layers, norm, head, bias, sizes, room, spans, logits
+):
+    """Logits (logit rows in whole blocks, vocab_size) float32 of a batch; cos, sin (rows, head_dim) float32.
+
+    Keys and values of all rows are put into their slots. `room` has just the blocks that the rows fill; `taken` counts
+    in num_layers * LOOPS + 2 loops (`bough.model.cpu.work_stealing.counters`).
+    """
+    _embed(tokens, embeddings, room.hidden)
+    for number in numba.prange(num_threads):
+        thread = as_thread(number)
+        _share_layers(taken, thread, num_threads, len(tokens), layers, sizes, room, spans, cos, sin)
+    if len(logit_rows) == 0:
+        return
+    wanted = np.zeros((len(logits) // LANES, room.hidden.shape[1], LANES), np.float32)
+    for i in range(len(logit_rows)):
+        wanted[i // LANES, :, i % LANES] = room.hidden[logit_rows[i] // LANES, :, logit_rows[i] % LANES]
+    normed, epsilon = room.normed[: len(wanted)], np.float32(sizes.epsilon)
+    for number in numba.prange(num_threads):
+        thread = as_thread(number)
+        share_norms(taken[-2], thread, num_threads, wanted, norm, epsilon, normed)
+        share_product(taken[-1], thread, num_threads, normed, len(logit_rows), head, bias, logits)

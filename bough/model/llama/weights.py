@@ -1,0 +1,111 @@
+"""What a Llama-like model's layers consist of, as `bough.model.llama.layer` takes it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bough.model.cpu.gemm import GROUP
+from bough.model.cpu.operands import LINE
+from bough.model.llama.layer import Sizes
+from bough.model.llama.rows import Floats
+from bough.model.loading.loading import Skeleton
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of one build; any other goes by way of transformers
+
+
+def is_lean(skeleton: Skeleton, device: torch.device) -> bool:
+    """Whether a model can be run in this way."""
+    config, kv = skeleton.config, skeleton.kv_shape()
+    layer: Any = skeleton.layers[0]  # of a class of transformers' own; no type knows its attributes
+    return (
+        device.type == "cpu"
+        and skeleton.dtype == torch.bfloat16
+        and config.model_type in ARCHITECTURES
+        and config.hidden_act == "silu"
+        and layer.self_attn.o_proj.bias is None
+        and layer.mlp.down_proj.bias is None
+        and config.hidden_size % GROUP == config.intermediate_size % GROUP == kv.head_dim % 2 == 0
+        and kv.num_kv_heads * kv.head_dim >= GROUP
+    )
+
+
+def can_int8(skeleton: Skeleton, device: torch.device) -> bool:
+    """Whether a model can be run in this way with products in 8 bits: what goes into them fills whole lines."""
+    if not is_lean(skeleton, device):
+        return False
+    config, kv = skeleton.config, skeleton.kv_shape()
+    widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * kv.head_dim
+    return all(width % LINE == 0 for width in widths) and kv.num_kv_heads * kv.head_dim % GROUP == 0
+
+
+def sizes_of(skeleton: Skeleton) -> Sizes:
+    """Of all its layers."""
+    config, kv = skeleton.config, skeleton.kv_shape()
+    first: Any = skeleton.layers[0]
+    heads, scale = int(config.num_attention_heads), float(first.self_attn.scaling)
+    return Sizes(heads, kv.num_kv_heads, kv.head_dim, scale, config.rms_norm_eps)
+
+
+class Matrices(NamedTuple):
+    """Of a layer, (outputs, inputs) each."""
+
+    queries: Any
+    keys: Any
+    values: Any
+    out: Any
+    gate: Any
+    up: Any
+    down: Any
+
+    @classmethod
+    def of(cls, layer: Any) -> Matrices:
+        """As they are."""
+        attention, mlp = layer.self_attn, layer.mlp
+        own = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        return cls(*(linear.weight.detach() for linear in (*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
+
+
+class Vectors(NamedTuple):
+    """Of a layer, in float32."""
+
+    attention_norm: Floats
+    bias: Floats  # of queries, keys and values
+    query_norm: Floats  # (0,) where there is none
+    key_norm: Floats
+    mlp_norm: Floats
+
+    @classmethod
+    def of(cls, layer: Any) -> Vectors:
+        """Copies."""
+        attention = layer.self_attn
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        query_norm, key_norm = (np.zeros(0, np.float32) if norm is None else floats(norm.weight) for norm in norms)
+        return cls(
+            floats(layer.input_layernorm.weight),
+            biases(*projections),
+            query_norm,
+            key_norm,
+            floats(layer.post_attention_layernorm.weight),
+        )
+
+
+def biases(*projections: Any) -> Floats:
+    """Of linear layers one after another, 0 where there are none."""
+    return floats(torch.cat([p.weight.new_zeros(p.out_features) if p.bias is None else p.bias for p in projections]))
+
+
+def floats(values: torch.Tensor) -> Floats:
+    """A copy in float32."""
+    copied: Floats = values.detach().float().numpy().copy()
+    return copied
+
+
+def window(layer: Any, architecture: str) -> int:
+    """How far back a layer sees, 0 for all: Mistral says so for all layers together, Qwen for each."""
+    attention = layer.self_attn
+    holder = attention.config if architecture == "mistral" else attention
+    return int(getattr(holder, "sliding_window", None) or 0)

@@ -1,0 +1,65 @@
+"""Room for what a pass through a Llama-like model's layers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.model.cpu.llvm_vectors import LANES
+from bough.model.cpu.operands import LINE, LINE_WORDS
+from bough.model.llama.layer import Room
+from bough.model.llama.weights import sizes_of
+from bough.model.loading.loading import Skeleton
+
+RowsOf = Callable[[int, int], NDArray[np.int32] | NDArray[np.uint32]]  # so many blocks of rows, of so many inputs
+
+
+def num_blocks(num_rows: int) -> int:
+    """That so many rows fill."""
+    return -(-num_rows // LANES)
+
+
+def word_rows(blocks: int, inputs: int) -> NDArray[np.int32]:
+    """Rows of products in 16 bits."""
+    return np.zeros((blocks, inputs // 2, LANES), np.int32)
+
+
+def code_rows(blocks: int, inputs: int) -> NDArray[np.uint32]:
+    """Rows of products in 8 bits."""
+    return np.zeros((blocks, inputs // LINE * LINE_WORDS, LANES), np.uint32)
+
+
+class Rooms:
+    """As much as a pass has wanted yet."""
+
+    def __init__(self, skeleton: Skeleton, make_rows: RowsOf) -> None:
+        """With room for one block; `make_rows` says of which kind."""
+        self._sizes, self._make_rows = sizes_of(skeleton), make_rows
+        self._hidden, self._intermediate = int(skeleton.config.hidden_size), int(skeleton.config.intermediate_size)
+        self._room = self._new_room(1)
+
+    def of(self, blocks: int) -> Room:
+        """For so many blocks of rows; valid until the next call."""
+        most = len(self._room.hidden)
+        if blocks > most:
+            self._room, most = self._new_room(blocks), blocks
+        return Room._make(part[: len(part) // most * blocks] for part in self._room)
+
+    def _new_room(self, blocks: int) -> Room:
+        rows, attended = blocks * LANES, self._sizes.num_heads * self._sizes.head_dim
+        qkv = attended + 2 * self._sizes.num_kv_heads * self._sizes.head_dim
+        queries = np.zeros((rows, attended), np.uint16)
+        return Room(
+            np.zeros((blocks, self._hidden, LANES), np.float32),
+            self._make_rows(blocks, self._hidden),
+            np.zeros((rows, qkv), np.float32),
+            queries,
+            queries.view(np.int32),
+            np.zeros((blocks, attended, LANES), np.float32),
+            self._make_rows(blocks, attended),
+            np.zeros((blocks, self._intermediate, LANES), np.float32),
+            np.zeros((blocks, self._intermediate, LANES), np.float32),
+            self._make_rows(blocks, self._intermediate),
+        )

@@ -1,0 +1,291 @@
+"""Finds the weights that belong in each place of a model, and loads those that stay."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from bough.errors import CheckpointError
+from bough.model.architecture import moe
+from bough.model.architecture.architecture import build_empty, cut_layers, describe, load_config, max_positions
+from bough.model.architecture.moe import Experts
+from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.checkpoint.pack_manifest import read_checksums
+from bough.model.checkpoint.tensor_source import (
+    STORED_DTYPES,
+    VALUE_DTYPES,
+    FreshMemory,
+    Joined,
+    Scratch,
+    Source,
+    Stored,
+    crc32,
+    row_blocks,
+    typed,
+)
+from bough.model.kv.session_kv import KVShape
+from bough.model.loading.weight_map import AnySource, Naming, Quantization, logical_sources
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CONVERTED_BYTES = 16_000_000  # of a tensor that are read at once where it stays in another data type
+NUM_NAMED = 3  # unused tensors that a warning names
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlot:
+    """One parameter or persistent buffer of a module, and what its value is made of."""
+
+    module: nn.Module
+    key: str
+    source: AnySource
+
+    def bind(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> None:
+        """Puts the value in the parameter's place; `raw` as in `Source.value`."""
+        self.put(self.made(raw, dtype, scratch))
+
+    def made(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> Any:
+        """The value as `put` wants it."""
+        if isinstance(self.source, Experts):
+            return self.source.table(raw, dtype, scratch)
+        return self.wrapped(self.source.value(raw, dtype, scratch))
+
+    def wrapped(self, value: torch.Tensor) -> torch.Tensor:
+        """A value as `put` wants it."""
+        return value if self.key in self.module._buffers else nn.Parameter(value, requires_grad=False)
+
+    def put(self, made: Any) -> None:
+        """Puts what `made` has returned in the parameter's place."""
+        if isinstance(self.source, Experts):
+            self.module._parameters.pop(self.key, None)  # a table is no tensor, and would not be let in
+            self.module.__dict__[self.key] = made
+        elif self.key in self.module._buffers:
+            self.module._buffers[self.key] = made
+        else:
+            self.module._parameters[self.key] = made
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A transformers model on the meta device, and the places of its weights."""
+
+    model: PreTrainedModel
+    config: PretrainedConfig
+    layers: tuple[nn.Module, ...]
+    layer_slots: tuple[tuple[ParameterSlot, ...], ...]  # one tuple for each layer
+    resident_slots: tuple[ParameterSlot, ...]  # embeddings, final norm, output head
+    dtype: torch.dtype
+    quantization: Quantization | None
+    unused: tuple[str, ...]  # tensors of the checkpoint for which the architecture has no place
+    checksums: Mapping[str, int]  # crc32 by tensor name, as far as the checkpoint has them
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        """As `max_positions` of its configuration."""
+        return max_positions(self.config)
+
+    def kv_shape(self) -> KVShape:
+        """What one token's keys and values take."""
+        return KVShape.of(self.config, self.dtype)
+
+    def describe(self) -> str:
+        """Architecture, size and data type in words."""
+        packed = f", {self.quantization}" if self.quantization else ""
+        return describe(self.model, self.dtype) + packed
+
+
+def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tuple[int, ...] | None = None) -> Skeleton:
+    """Builds the model on the meta device; `keep_layers` names the layers to use, by default all that are there.
+
+    Raises:
+        CheckpointError: the architecture cannot be run; or naming a tensor that is missing, or has another shape than
+            the architecture wants.
+    """
+    config = load_config(checkpoint.folder)
+    quantization = Quantization.of(config, checkpoint.folder)
+    there = checkpoint.kept_layers if checkpoint.kept_layers is not None else tuple(range(config.num_hidden_layers))
+    kept = keep_layers if keep_layers is not None else there
+    cut_layers(config, kept)
+    model = build_empty(config, dtype)
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = moe.NAME
+    layers = tuple(model.get_decoder().layers)
+    prefix = next(name for name, module in model.named_modules() if module is model.get_decoder().layers)
+    finder = _Finder(checkpoint, quantization, model, {f"{prefix}.{i}": f"{prefix}.{k}" for i, k in enumerate(kept)})
+    layer_slots = tuple(tuple(finder.slots(layer, f"{prefix}.{index}")) for index, layer in enumerate(layers))
+    in_layers = frozenset(id(module) for layer in layers for module in layer.modules())
+    resident = tuple(finder.slots(model, "", in_layers))
+    unused = finder.unused(prefix)
+    checksums = read_checksums(checkpoint.folder)
+    return Skeleton(model, config, layers, layer_slots, resident, dtype, quantization, unused, checksums)
+
+
+class _Finder:
+    """Finds the source of each parameter of a model."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, quantization: Quantization | None, model: PreTrainedModel, layers: dict[str, str]
+    ) -> None:
+        """`layers` maps the names of the model's layers to those that they have in the checkpoint."""
+        self._checkpoint = checkpoint
+        self._layers = layers
+        is_tied = getattr(model.config, "tie_word_embeddings", False)
+        self._tied: dict[str, str] = dict(getattr(model, "_tied_weights_keys", None) or {}) if is_tied else {}
+        known = [self._original(name) for name in model.state_dict()]
+        self._naming = Naming(model, known, logical_sources(checkpoint, quantization))
+
+    def slots(self, root: nn.Module, prefix: str, skip: Collection[int] = ()) -> Iterator[ParameterSlot]:
+        """Of all modules below `root`, which the model knows as `prefix`, but those whose `id` is in `skip`."""
+        for module_name, module in root.named_modules(prefix=prefix):
+            if id(module) in skip:
+                continue
+            buffers = ((k, b) for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set)
+            for key, parameter in (*module._parameters.items(), *buffers):
+                if parameter is not None:
+                    yield self._slot(module, key, f"{module_name}.{key}" if module_name else key, parameter)
+
+    def unused(self, prefix: str) -> tuple[str, ...]:
+        """Names of values that nothing has asked for, but those of layers that were left out."""
+        layers = tuple(f"{name}." for name in self._layers.values())
+        names = (n for n in self._naming.unclaimed() if n not in self._tied and not n.endswith("rotary_emb.inv_freq"))
+        unused = tuple(name for name in names if not name.startswith(f"{prefix}.") or name.startswith(layers))
+        if unused:
+            logger.warning(
+                "%s: %d tensors have no place in this architecture and are not used, as in transformers: %s%s",
+                self._checkpoint.folder,
+                len(unused),
+                ", ".join(unused[:NUM_NAMED]),
+                ", ..." if len(unused) > NUM_NAMED else "",
+            )
+        return unused
+
+    def _original(self, name: str) -> str:
+        """A parameter's name in the checkpoint, whose layers may be more."""
+        for mine, original in self._layers.items():
+            if name.startswith(f"{mine}."):
+                return original + name.removeprefix(mine)
+        return name
+
+    def _slot(self, module: nn.Module, key: str, name: str, parameter: torch.Tensor) -> ParameterSlot:
+        name = self._original(name)
+        source = self._naming.source(name)
+        if source is None and name in self._tied:
+            source = self._naming.source(self._tied[name])
+        if source is None:
+            raise CheckpointError(f"{self._checkpoint.folder}: tensor {name}, which config.json asks for, is missing")
+        place = source.places[0]
+        _require_readable(source)
+        if source.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{place.file}: tensor {place.name} has shape {list(source.shape)}, "
+                f"but config.json asks for {list(parameter.shape)}"
+            )
+        return ParameterSlot(module, key, source)
+
+
+def _require_readable(source: AnySource | Source) -> None:
+    """Raises CheckpointError for a tensor of another data type, or another shape than those beside it."""
+    parts = source.parts if isinstance(source, Joined | Experts) else ()
+    for part in parts:
+        _require_readable(part)
+        if part.shape[1:] != parts[0].shape[1:] or (isinstance(source, Experts) and part.shape != parts[0].shape):
+            raise CheckpointError(
+                f"{part.places[0].file}: tensor {part.places[0].name} has shape {list(part.shape)}, but "
+                f"{parts[0].places[0].name}, with which it belongs together, has {list(parts[0].shape)}"
+            )
+    known = VALUE_DTYPES if isinstance(source, Stored) else STORED_DTYPES
+    for place in () if parts else source.places:
+        if place.dtype not in known:
+            raise CheckpointError(
+                f"{place.file}: tensor {place.name} is stored as {place.dtype}; {', '.join(known)} can be read"
+            )
+
+
+def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: torch.device) -> None:
+    """Loads parameters for good; a value that several parameters share is loaded once.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or does not have its checksum.
+    """
+    memory = FreshMemory(device)
+    loaded: dict[tuple[TensorPlace, ...], tuple[nn.Module, str]] = {}
+    for slot in slots:
+        if slot.source.places in loaded:
+            module, key = loaded[slot.source.places]
+            slot.module._parameters[slot.key] = module._parameters[key]
+            continue
+        if isinstance(slot.source, Stored) and slot.source.scratch_bytes(skeleton.dtype):
+            value = memory.take(slot.source.shape, skeleton.dtype)
+            _convert(slot.source.place, value, skeleton.checksums)
+            slot.put(slot.wrapped(value))
+        else:
+            raw = [read_place(place) for place in slot.source.places]
+            for place, data in zip(slot.source.places, raw, strict=True):
+                require_checksum(place, crc32(data), skeleton.checksums)
+            slot.bind([data.to(device) for data in raw], skeleton.dtype, memory)
+        loaded[slot.source.places] = (slot.module, slot.key)
+
+
+def _convert(place: TensorPlace, out: torch.Tensor, checksums: Mapping[str, int]) -> None:
+    """A tensor in another data type, some rows at a time: both at once would take more memory than any budget says."""
+    parts, checksum, begin = row_blocks(place, CONVERTED_BYTES), 0, 0
+    for part in parts:
+        data = read_place(part)
+        checksum = crc32(data, checksum)
+        rows = typed(data, part)
+        out[begin : begin + len(rows)] = rows
+        begin += len(rows)
+    require_checksum(place, checksum, checksums)
+
+
+def bind_all(skeleton: Skeleton, device: torch.device) -> None:
+    """Loads a whole model for good."""
+    bind_resident(skeleton, skeleton.resident_slots, device)
+    for slots in skeleton.layer_slots:
+        bind_resident(skeleton, slots, device)
+    move_buffers(skeleton.model, device)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Moves what a model holds beside its parameters, such as rotary frequencies; layers without weights stay so."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[key] = buffer.to(device)
+
+
+def read_place(place: TensorPlace) -> torch.Tensor:
+    """The bytes of a tensor, (num_bytes,) uint8."""
+    try:
+        data = np.fromfile(place.file, np.uint8, place.num_bytes, offset=place.offset)
+    except OSError as exc:
+        raise CheckpointError(f"{place.file}: tensor {place.name} cannot be read: {exc}") from exc
+    if len(data) < place.num_bytes:
+        raise CheckpointError(f"{place.file}: tensor {place.name} ends after {len(data)} of {place.num_bytes} bytes")
+    return torch.from_numpy(data)
+
+
+def require_checksum(place: TensorPlace, found: int, checksums: Mapping[str, int]) -> None:
+    """Compares the crc32 of a tensor's bytes with the one that they were written with, if there is one.
+
+    Raises:
+        CheckpointError: naming the file and the tensor.
+    """
+    expected = checksums.get(place.name)
+    if expected is not None and found != expected:
+        raise CheckpointError(
+            f"{place.file}: tensor {place.name} does not have the checksum that it was written with; "
+            "the file is damaged: write it again with `bough pack`"
+        )

@@ -1,0 +1,1 @@
+"""`bough pack`: smaller checkpoints and drafts, written shard by shard."""

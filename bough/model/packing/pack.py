@@ -1,0 +1,195 @@
+"""`bough pack`: a smaller checkpoint, in 4 or 8 bits, from one in 16 or 32. Resumable, checksummed, a shard at a time.
+
+The matrices of the decoder layers are packed (`bough.model.quant.packed.Packed`): those of linear layers, and those of
+experts where each expert has its own. Norms, biases, routers, embeddings and the head are copied. So are matrices whose
+rows are no whole groups, and experts that are all in one tensor, which could not be read packed; this is said aloud.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import MergeModulelist, WeightConverter
+
+from bough.errors import CheckpointError, ConfigError
+from bough.model.architecture.moe import Experts
+from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.checkpoint.tensor_source import STORED_DTYPES, Joined, Source, Stored, typed
+from bough.model.loading.loading import ParameterSlot, build_skeleton, read_place
+from bough.model.loading.weight_map import PACKED_SUFFIX, SCALES_SUFFIX
+from bough.model.packing.shard_writer import SHARD_BYTES, PackFolder, shards_of
+from bough.model.quant.quantize import GROUP_SIZES, SCALE_BYTES, quantize
+from bough.sizing.placement import gigabytes
+
+logger = logging.getLogger(__name__)
+
+LEAST_SHARE = 0.5  # of the layers' bytes: a checkpoint of which less is packed would be called so in vain
+NUM_NAMED = 3  # tensors, of those that stay as they are, that are named
+
+
+def pack(model: str, bits: int, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes the packed checkpoint, or goes on where an interrupted run has left off; what is damaged is written again.
+
+    Raises:
+        CheckpointError: the model cannot be read.
+        ConfigError: most of its layers cannot be packed, the folder holds something else, or the disk is full.
+    """
+    checkpoint = Checkpoint.open(model)
+    skeleton = build_skeleton(checkpoint, torch.bfloat16)
+    if skeleton.quantization is not None:
+        raise ConfigError(f"model: {model} is packed already ({skeleton.quantization.method})")
+    _require_copyable(checkpoint)
+    tensors = LayerTensors.of((slot for slots in skeleton.layer_slots for slot in slots), GROUP_SIZES[bits])
+    tensors.require_worth(model)
+    packed = set(tensors.packed)
+    origin = {"bits": bits, "group_size": GROUP_SIZES[bits], "source": checkpoint.fingerprint()}
+    written = PackFolder.begin(folder, checkpoint, origin)
+    written.write_all(
+        "packed",
+        shards_of(list(checkpoint.tensors.values()), shard_bytes),
+        num_bytes=lambda place: packed_bytes(place.shape, bits) if place in packed else place.num_bytes,
+        convert=lambda place: dict(_tensors(place, bits, place in packed)),
+    )
+    written.finish(checkpoint, {"bits": bits, "group_size": GROUP_SIZES[bits]})
+
+
+def _require_copyable(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError for a tensor of a data type that is not known."""
+    for place in checkpoint.tensors.values():
+        if place.dtype not in STORED_DTYPES:
+            raise CheckpointError(
+                f"{place.file}: tensor {place.name} is stored as {place.dtype}; "
+                f"{', '.join(STORED_DTYPES)} can be copied"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """The tensors of a model's layers, by what becomes of them. Of `group_size` inputs each are rows to be packed."""
+
+    group_size: int
+    packed: tuple[TensorPlace, ...]
+    uneven: tuple[TensorPlace, ...]  # matrices whose rows are no whole groups
+    stacked: tuple[TensorPlace, ...]  # all experts of a layer in one
+    others: tuple[TensorPlace, ...]  # norms, biases, routers
+
+    @classmethod
+    def of(cls, slots: Iterable[ParameterSlot], group_size: int) -> LayerTensors:
+        """Of these parameters."""
+        kinds: tuple[dict[TensorPlace, None], ...] = ({}, {}, {}, {})
+        packed, uneven, stacked, others = kinds
+        for slot in slots:
+            matrices = set(matrices_of(slot))
+            for place in slot.source.places:
+                if place in matrices:
+                    kind = uneven if place.shape[-1] % group_size else packed
+                else:
+                    kind = stacked if len(place.shape) == 3 else others
+                kind[place] = None
+        return cls(group_size, *map(tuple, kinds))
+
+    def require_worth(self, model: str) -> None:
+        """Says aloud which matrices stay as they are.
+
+        Raises:
+            ConfigError: these are most of the layers' bytes.
+        """
+        packed, all_bytes = _num_bytes(self.packed), _num_bytes(self.packed + self.uneven + self.stacked + self.others)
+        if packed < LEAST_SHARE * all_bytes:
+            raise ConfigError(
+                f"model: {model}: of the {gigabytes(all_bytes)} of its layers {gigabytes(packed)} can be packed; "
+                f"there are {self._reasons()}; {self._remedy()} would do"
+            )
+        if self.uneven or self.stacked:
+            left = gigabytes(all_bytes - packed)
+            reasons = self._reasons()
+            logger.warning("%s: of its layers' %s %s stay as they are: %s", model, gigabytes(all_bytes), left, reasons)
+
+    def _reasons(self) -> str:
+        """What is not packed, and why."""
+        kinds = (
+            (self.stacked, "all experts of a layer in one tensor, which could not be read packed"),
+            (self.uneven, f"matrices whose rows are no whole groups of {self.group_size}"),
+            (self.others, "norms, biases, routers and the like"),
+        )
+        return "; ".join(
+            f"{gigabytes(_num_bytes(places))} in {_names(places)} ({why})" for places, why in kinds if places
+        )
+
+    def _remedy(self) -> str:
+        as_it_is, smallest = "the model as it is", min(GROUP_SIZES.values())
+        if _num_bytes(self.stacked) > _num_bytes(self.uneven):
+            return f"a checkpoint in which each expert has its own matrices, or {as_it_is},"
+        if self.uneven and self.group_size > smallest:
+            return f"--bits 4, whose groups are of {smallest}, or {as_it_is},"
+        return as_it_is
+
+
+def _num_bytes(places: Iterable[TensorPlace]) -> int:
+    return sum(place.num_bytes for place in places)
+
+
+def _names(places: Sequence[TensorPlace]) -> str:
+    """The largest, and how many there are besides."""
+    largest = sorted(places, key=lambda place: -place.num_bytes)[:NUM_NAMED]
+    rest = f" and {len(places) - NUM_NAMED} more" if len(places) > NUM_NAMED else ""
+    return ", ".join(place.name for place in largest) + rest
+
+
+def is_packed(module: nn.Module, name: str, shape: Sequence[int], bits: int) -> bool:
+    """Whether `pack` would pack a parameter, by the architecture alone; `name` is the parameter's in its layer."""
+    is_linear, is_stack = _is_linear(module, name.rpartition(".")[2]), len(shape) == 3
+    return (is_linear or (is_stack and _is_stacked_here(module, name))) and shape[-1] % GROUP_SIZES[bits] == 0
+
+
+def matrices_of(slot: ParameterSlot) -> Iterator[TensorPlace]:
+    """Tensors of a parameter that can be packed: matrices of linear layers, and of experts."""
+    if _is_linear(slot.module, slot.key) or isinstance(slot.source, Experts):
+        yield from (place for place in _stored(slot.source) if len(place.shape) == 2)
+
+
+def _is_linear(module: nn.Module, key: str) -> bool:
+    return isinstance(module, nn.Linear) and key == "weight"
+
+
+def _is_stacked_here(module: nn.Module, name: str) -> bool:
+    """Whether checkpoints have a matrix for each expert of a parameter, which transformers stacks as it loads them."""
+    config = getattr(module, "config", None)  # that transformers gives its experts
+    transforms = get_checkpoint_conversion_mapping(config.model_type) if config is not None else None
+    converters = [transform for transform in transforms or () if isinstance(transform, WeightConverter)]
+    return any(
+        name.endswith(target.replace("\\", "").lstrip("."))
+        for converter in converters
+        if any(isinstance(step, MergeModulelist) for step in converter.operations)
+        for target in converter.target_patterns
+    )
+
+
+def _stored(source: Source | Experts) -> Iterator[TensorPlace]:
+    if isinstance(source, Stored):
+        yield source.place
+    elif isinstance(source, Experts | Joined):
+        for part in source.parts:
+            yield from _stored(part)
+
+
+def packed_bytes(shape: Sequence[int], bits: int) -> int:
+    """What a matrix, or several of one shape in a stack, takes when it is packed."""
+    size = math.prod(shape)
+    return size * bits // 8 + size // GROUP_SIZES[bits] * SCALE_BYTES[bits]
+
+
+def _tensors(place: TensorPlace, bits: int, is_packed: bool) -> list[tuple[str, torch.Tensor]]:
+    """What a tensor becomes."""
+    value = typed(read_place(place), place)
+    if not is_packed:
+        return [(place.name, value)]
+    packed, scales = quantize(value, bits)
+    return [(place.name + PACKED_SUFFIX, packed), (place.name + SCALES_SUFFIX, scales)]

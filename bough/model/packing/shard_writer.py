@@ -1,0 +1,190 @@
+"""A folder of packed tensors that is being written: shard by shard, resumable, checksummed.
+
+A shard is whole or not there; the manifest says which are, and what each tensor's bytes add up to; the configuration is
+written last, without which a folder is no model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from bough.errors import CheckpointError, ConfigError
+from bough.model.checkpoint.atomic_files import is_taken, make_folder, replace
+from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint, TensorPlace, read_header
+from bough.model.checkpoint.pack_manifest import MANIFEST_NAME, read_manifest
+from bough.model.checkpoint.tensor_source import STORED_DTYPES, crc32
+
+FORMAT = 2  # 4 bits with offsets
+SHARD_BYTES = 1_000_000_000
+BLOCK_BYTES = 1 << 24  # of a shard, that are compared at once
+
+
+@dataclass(slots=True)
+class PackFolder:
+    """What has been written so far."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def begin(cls, path: Path, source: Checkpoint, origin: Mapping[str, Any]) -> PackFolder:
+        """A run that goes on, or a new one; `origin` is what makes one pack another than the next.
+
+        Raises:
+            ConfigError: the folder holds something else.
+        """
+        if path.resolve() == source.folder.resolve():
+            raise ConfigError(f"--out: {path} is the model itself; another folder would do")
+        file = path / MANIFEST_NAME
+        origin = {"format": FORMAT, **origin}
+        if file.is_file():
+            manifest = read_manifest(file)
+            if {name: manifest.get(name) for name in origin} != origin:
+                raise ConfigError(f"--out: {path} holds another packed model; another folder would do")
+            return cls(path, manifest)
+        if is_taken(path):
+            raise ConfigError(f"--out: {path} is not empty; another folder would do")
+        make_folder("--out", path)
+        folder = cls(path, {**origin, "shards": {}, "checksums": {}, "weight_map": {}})
+        folder.save()
+        return folder
+
+    def write_all(
+        self,
+        kind: str,
+        shards: Sequence[Sequence[TensorPlace]],
+        num_bytes: Callable[[TensorPlace], int],
+        convert: Callable[[TensorPlace], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Writes the shards that are not there or are damaged; `kind` is what their names begin with.
+
+        Shards that are there are compared with their checksums first: a run that goes on, or that is to repair what it
+        once wrote, ends with a folder that is whole.
+
+        Args:
+            num_bytes: what becomes of a tensor of the source, in bytes.
+            convert: the same as tensors by name.
+
+        Raises:
+            CheckpointError: the source cannot be read.
+            ConfigError: the folder cannot be written to, or has no room.
+        """
+        total = sum(num_bytes(place) for places in shards for place in places)
+        self.require_room(total)
+        with tqdm(total=total, unit="B", unit_scale=True, desc=self.path.name) as progress:
+            for number, places in enumerate(shards):
+                name = f"{kind}-{number:05d}-of-{len(shards):05d}.safetensors"
+                before = progress.n
+                if self.has(name, progress.update):
+                    continue
+                total += int(progress.n - before)  # what was compared in vain is work besides
+                progress.total = total
+                tensors: dict[str, torch.Tensor] = {}
+                for place in places:
+                    tensors.update(convert(place))
+                    progress.update(num_bytes(place))
+                self.write_shard(name, tensors)
+
+    def has(self, name: str, count: Callable[[int], object]) -> bool:
+        """Whether a shard is there, and each tensor what was written; `count` is told of bytes as they are compared.
+
+        What is damaged is named on standard error.
+        """
+        file = self.path / name
+        if name not in self.manifest["shards"] or not file.is_file():
+            return False
+        try:
+            self._require_whole(file, count)
+        except CheckpointError as exc:
+            tqdm.write(f"{exc}; it is written again", file=sys.stderr)
+            return False
+        return True
+
+    def _require_whole(self, file: Path, count: Callable[[int], object]) -> None:
+        """Raises CheckpointError where a shard is not what was written."""
+        size, written = file.stat().st_size, self.manifest["shards"][file.name]
+        if size != written:
+            raise CheckpointError(f"{file}: has {size} bytes, and {written} were written")
+        places = read_header(file)
+        if places.keys() != {tensor for tensor, name in self.manifest["weight_map"].items() if name == file.name}:
+            raise CheckpointError(f"{file}: its header does not name the tensors that were written")
+        checksums = self.manifest["checksums"]
+        for place in sorted(places.values(), key=lambda place: place.offset):
+            if place.dtype not in STORED_DTYPES or _checksum(place, count) != checksums.get(place.name):
+                raise CheckpointError(f"{file}: tensor {place.name} is not what was written")
+
+    def save(self) -> None:
+        """The manifest, at once or not at all."""
+        replace(self.path / MANIFEST_NAME, lambda partial: partial.write_text(json.dumps(self.manifest)))
+
+    def require_room(self, num_bytes: int) -> None:
+        """Raises ConfigError where so many bytes, less what is written already, do not fit on the disk."""
+        there = sum(file.stat().st_size for file in self.path.iterdir())
+        free = shutil.disk_usage(self.path).free
+        if free < num_bytes - there:
+            raise ConfigError(
+                f"--out: {self.path}: {num_bytes / 1e9:.2f} GB are to be written and "
+                f"{(free + there) / 1e9:.2f} GB are free"
+            )
+
+    def write_shard(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Tensors in one file."""
+        first, *others = tensors
+        content = f"tensor {first}" + (f" and {len(others)} more" if others else "")
+        replace(self.path / name, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}), content)
+        checksums = {key: crc32(tensor.flatten().view(torch.uint8)) for key, tensor in tensors.items()}
+        self.manifest["checksums"].update(checksums)
+        self.manifest["weight_map"].update(dict.fromkeys(tensors, name))
+        self.manifest["shards"][name] = (self.path / name).stat().st_size
+        self.save()
+
+    def finish(self, source: Checkpoint, quantization: Mapping[str, Any], leave_out: Collection[str] = ()) -> None:
+        """Tokenizer and everything else beside the source's weights, but what is named; the configuration last."""
+        others = {place.file.name for place in source.tensors.values()} | {INDEX_NAME, "config.json", *leave_out}
+        for file in sorted(source.folder.iterdir()):
+            if file.is_file() and file.name not in others and file.suffix != ".safetensors":
+                replace(self.path / file.name, partial(shutil.copyfile, file))
+        index = {"metadata": {}, "weight_map": self.manifest["weight_map"]}
+        replace(self.path / INDEX_NAME, lambda partial: partial.write_text(json.dumps(index, indent=1)))
+        config = json.loads((source.folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "bough", **quantization}
+        replace(self.path / "config.json", lambda partial: partial.write_text(json.dumps(config, indent=2)))
+
+
+def _checksum(place: TensorPlace, count: Callable[[int], object]) -> int:
+    """The crc32 of a tensor on disk, read a block at a time. Raises CheckpointError."""
+    checksum, left = 0, place.num_bytes
+    try:
+        with place.file.open("rb") as stream:
+            stream.seek(place.offset)
+            while left and (block := stream.read(min(left, BLOCK_BYTES))):
+                checksum, left = zlib.crc32(block, checksum), left - len(block)
+                count(len(block))
+    except OSError as exc:
+        raise CheckpointError(f"{place.file}: tensor {place.name} cannot be read: {exc}") from exc
+    return checksum
+
+
+def shards_of(places: Sequence[TensorPlace], shard_bytes: int) -> list[list[TensorPlace]]:
+    """Tensors in the order in which they stand on disk, cut into runs of about `shard_bytes`."""
+    shards: list[list[TensorPlace]] = [[]]
+    total = 0
+    for place in sorted(places, key=lambda place: (place.file, place.offset)):
+        if total + place.num_bytes > shard_bytes and shards[-1]:
+            shards.append([])
+            total = 0
+        shards[-1].append(place)
+        total += place.num_bytes
+    return shards

@@ -1,0 +1,1 @@
+"""A model with its weights in memory, run on batches, on a CPU or a GPU."""

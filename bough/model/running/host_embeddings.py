@@ -1,0 +1,38 @@
+"""Token embeddings in the host's memory: a sweep looks up a few rows of gigabytes, which a GPU has better use for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from bough.model.batch.batch import Batch
+from bough.model.loading.loading import ParameterSlot, Skeleton
+
+
+def embeddings_for_host(model: PreTrainedModel, device_type: str) -> nn.Module | None:
+    """The module that may stay there: beside a GPU, and where the output head does not multiply by the same matrix."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = bool(getattr(model.config, "tie_word_embeddings", False)) or head is None
+    if device_type == "cpu" or is_tied or embeddings is not getattr(model.get_decoder(), "embed_tokens", None):
+        return None
+    return embeddings if isinstance(embeddings, nn.Module) else None
+
+
+def split_slots(skeleton: Skeleton, host: nn.Module | None) -> tuple[list[ParameterSlot], list[ParameterSlot]]:
+    """What is loaded to the device for good, and what to the host."""
+    slots = skeleton.resident_slots
+    return [slot for slot in slots if slot.module is not host], [slot for slot in slots if slot.module is host]
+
+
+def host_bytes(skeleton: Skeleton, device_type: str) -> int:
+    """That the embeddings take there; 0 where they are on the device."""
+    host = embeddings_for_host(skeleton.model, device_type)
+    _, slots = split_slots(skeleton, host)
+    return sum(torch.Size(slot.source.shape).numel() for slot in slots) * skeleton.dtype.itemsize if host else 0
+
+
+def looked_up(host: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
+    """(1, num_rows, hidden_size) of a batch's tokens, on the device."""
+    rows: torch.Tensor = host(batch.host_ids)
+    return rows.to(device)

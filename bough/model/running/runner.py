@@ -1,0 +1,75 @@
+"""A model whose weights are all in memory, run on packed batches."""
+
+from __future__ import annotations
+
+import torch
+
+from bough.model.batch.batch import Batch, Segment
+from bough.model.kv.session_kv import KVMemory, KVSlot
+from bough.model.llama.decoder import LeanDecoder
+from bough.model.llama.weights import is_lean
+from bough.model.loading.loading import Skeleton, bind_all
+from bough.model.running.cuda_graphs import Capture, GpuCapture, GraphedSteps, graphed_steps
+from bough.model.running.device import working_on
+from bough.trees.tree import Tree
+
+
+class ResidentModel:
+    """What a draft worker runs: every layer loaded for good, batches of any row count.
+
+    Through transformers' own modules, or where the architecture and the device allow it through a leaner path of ours.
+    """
+
+    def __init__(self, skeleton: Skeleton, device: torch.device, is_int8: bool = False) -> None:
+        """`is_int8` makes products in 8 bits, where `bough.model.llama.weights.can_int8` says that it is possible."""
+        self.skeleton = skeleton
+        self.is_int8 = is_int8
+        self.device = device
+        self._steps: GraphedSteps | None = None
+        self._lean = LeanDecoder(skeleton, is_int8) if is_lean(skeleton, device) else None
+        if self._lean is None:
+            bind_all(skeleton, device)
+
+    def warm_up(self, memory: KVMemory, capture: Capture | None = None) -> None:
+        """Runs one token in the first row of a memory, so that what is compiled at its first use (seconds) is there.
+
+        Steps over this memory are then captured; by default as graphs on a GPU, and not at all on the CPU.
+        """
+        slot = KVSlot(self.skeleton.kv_shape(), 0, self.device)
+        slot.place(memory, 0, 1)
+        self.logits(Batch([Segment.tree(slot, 0, Tree.root(0))], None, self.device))
+        capture = capture or (GpuCapture() if self.device.type != "cpu" else None)
+        if capture is not None:
+            self._steps = graphed_steps(self.skeleton, memory, self.device, capture)
+
+    def describe(self) -> str:
+        """What kind of model it is, for people."""
+        return self.skeleton.describe() + (", products in 8 bits" if self.is_int8 else "")
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether steps are replayed."""
+        return self._steps is not None
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`.
+
+        Valid until the next call.
+        """
+        return self._lean.logits(batch) if self._lean is not None else self._torch_logits(batch)
+
+    @torch.inference_mode()
+    def _torch_logits(self, batch: Batch) -> torch.Tensor:
+        (chunk,) = batch.chunks
+        with working_on(self.device):
+            if self._steps is not None and self._steps.has(batch):
+                return self._steps.logits(batch)
+            output = self.skeleton.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                chunk=chunk,
+            )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits

@@ -1,0 +1,158 @@
+"""Which token follows: the target's logits, a position's random numbers, and nothing else.
+
+The token at a position is the largest of (log-probability + Gumbel noise), the noise being a function of the seed, the
+position and the token id (the Gumbel-max trick). So it does not matter by which tree, batch or process the logits were
+reached; and a draft that knows the seed sees the same noise and can guess the sample itself, not just its distribution
+(arXiv 2408.07978, "coupling without communication"). numpy on one row: a row's result cannot depend on how many there
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.errors import Unavailable
+from bough.model.sampling.token_counts import TokenCounts
+from bough.protocol.sampling_params import PositionLogprobs, SamplingParams, TokenLogprob
+
+Row = NDArray[np.float64]  # (vocab_size,)
+
+NUM_LIKELY = 1024  # tokens among which top-p nearly always ends
+SLACK = 1e-6  # far more than the rounding of noise
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> Row:
+    """Noise for the token at an absolute position: Philox (Salmon et al., 2011) keyed by seed, counted by position."""
+    return gumbel(_raw(seed, position, vocab_size))
+
+
+def _raw(seed: int, position: int, vocab_size: int) -> NDArray[np.uint64]:
+    return np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
+
+
+def gumbel(raw: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Noise from random numbers, of any shape; it grows with them."""
+    uniform = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1)
+    return -np.log(-np.log(uniform))
+
+
+def adjusted(logits: Row, params: SamplingParams, counts: TokenCounts) -> Row:
+    """Logits after penalties and bias, as decoding would see them after the tokens that have been counted."""
+    if not params.has_penalties and not params.logit_bias:
+        return logits
+    logits = logits.copy()
+    if params.has_penalties:
+        seen, is_output = counts.tokens, counts.num_outputs > 0
+        penalised = logits[seen]
+        logits[seen] = np.where(
+            penalised > 0, penalised / params.repetition_penalty, penalised * params.repetition_penalty
+        )
+        num_outputs = counts.num_outputs[is_output]
+        logits[seen[is_output]] -= params.presence_penalty + num_outputs * params.frequency_penalty
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    return logits
+
+
+def filtered(logits: Row, params: SamplingParams) -> Row:
+    """Logits divided by the temperature, with -inf where top-k, top-p and min-p (in this order) exclude a token."""
+    logits = logits / params.temperature
+    if 0 < params.top_k < len(logits):
+        threshold = np.partition(logits, -params.top_k)[-params.top_k]
+        logits = np.where(logits < threshold, -np.inf, logits)
+    if params.top_p < 1.0:
+        logits = _within_mass(logits, params.top_p)
+    if params.min_p > 0.0:
+        logits = np.where(logits < logits.max() + np.log(params.min_p), -np.inf, logits)
+    return logits
+
+
+def draw(logits: Row, params: SamplingParams, position: int) -> int:
+    """The token for an absolute position, from logits after `adjusted`.
+
+    Raises:
+        Unavailable: where the logits hold no number to choose by.
+    """
+    require_numbers(logits, position)
+    if params.is_greedy:
+        return int(logits.argmax())
+    return _noisiest(filtered(logits, params), params.seed, position)
+
+
+def draw_by(law: Callable[[Row], Row], logits: Row, params: SamplingParams, position: int) -> int:
+    """Like `draw`, from other probabilities: what `law` makes of the target's, (vocab_size,) each.
+
+    Raises:
+        Unavailable: where the logits hold no number to choose by.
+    """
+    require_numbers(logits, position)
+    with np.errstate(divide="ignore"):
+        log_probs = np.log(law(probabilities(logits, params)))
+    return _noisiest(log_probs, params.seed, position)
+
+
+def require_numbers(logits: Row, position: int) -> None:
+    """Raises Unavailable where the logits hold no number to choose by."""
+    if not np.isfinite(logits.max()):
+        raise Unavailable(f"the target's logits for position {position} are not numbers; its weights may be damaged")
+
+
+def probabilities(logits: Row, params: SamplingParams) -> Row:
+    """(vocab_size,) of the next token, from logits after `adjusted`; all on one token at temperature 0."""
+    if params.is_greedy:
+        one: Row = np.zeros(len(logits))
+        one[logits.argmax()] = 1.0
+        return one
+    return _softmax(filtered(logits, params))
+
+
+def position_logprobs(logits: Row, token: int, num_top: int) -> PositionLogprobs:
+    """Log-probabilities of the emitted token and the best ones, from the target's raw logits."""
+    normaliser = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+    top = tuple(TokenLogprob(int(i), float(logits[i] - normaliser)) for i in largest(logits, num_top))
+    return PositionLogprobs(TokenLogprob(token, float(logits[token] - normaliser)), top)
+
+
+def largest(scores: Row, num: int) -> NDArray[np.intp]:
+    """(at most num,) where the largest scores are, largest first; of equals the lower place first.
+
+    Sorts only those: sorting a whole vocabulary takes longer than all else that is done for a token.
+    """
+    if num == 0:
+        return np.zeros(0, np.intp)
+    num = min(num, len(scores))
+    candidates = np.flatnonzero(scores >= np.partition(scores, -num)[-num])
+    return candidates[np.argsort(-scores[candidates], kind="stable")[:num]]
+
+
+def _within_mass(logits: Row, top_p: float) -> Row:
+    """The logits with -inf for tokens before which likelier ones have a mass of `top_p`; equals come by number."""
+    probs = _softmax(logits)
+    for num_likely in (NUM_LIKELY, len(logits)):  # sorting a whole vocabulary takes longer than all the rest
+        least = np.partition(logits, -num_likely)[-num_likely] if num_likely < len(logits) else -np.inf
+        likely = np.flatnonzero(logits >= least)
+        order = likely[np.argsort(-logits[likely], kind="stable")]
+        mass = np.cumsum(probs[order])
+        if mass[-1] >= top_p:
+            break
+    kept = np.full_like(logits, -np.inf)
+    inside = order[mass - probs[order] < top_p]
+    kept[inside] = logits[inside]
+    return kept
+
+
+def _noisiest(logits: Row, seed: int, position: int) -> int:
+    """Where logits and noise come to most. Noise is made for those alone that could be it: logarithms take long."""
+    raw, best = _raw(seed, position, len(logits)), int(logits.argmax())
+    low, high = gumbel(np.array([raw[best], raw.max()]))
+    near = np.flatnonzero(logits >= logits[best] + low - high - SLACK)
+    return int(near[(logits[near] + gumbel(raw[near])).argmax()])
+
+
+def _softmax(logits: Row) -> Row:
+    exps: Row = np.exp(logits - logits.max())
+    exps /= exps.sum()
+    return exps

@@ -1,0 +1,59 @@
+"""What a draft will take of memory, at most, from its headers and configuration; for `bough up`, which has no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from bough.config.cache_paths import EXPANSION_NAME
+from bough.config.processes import DraftConfig
+from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.processes.memory_division import DraftNeeds
+from bough.trees.tree_plan import MAX_EXPANSIONS
+
+FLOATS = ("BF16", "F16", "F32")
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+AUTO_BYTES = 2  # of what a draft computes in that is not told
+PACKED_BITS = 4  # of a packed checkpoint that does not say
+
+
+def draft_needs(config: DraftConfig) -> DraftNeeds:
+    """Weights of all layers that change something, in the data type that is computed in; and KV of a long session.
+
+    Raises:
+        CheckpointError: the model is not there, or damaged.
+    """
+    checkpoint = Checkpoint.open(config.model)
+    whole: dict[str, Any] = json.loads((checkpoint.folder / "config.json").read_text())
+    text: dict[str, Any] = whole.get("text_config") or whole
+    size = DTYPE_BYTES.get(config.dtype, AUTO_BYTES)
+    quantization = whole.get("quantization_config") or text.get("quantization_config") or {}
+    unpacked = 8 * size / (quantization.get("bits") or quantization.get("w_bit") or PACKED_BITS)
+    kept = _kept_layers(checkpoint, int(text.get("num_hidden_layers", 1)))
+    weights = sum(
+        _bytes_in_memory(place, size, unpacked)
+        for name, place in checkpoint.tensors.items()
+        if (found := LAYER.search(name)) is None or int(found[1]) in kept
+    )
+    heads = int(text.get("num_attention_heads") or 1)
+    head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
+    row_bytes = 2 * len(kept) * int(text.get("num_key_value_heads") or heads) * head_dim * size
+    positions = int(text.get("max_position_embeddings") or config.max_context)
+    return DraftNeeds(int(weights), (min(config.max_context, positions) + MAX_EXPANSIONS) * row_bytes)
+
+
+def _kept_layers(checkpoint: Checkpoint, num_layers: int) -> set[int]:
+    """As `bough.model.loading.layer_selection.working_layers`, which reads the configuration with transformers."""
+    if checkpoint.kept_layers is not None:
+        return set(checkpoint.kept_layers)
+    manifest: Path = checkpoint.folder / EXPANSION_NAME
+    return set(json.loads(manifest.read_text())["working_layers"] if manifest.is_file() else range(num_layers))
+
+
+def _bytes_in_memory(place: TensorPlace, size: int, unpacked: float) -> float:
+    """Of a tensor whose numbers take `size` bytes, or `unpacked` times as many as are stored."""
+    return math.prod(place.shape) * size if place.dtype in FLOATS else place.num_bytes * unpacked

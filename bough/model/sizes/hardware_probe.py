@@ -1,0 +1,248 @@
+"""How fast this machine is, measured in a second or so each: disk, memory, the link to an accelerator, products."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+
+from bough.errors import ConfigError
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.tensor_source import FreshMemory
+from bough.model.cpu.huge_pages import large_pages
+from bough.model.quant.packed import Packed
+from bough.model.quant.quantize import GROUP_SIZES, SCALE_BYTES
+from bough.model.running.batch_invariance import Product
+from bough.sizing.cost_model import Speed
+
+PROBE_SECONDS = 0.3  # of each measurement; that of the disk takes DISK_SECONDS
+DISK_SECONDS = 1.5
+THIRD = 100  # steps in a third of that
+PIECE_BYTES = 8 * 1024 * 1024  # one read, as the target worker reads
+STAND_IN_BYTES = 256 * 1024 * 1024  # of a file to read where there are no weights yet
+COPY_BYTES = 128 * 1024 * 1024
+CACHE_BYTES = 64 * 1024 * 1024  # products take turns with more weights than a cache holds, as in a sweep
+MAX_MATRIX_ELEMENTS = 1 << 24  # larger ones are as fast, and slower to try
+UNPACK_SHAPE = (1024, 4096)
+
+
+def find_device(wants_gpu: bool) -> torch.device:
+    """The accelerator to measure."""
+    return torch.device("cuda" if wants_gpu and has_gpu() else "cpu")
+
+
+def has_gpu() -> bool:
+    """Whether there is one that torch can use."""
+    return torch.cuda.is_available()
+
+
+def set_threads(num_threads: int) -> None:
+    """As many as the target worker would compute with."""
+    torch.set_num_threads(num_threads)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+
+
+def disk_speed(folder: Path, num_threads: int) -> Speed:
+    """Bytes per second, past the page cache, of the weights in a folder or of a file put there for the purpose.
+
+    Raises:
+        ConfigError: nothing can be read or written there.
+    """
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+        if files:
+            return _read_speed(files, num_threads, "the weights")
+        with _stand_in(folder) as file:
+            return _read_speed([file], num_threads, "a file made for it and removed")
+    except OSError as exc:
+        raise ConfigError(f"--link-speed: {folder} cannot be measured ({exc}); a number of GB/s would do") from exc
+
+
+def memory_speed(device: torch.device) -> Speed:
+    """Bytes per second that a copy within the accelerator's memory reads and writes."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = _least_seconds(lambda: target.copy_(source), device, PROBE_SECONDS)
+    return Speed(2 * COPY_BYTES / seconds, "measured: a copy, bytes read and written")
+
+
+def host_link_speed(device: torch.device) -> Speed:
+    """Bytes per second from pinned memory of the host to an accelerator with memory of its own."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8).pin_memory()
+    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    seconds = _least_seconds(lambda: target.copy_(source, non_blocking=True), device, PROBE_SECONDS)
+    return Speed(COPY_BYTES / seconds, "measured: copies from pinned memory")
+
+
+def matrix_speed(
+    matrices: Sequence[tuple[int, int]],
+    rows: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    product: Product,
+) -> Speed:
+    """Operations per second in products with a layer's own matrices, (outputs, inputs), of rows[0] rows.
+
+    Other row counts are measured beside it and told: what is lost by the first.
+    """
+    shapes = Counter((min(outputs, MAX_MATRIX_ELEMENTS // inputs), inputs) for outputs, inputs in matrices)
+    layer_elements = sum(outputs * inputs * count for (outputs, inputs), count in shapes.items())
+    seconds = dict.fromkeys(rows, 0.0)
+    for (outputs, inputs), count in shapes.items():
+        copies = -(-CACHE_BYTES // (outputs * inputs * dtype.itemsize))
+        weights = torch.ones(copies, outputs, inputs, dtype=dtype, device=device)
+        for num_rows in rows:
+            seconds[num_rows] += count * _product_seconds(product, weights, num_rows, PROBE_SECONDS / len(shapes))
+    first, *others = (2.0 * num_rows * layer_elements / seconds[num_rows] for num_rows in rows)
+    beside = "".join(f"; of {n} rows {speed / 1e12:.3g} TFLOP/s" for n, speed in zip(rows[1:], others, strict=True))
+    name = str(dtype).removeprefix("torch.")
+    return Speed(first, f"measured: products of {rows[0]} rows with a layer's matrices, {name}{beside}")
+
+
+def _product_seconds(product: Product, weights: torch.Tensor, num_rows: int, limit_seconds: float) -> float:
+    """Of one product, timed one by one: a machine that others use as well is free for so long at least."""
+    hidden = torch.ones(num_rows, weights.shape[2], dtype=weights.dtype, device=weights.device)
+    order = itertools.cycle(weights)
+    return _compute_seconds(lambda: product(hidden, next(order), None), weights.device, limit_seconds)
+
+
+def unpack_speed(bits: int, dtype: torch.dtype, device: torch.device) -> Speed:
+    """Bytes per second of weights written out from 4 or 8 bits."""
+    outputs, inputs = UNPACK_SHAPE
+    nowhere = Path()
+    shape = (outputs, inputs * bits // 8)
+    groups = (SCALE_BYTES[bits] // 2, outputs, inputs // GROUP_SIZES[bits])
+    packed = Packed(
+        TensorPlace("packed", nowhere, 0, shape[0] * shape[1], "U8" if bits == 4 else "I8", shape),
+        TensorPlace("scales", nowhere, 0, math.prod(groups) * 2, "F16", groups),
+        bits,
+    )
+    raw = [torch.ones(place.num_bytes, dtype=torch.uint8, device=device) for place in packed.places]
+    seconds = _compute_seconds(lambda: packed.value(raw, dtype, FreshMemory(device)), device, PROBE_SECONDS)
+    return Speed(outputs * inputs * dtype.itemsize / seconds, f"measured: {bits} bits written out, bytes written")
+
+
+def _compute_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float) -> float:
+    """By all threads and by a single one, whichever is faster.
+
+    Where others compute as well, threads that wait for one another take many times as long (docs/decisions.md).
+    """
+    if device.type != "cpu":
+        return _least_seconds(action, device, limit_seconds)
+    num_threads, least = torch.get_num_threads(), float("inf")
+    try:
+        for threads in {num_threads, 1}:
+            set_threads(threads)
+            least = min(least, _least_seconds(action, device, limit_seconds / 2))
+    finally:
+        set_threads(num_threads)
+    return least
+
+
+def _least_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float) -> float:
+    """The best of several runs, after one that warms up: what else the machine does is not this one's doing."""
+
+    def run() -> float:
+        begin = perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return perf_counter() - begin
+
+    run()
+    deadline = perf_counter() + limit_seconds
+    least = run()
+    while perf_counter() < deadline:
+        least = min(least, run())
+    return least
+
+
+def _read_speed(files: Sequence[Path], num_threads: int, what: str) -> Speed:
+    """Pieces in order, several at a time, over and over until the time is up."""
+    descriptors = []
+    try:
+        for file in files:
+            descriptors.append((*_open(file), file.stat().st_size))
+        pieces = itertools.cycle(
+            [
+                (d, begin)
+                for d, _, size in descriptors
+                for begin in range(0, max(size - PIECE_BYTES, 0) + 1, PIECE_BYTES)
+            ]
+        )
+        with ThreadPoolExecutor(num_threads) as threads:
+            jobs = (pieces, threading.Lock(), perf_counter() + DISK_SECONDS)
+            reads = [*itertools.chain(*threads.map(lambda _: _read_until(*jobs), range(num_threads)))]
+        how = "past the page cache" if all(direct for _, direct, _ in descriptors) else "through the page cache"
+    finally:
+        for descriptor, *_ in descriptors:
+            os.close(descriptor)
+    return Speed(best_rate(reads), f"measured: {num_threads} threads reading {what} {how}")
+
+
+class Read(NamedTuple):
+    """One that has ended."""
+
+    begin: float  # seconds
+    end: float
+    num_bytes: int
+
+
+def _read_until(pieces: Iterator[tuple[int, int]], lock: threading.Lock, deadline: float) -> list[Read]:
+    """What one thread reads."""
+    reads: list[Read] = []
+    memory = large_pages(PIECE_BYTES)
+    while not reads or reads[-1].end < deadline:
+        with lock:
+            descriptor, offset = next(pieces)
+        begin = perf_counter()
+        num_bytes = os.preadv(descriptor, [memory], offset)
+        reads.append(Read(begin, perf_counter(), num_bytes))
+    return reads
+
+
+def best_rate(reads: Sequence[Read]) -> float:
+    """Bytes per second in the best third of the time: disks falter, by themselves and for others.
+
+    A read's bytes come evenly while it lasts: those that are under way together may all end at once.
+    """
+    begins, ends, sizes = np.array(reads).T
+    times, step = np.linspace(begins.min(), ends.max(), 3 * THIRD + 1, retstep=True)
+    lasting = np.maximum(ends - begins, 1e-9)
+    arrived = (np.clip((times[:, None] - begins) / lasting, 0.0, 1.0) * sizes).sum(1)
+    return float((arrived[THIRD:] - arrived[:-THIRD]).max() / (THIRD * step))
+
+
+def _open(file: Path) -> tuple[int, bool]:
+    """A descriptor, and whether it reads past the page cache."""
+    try:
+        return os.open(file, os.O_RDONLY | os.O_DIRECT), True
+    except OSError:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return descriptor, False
+
+
+@contextmanager
+def _stand_in(folder: Path) -> Iterator[Path]:
+    """A file of bytes that no disk can compress."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="bough-plan-") as stream:
+        block = os.urandom(PIECE_BYTES)
+        for _ in range(STAND_IN_BYTES // PIECE_BYTES):
+            stream.write(block)
+        stream.flush()
+        os.fsync(stream.fileno())
+        yield Path(stream.name)

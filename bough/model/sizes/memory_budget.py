@@ -1,0 +1,142 @@
+"""How much memory there is to take, and what a sweep takes beside weights and KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from transformers import PretrainedConfig
+
+from bough.config.processes import TargetConfig
+from bough.errors import ConfigError
+from bough.model.architecture.architecture import max_positions
+from bough.model.gpu.kernels import kernels_on
+from bough.model.kv.session_kv import KVShape
+from bough.model.loading.loading import Skeleton
+from bough.model.quant.packed import BLOCK_BYTES, BLOCK_ELEMENTS
+from bough.model.sizes.target_limits import Limits
+from bough.runtime.kv_budget import kv_budget
+from bough.runtime.machine import free_memory, most_of
+from bough.sizing.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, Placement, Tier, gigabytes
+from bough.sizing.row_counts import OWN_MOST
+
+Target = TypeVar("Target", bound=TargetConfig)
+
+RING_BYTES = 512 * 1000**2  # or RING_LAYERS, where those are more: what a ring takes unless it is told
+RING_LAYERS = 3  # one that is computed on, one that arrives, one that has; more is better used for layers that stay
+HIDDEN_COPIES = 8  # of a batch's hidden states at once: residuals, norms, queries, attention's result, rotary tables
+GPU_SHARE = 0.95  # of what is free once libraries have theirs: on a GPU nobody else comes, but the allocator rounds up
+FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """What this process may still take of an accelerator's memory; on the CPU, that is the host's."""
+    return free_memory() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+
+
+def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
+    """Bytes of the host's memory for layers: as told, or most of what is free; 0 where the host is the accelerator.
+
+    Raises:
+        ConfigError: told where there is no such memory.
+    """
+    if is_gpu:
+        return settings.host_memory or most_of(free_memory())
+    if settings.host_memory:
+        raise ConfigError(
+            f"--host-memory: {gigabytes(settings.host_memory)}; on the CPU host and device have one memory, "
+            "which --device-memory limits"
+        )
+    return 0
+
+
+def device_budget(settings: TargetConfig, device: torch.device) -> int:
+    """Bytes of the accelerator's memory for the model, KV and all: as told, or most of what is free."""
+    if settings.device_memory:
+        return settings.device_memory
+    free = free_device_bytes(device)
+    return most_of(free) if device.type == "cpu" else int(GPU_SHARE * free)
+
+
+def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device: int, host: int) -> Target:
+    """The same settings, with memory for KV where that is not told: by `device` and `host`, bytes that may be taken."""
+    if settings.kv_memory:
+        return settings
+    session_bytes = Limits.of(settings, num_positions).slot_rows * shape.row_bytes
+    return replace(settings, kv_memory=kv_budget(session_bytes, host if settings.kv_tier == "host" else device))
+
+
+def require_way_through(placement: Placement, is_gpu: bool, host: int) -> None:
+    """That layers come from disk to a GPU: through pinned memory, of which `host` bytes are for layers.
+
+    Raises:
+        ConfigError: it does not hold as many of them as it takes.
+    """
+    if is_gpu and placement.layers(Tier.DISK) and not placement.num_host_slabs:
+        least = placement.fixed.on_host + MIN_SLABS * placement.slab_bytes
+        raise ConfigError(
+            f"--host-memory: {gigabytes(host)}; layers pass from disk to the GPU through pinned memory, which "
+            f"must hold {MIN_SLABS}: {gigabytes(least)} or more would do"
+        )
+
+
+def fixed_bytes(
+    settings: TargetConfig,
+    is_gpu: bool,
+    config: PretrainedConfig,
+    shape: KVShape,
+    resident: int,
+    scratch: int,
+    embeddings: int = 0,
+) -> Fixed:
+    """What a target with these settings takes wherever its layers live, `resident` and `scratch` bytes of it.
+
+    Of those that are resident, `embeddings` bytes are on the host.
+
+    Raises:
+        ConfigError: the memory for KV holds no session, or is to be where there is none.
+    """
+    if settings.kv_tier == "host" and not is_gpu:
+        raise ConfigError("--kv-tier: host; on the CPU host and device have one memory: only device would do")
+    limits = Limits.of(settings, max_positions(config))
+    kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes
+    staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // shape.num_layers, kv)
+    activations = activation_bytes(config, shape, limits)
+    return Fixed(resident - embeddings, staged, activations, scratch, on_host, host_embeddings=embeddings)
+
+
+def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:
+    """What a target with these settings may take; `device` and `host` in bytes."""
+    return Budgets(
+        device=device,
+        host=host,
+        ring=settings.ring_memory or max(RING_BYTES, RING_LAYERS * max(layer_bytes)),
+        max_resident=len(layer_bytes) if settings.resident_layers < 0 else settings.resident_layers,
+    )
+
+
+def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -> int:
+    """What a sweep takes at most beside weights and slots; an estimate from above, checked by tests/model/test_memory.py."""
+    size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
+    rows = max(limits.rows, OWN_MOST)
+    tokens = -(-limits.max_sweep_tokens // rows) * rows
+    hidden = tokens * int(config.hidden_size) * size * HIDDEN_COPIES
+    intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
+    attention = 2 * limits.slot_rows * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
+    head = tokens * vocab_size * size * 2  # in parts, then in one piece
+    judged = 8 * vocab_size * FLOAT64_BYTES  # a row at a time
+    return hidden + intermediate + attention + head + judged
+
+
+def unpacking_bytes(skeleton: Skeleton, device: torch.device) -> int:
+    """What unpacking takes for a moment where no kernel of ours does it; nothing on the CPU, or where Triton is."""
+    has_kernels = device.type == "cpu" or kernels_on(device) is not None
+    return 0 if has_kernels or skeleton.quantization is None else BLOCK_ELEMENTS * BLOCK_BYTES
+
+
+def resident_bytes(skeleton: Skeleton) -> int:
+    """Embeddings, final norm and output head, each tensor once."""
+    shapes = {slot.source.places: slot.source.shape for slot in skeleton.resident_slots}
+    return sum(torch.Size(shape).numel() for shape in shapes.values()) * skeleton.dtype.itemsize

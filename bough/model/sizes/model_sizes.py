@@ -1,0 +1,295 @@
+"""Sizes of a model from its configuration alone: no weights are read, and none need be there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_CACHE
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from bough.config.processes import TargetConfig
+from bough.errors import CheckpointError
+from bough.model.architecture.architecture import UNREADABLE, build_empty, describe, language_part, load_config
+from bough.model.architecture.moe import EXPERT_ROWS, has_own_products
+from bough.model.checkpoint.hub import is_hub_id
+from bough.model.checkpoint.tensor_source import room_bytes
+from bough.model.kv.session_kv import KVShape
+from bough.model.loading.loading import DTYPES
+from bough.model.loading.weight_map import Quantization
+from bough.model.packing.pack import is_packed, packed_bytes
+from bough.model.quant.quantize import GROUP_SIZES
+from bough.model.running.batch_invariance import row_counts
+from bough.model.running.host_embeddings import embeddings_for_host
+from bough.model.sizes.memory_budget import fixed_bytes
+from bough.sizing.flops import ExpertWork, Work
+from bough.sizing.placement import Apart, ExpertSizes, Fixed
+from bough.sizing.row_counts import RowCounts
+
+SCALE_BYTES, INDEX_BYTES = 2, 4
+COMMUNITY_GROUP = 128  # of GPTQ and AWQ, where config.json does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the matrices of the layers are stored."""
+
+    method: str
+    bits: int
+    group_size: int  # inputs that share a scale; -1 is all
+    kept: tuple[str, ...] = ()  # names of modules that stay in 16 bits
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, folder: Path, bits: int) -> Packing | None:
+        """As asked for by `bits`, or where that is 0 as the configuration says; None is not packed.
+
+        Raises:
+            CheckpointError: the configuration names a packing that cannot be read here.
+        """
+        if bits:
+            return cls("bough", bits, GROUP_SIZES[bits]) if bits in GROUP_SIZES else None
+        quantization = Quantization.of(config, folder)
+        if quantization is None:
+            return None
+        if not quantization.bits:
+            raise CheckpointError(
+                f"model: {folder} is a draft of mixed bits, whose weights are written out as they are loaded; "
+                "--drop-layers of its target, or the target itself, would do"
+            )
+        entry = config.quantization_config
+        fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
+        group_size = int(fields.get("group_size") or fields.get("q_group_size") or COMMUNITY_GROUP)
+        if quantization.method == "bough":
+            group_size = GROUP_SIZES[quantization.bits]
+        return cls(
+            quantization.method, quantization.bits, group_size, tuple(fields.get("modules_to_not_convert") or ())
+        )
+
+    def has(self, name: str, module: nn.Module, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is packed, whose name in its layer is given: a matrix of a linear layer, or of experts.
+
+        Of bough's own packing it is what `bough pack` does: not those of a checkpoint that has all experts in one.
+        """
+        if self.method == "bough":
+            return is_packed(module, name, parameter.shape, self.bits)
+        is_matrix = (isinstance(module, nn.Linear) and parameter.dim() == 2) or parameter.dim() == 3
+        return is_matrix and not any(kept in name for kept in self.kept)
+
+    def num_bytes(self, shape: torch.Size) -> int:
+        """Integers and scales; of GPTQ and AWQ also zeros, and of GPTQ the group of each input."""
+        if self.method == "bough":
+            return packed_bytes(shape, self.bits)
+        size, num_inputs = math.prod(shape), shape[-1]
+        num_groups = size // (num_inputs if self.group_size < 0 else self.group_size)
+        index = num_inputs * INDEX_BYTES * math.prod(shape[:-2]) if self.method == "gptq" else 0
+        return size * self.bits // 8 + num_groups * SCALE_BYTES + num_groups * self.bits // 8 + index
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """What a model takes and computes."""
+
+    description: str
+    config: PretrainedConfig
+    kv: KVShape
+    layer_bytes: tuple[int, ...]  # as they stand on disk and cross the link
+    layer_flops: tuple[float, ...]  # of one token
+    resident_bytes: int  # embeddings, final norm and output head, each tensor once
+    host_bytes: int  # of these, what stays in the host's memory
+    scratch_bytes: int  # room for the values of one layer that are no views of its bytes
+    packed_bits: int  # 4 or 8; 0 where nothing is packed
+    matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of a layer that has most bytes
+    rows: RowCounts  # of a chunk
+    work: Work
+    apart: Apart | None  # where layers have experts
+
+    def fixed(self, settings: TargetConfig, is_gpu: bool) -> Fixed:
+        """What a target takes of the device's memory whatever the placement.
+
+        Raises:
+            ConfigError: the memory for KV holds no session, or is to be where there is none.
+        """
+        return fixed_bytes(
+            settings, is_gpu, self.config, self.kv, self.resident_bytes, self.scratch_bytes, self.host_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    shape: torch.Size
+    stored_bytes: int
+    scratch_bytes: int
+    value_bytes: int
+    unpacked_bytes: int
+    flops: float  # of one token
+    num_experts: int  # of a stack that is read by parts; 0 where it is none
+
+
+def find_config(model: str) -> tuple[PretrainedConfig, Path]:
+    """The configuration of a model folder or of a hub id, and the folder where its weights are or would be.
+
+    Of a hub id config.json alone is fetched; where that cannot be done, the local cache is asked.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"model: {folder} has no config.json; a Hugging Face model folder would do")
+        return load_config(folder), folder
+    if not is_hub_id(model):
+        raise CheckpointError(f"model: folder {model} is not there")
+    try:
+        config = language_part(AutoConfig.from_pretrained(model))
+    except OSError as exc:
+        raise CheckpointError(
+            f"model: config.json of {model} can neither be fetched nor is it in the local Hugging Face cache: {exc}"
+        ) from exc
+    except UNREADABLE as exc:
+        raise CheckpointError(f"model: config.json of {model}: {exc}") from exc
+    cached = try_to_load_from_cache(model, "config.json")
+    return config, Path(cached).parent if isinstance(cached, str) else Path(HF_HUB_CACHE)
+
+
+def model_shapes(
+    config: PretrainedConfig, folder: Path, dtype_name: str, bits: int, rows: int, device_type: str = "cpu"
+) -> ModelShapes:
+    """Sizes for computing in a data type, in chunks of `rows` rows, from the architecture on the meta device.
+
+    `bits` is how the weights will be stored: 16, or 8 or 4 as `bough pack` writes it; 0 is as the configuration says.
+
+    Raises:
+        CheckpointError: the architecture is not known, or the packing cannot be read.
+    """
+    dtype = DTYPES[dtype_name]
+    packing = Packing.of(config, folder, bits)
+    stored = dtype if bits == 16 else _stored_dtype(config, dtype)
+    model = build_empty(config, dtype)
+    layers = list(model.get_decoder().layers)
+    parameters = [list(_parameters(layer, packing, stored, dtype, chosen_share(config))) for layer in layers]
+    sizes = tuple(sum(p.stored_bytes for p in layer) for layer in parameters)
+    largest = parameters[sizes.index(max(sizes))]
+    return ModelShapes(
+        description=describe(model, dtype) + (f", {packing.bits} bits ({packing.method})" if packing else ""),
+        config=config,
+        kv=KVShape.of(config, dtype),
+        layer_bytes=sizes,
+        layer_flops=tuple(sum(p.flops for p in layer) for layer in parameters),
+        resident_bytes=_outside_bytes(model, layers),
+        host_bytes=_host_bytes(model, device_type),
+        scratch_bytes=max(sum(p.scratch_bytes for p in layer) for layer in parameters),
+        packed_bits=packing.bits if packing else 0,
+        matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
+        rows=row_counts(model, None if bits else Quantization.of(config, folder), dtype, rows, device_type),
+        work=_work(config, parameters, _head_bytes(model), dtype),
+        apart=_apart(parameters),
+    )
+
+
+def _work(
+    config: PretrainedConfig, layers: Sequence[Sequence[_Parameter]], head_bytes: int, dtype: torch.dtype
+) -> Work:
+    stacks = [p for layer in layers for p in layer if p.num_experts]
+    rest = [p for layer in layers for p in layer if not p.num_experts]
+    experts = ExpertWork(
+        sum(p.flops for p in stacks),
+        sum(p.value_bytes for p in stacks),
+        sum(p.unpacked_bytes for p in stacks),
+        *_num_experts(config),
+        EXPERT_ROWS,
+    )
+    return Work(
+        sum(p.flops for p in rest) + 2 * head_bytes / dtype.itemsize,
+        sum(p.value_bytes for p in rest) + head_bytes,
+        sum(p.unpacked_bytes for p in rest),
+        experts if stacks else None,
+    )
+
+
+def _apart(layers: Sequence[Sequence[_Parameter]]) -> Apart | None:
+    """Sizes of layers without their experts, and of these."""
+    stacks = [stack for layer in layers if (stack := [p for p in layer if p.num_experts])]
+    if not stacks:
+        return None
+    counts = [stack[0].num_experts for stack in stacks]
+    sizes = [sum(p.stored_bytes for p in stack) for stack in stacks]
+    largest = max(size // count for size, count in zip(sizes, counts, strict=True))
+    rest = [[p for p in layer if not p.num_experts] for layer in layers]
+    scratch = max(sum(p.scratch_bytes for p in layer) for layer in rest)
+    scratch += max(p.scratch_bytes for stack in stacks for p in stack)
+    sizes_of_rest = [sum(p.stored_bytes for p in layer) for layer in rest]
+    return Apart(sizes_of_rest, ExpertSizes(largest, max(counts), sum(counts), sum(sizes)), scratch)
+
+
+def _stored_dtype(config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
+    """In which a checkpoint keeps what is not packed."""
+    named = getattr(config, "dtype", None)
+    return named if isinstance(named, torch.dtype) else DTYPES.get(str(named), default)
+
+
+def _parameters(
+    layer: nn.Module, packing: Packing | None, stored: torch.dtype, dtype: torch.dtype, expert_share: float
+) -> Iterator[_Parameter]:
+    for module_name, module in layer.named_modules():
+        buffers = ((k, b) for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set)
+        for key, parameter in (*module._parameters.items(), *buffers):
+            if parameter is None:
+                continue
+            shape, is_stack = parameter.shape, parameter.dim() == 3
+            is_packed = packing is not None and packing.has(f"{module_name}.{key}", module, parameter)
+            value = parameter.numel() * dtype.itemsize
+            is_view = not is_packed and stored == dtype
+            # Of experts one at a time is written out; those that are no views first in parts, which are then joined.
+            room = room_bytes(shape[1:] if is_stack else shape, dtype) * (1 if is_view or not is_stack else 2)
+            yield _Parameter(
+                shape,
+                packing.num_bytes(shape) if packing and is_packed else parameter.numel() * stored.itemsize,
+                room if is_stack or not is_view else 0,
+                value,
+                value if is_packed else 0,
+                2.0 * parameter.numel() * (expert_share if is_stack else 1) if parameter.dim() >= 2 else 0.0,
+                shape[0] if is_stack and has_own_products(module) else 0,
+            )
+
+
+def _num_experts(config: PretrainedConfig) -> tuple[int, int]:
+    """Of a layer, and how many of them a row chooses."""
+    num_experts = next(
+        (
+            int(n)
+            for key in ("num_local_experts", "num_experts", "n_routed_experts")
+            if (n := getattr(config, key, None))
+        ),
+        1,
+    )
+    return num_experts, int(getattr(config, "num_experts_per_tok", None) or num_experts)
+
+
+def chosen_share(config: PretrainedConfig) -> float:
+    """Of a layer's experts, what a row chooses."""
+    num_experts, num_chosen = _num_experts(config)
+    return num_chosen / num_experts
+
+
+def _outside_bytes(model: PreTrainedModel, layers: list[nn.Module]) -> int:
+    """Of all that is not in a layer."""
+    inside = {id(parameter) for layer in layers for parameter in layer.state_dict(keep_vars=True).values()}
+    outside = {id(p): p for p in model.state_dict(keep_vars=True).values() if id(p) not in inside}
+    return sum(parameter.numel() * parameter.element_size() for parameter in outside.values())
+
+
+def _host_bytes(model: PreTrainedModel, device_type: str) -> int:
+    host = embeddings_for_host(model, device_type)
+    return sum(p.numel() * p.element_size() for p in host.parameters()) if host is not None else 0
+
+
+def _head_bytes(model: PreTrainedModel) -> int:
+    head = model.get_output_embeddings()
+    return head.weight.numel() * head.weight.element_size() if head is not None else 0

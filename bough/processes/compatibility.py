@@ -1,0 +1,76 @@
+"""Whether a worker fits those that are up: a draft and a target speak of the same tokens, and targets that pass for one
+model have the same weights. Refused at start-up where that is not so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+
+from bough.errors import PairingError
+from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
+from bough.protocol import codec
+from bough.protocol.messages import WorkerInfo
+from bough.registry.records import WorkerRecord
+from bough.registry.registry import Registry
+from bough.rpc.server import open_channel
+from bough.security.access import OPEN, Access
+from bough.tokenization.vocabulary import TokenizerFiles, first_difference
+
+logger = logging.getLogger(__name__)
+
+PEER_TIMEOUT_SECONDS = 10.0
+
+
+async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str, access: Access = OPEN) -> TokenizerFiles:
+    """The tokenizer of a draft or target worker. Raises grpc.aio.AioRpcError."""
+    stub = draft_pb2_grpc.DraftStub(channel) if kind == "draft" else target_pb2_grpc.TargetStub(channel)
+    call = stub.GetTokenizer(
+        common_pb2.GetTokenizerRequest(), timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials
+    )
+    return codec.tokenizer_from_wire([chunk async for chunk in call])
+
+
+async def refuse_misfits(
+    registry: Registry, mine: WorkerInfo, tokenizer: TokenizerFiles, access: Access = OPEN
+) -> None:
+    """Compares a starting worker with every worker that is up and that it may work with, or take sessions from.
+
+    Raises:
+        PairingError: naming the peer, and the first token that differs or both hashes of weights.
+    """
+    compared = []
+    for record in await registry.workers():
+        if {mine.kind, record.kind} == {"draft", "target"}:
+            compared.append(_compare_tokenizers(record, mine.kind, tokenizer, access))
+        elif mine.kind == record.kind == "target" and mine.weights_hash:
+            compared.append(_compare_weights(record, mine, access))
+    await asyncio.gather(*compared)
+
+
+async def _compare_tokenizers(record: WorkerRecord, kind: str, mine: TokenizerFiles, access: Access) -> None:
+    try:
+        async with open_channel(record.address) as channel:
+            theirs = await fetch_tokenizer(channel, record.kind, access)
+    except grpc.aio.AioRpcError as exc:
+        logger.warning("%s at %s does not tell its tokenizer: %s", record.worker_id, record.address, exc.details())
+        return
+    draft, target = (mine, theirs) if kind == "draft" else (theirs, mine)
+    difference = first_difference(draft.vocabulary, target.vocabulary)
+    if difference is not None:
+        raise PairingError(f"tokenizers differ from that of {record.worker_id} at {record.address}: {difference}")
+
+
+async def _compare_weights(record: WorkerRecord, mine: WorkerInfo, access: Access) -> None:
+    try:
+        async with open_channel(record.address) as channel:
+            request = common_pb2.GetServerInfoRequest()
+            stub = target_pb2_grpc.TargetStub(channel)
+            call = stub.GetServerInfo(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
+            theirs = codec.info_from_wire(await call)
+    except grpc.aio.AioRpcError as exc:
+        logger.warning("%s at %s does not tell its weights: %s", record.worker_id, record.address, exc.details())
+        return
+    if contradiction := mine.contradiction(theirs):
+        raise PairingError(f"{contradiction}; the same files would do, or a namespace of its own (--namespace)")

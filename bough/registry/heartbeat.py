@@ -1,0 +1,50 @@
+"""Keeps a process in the index for as long as it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from bough.concurrency.tasks import end
+from bough.errors import Unavailable
+from bough.registry.records import WorkerRecord
+from bough.registry.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.75
+
+
+@asynccontextmanager
+async def registered(registry: Registry, present: Callable[[], WorkerRecord]) -> AsyncIterator[None]:
+    """Keeps a worker's lease alive for as long as the block runs, whatever happens to the index meanwhile.
+
+    `present` is asked for the record at every heartbeat: its load changes, its name does not.
+    """
+    await registry.register(present())
+    heartbeat = asyncio.create_task(_beat(registry, present))
+    try:
+        yield
+    finally:
+        await end(heartbeat)
+        with suppress(Unavailable):
+            await registry.deregister(present().worker_id)
+
+
+async def _beat(registry: Registry, present: Callable[[], WorkerRecord]) -> None:
+    is_lost = False
+    while True:
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        try:
+            await registry.register(present())
+            if is_lost:
+                logger.warning("the index at %s takes heartbeats again", registry.safe_url)
+            is_lost = False
+        except Unavailable as exc:
+            if not is_lost:
+                logger.warning("%s; trying on", exc)
+            is_lost = True
+        except Exception:  # a worker that cannot say how busy it is must not vanish from the index for it
+            logger.exception("a heartbeat failed; trying on")

@@ -1,0 +1,1 @@
+"""gRPC as all services of bough use it: servers, channels, statuses, graceful shutdown."""

@@ -1,0 +1,210 @@
+"""gRPC as all three services use it: channel options, errors to status, health, reflection, taking leave.
+
+Which error is which status is known to `bough.rpc.status_map` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from inspect import isasyncgenfunction
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from bough import errors
+from bough.config.addresses import joined
+from bough.errors import ConfigError, DeadlineExceeded, InvalidRequest
+from bough.rpc.drain import Gate
+from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
+
+logger = logging.getLogger(__name__)
+
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_SIZES = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
+_SERVER_OPTIONS = [
+    *_KEEPALIVE,
+    *_SIZES,
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.so_reuseport", 0),  # otherwise a second server takes half of the first one's calls in silence
+]
+_CHANNEL_OPTIONS = [
+    *_KEEPALIVE,
+    *_SIZES,
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a channel's back-off is its own
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to "host:port"; connects when first used."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what a servicer raises into a status, so that servicers are free of it; leads every call by the gate."""
+
+    gate: Gate
+    stalled_seconds: float | None = None  # a stream whose reader takes nothing for so long ends
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """Wraps the handlers that bough's services use: one request, one reply or a stream of them."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        method = handler_call_details.method.rsplit("/", 1)[-1]
+        decode, codec = handler.request_deserializer, (None, handler.response_serializer)
+        if not handler.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(self._guarded(method, decode, handler.unary_unary), *codec)
+        answer = handler.unary_stream
+        if isasyncgenfunction(answer):
+            answer = self._written(answer)
+        return grpc.unary_stream_rpc_method_handler(self._guarded(method, decode, answer), *codec)
+
+    def _guarded(
+        self, method: str, decode: Callable[[bytes], Any], answer: Callable[..., Awaitable[Any]]
+    ) -> Callable[..., Awaitable[Any]]:
+        async def run(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                with self.gate.entering(method, len(data)):
+                    request = _decoded(data, decode)
+                    with self.gate.passing(method, request):
+                        return await answer(request, context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as exc:  # every error becomes a status here
+                await abort(context, exc)
+
+        return run
+
+    def _written(self, answer: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., Awaitable[None]]:
+        """Writes a servicer's replies as fast as they are read, and closes it whatever ends the call.
+
+        The servicer is asked for the next reply when gRPC has taken the last one: once the reader's window is full it
+        stands still, and so does what it holds in memory.
+        """
+
+        async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            async with aclosing(answer(request, context)) as replies:
+                async for reply in replies:
+                    await self._write(context, reply)
+
+        return run
+
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Any], reply: Any) -> None:
+        try:
+            async with asyncio.timeout(self.stalled_seconds):
+                await context.write(reply)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(
+                f"the stream has not been read for {self.stalled_seconds:g} s; it is ended, and can be resumed"
+            ) from exc
+        except grpc.aio.InternalError as exc:
+            raise errors.Unavailable("the caller has gone") from exc
+
+
+def _decoded(data: bytes, decode: Callable[[bytes], Any]) -> Any:
+    """The message; raises InvalidRequest for bytes that are none, for which gRPC itself has only UNKNOWN."""
+    try:
+        return decode(data)
+    except DecodeError as exc:
+        raise InvalidRequest(f"request: {len(data)} bytes that are no such message: {exc}") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server."""
+
+    port: int
+    service: str
+    gate: Gate
+    _health: health.aio.HealthServicer
+
+    async def set_ready(self, is_ready: bool) -> None:
+        """Health of the named service; the empty name is SERVING for as long as the process lives."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(self.service, status.SERVING if is_ready else status.NOT_SERVING)
+
+    async def leave(self) -> None:
+        """Health is NOT_SERVING for good, of the empty name too, so that whoever watches sends nobody here."""
+        await self._health.enter_graceful_shutdown()
+
+    async def drain(self, refusal: str, patience_seconds: float) -> None:
+        """Refuses new work with this text, lets what runs finish in time, and ends the rest as Unavailable."""
+        await self.leave()
+        self.gate.shut(refusal)
+        if not await self.gate.emptied(patience_seconds):
+            logger.warning("not everything was finished in %g s: the rest is cut off", patience_seconds)
+        await self.gate.cut()
+
+
+@asynccontextmanager
+async def serving(
+    host: str,
+    port: int,
+    service: str,
+    add: Callable[[grpc.aio.Server], None],
+    gate: Gate | None = None,
+    stalled_seconds: float | None = None,
+    grace_seconds: float = 1.0,
+    max_connection_age: float = 0.0,
+    doorkeepers: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> AsyncIterator[Served]:
+    """Runs a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
+
+    `doorkeepers` see every call before anything else does.
+
+    A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection that has lasted
+    `max_connection_age` seconds takes no new calls, and ends once those on it have; 0 lets it last.
+
+    Raises:
+        ConfigError: the port is in use or the host is not ours.
+    """
+    gate = gate or Gate()
+    # Without a grace period of its own, an old connection waits for its calls for as long as they take.
+    age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
+    interceptors = [*doorkeepers, ErrorInterceptor(gate, stalled_seconds)]
+    server = grpc.aio.server(interceptors=interceptors, options=[*_SERVER_OPTIONS, *age])
+    add(server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection([service, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    try:
+        bound = server.add_insecure_port(joined(host, port))
+    except RuntimeError as exc:
+        raise ConfigError(f"port: cannot listen on {joined(host, port)}; is it in use? 0 takes a free one") from exc
+    served = Served(bound, service, gate, health_servicer)
+    await served.set_ready(False)
+    await server.start()
+    try:
+        yield served
+    finally:
+        await served.set_ready(False)
+        await server.stop(grace_seconds)
+
+
+def service_name(descriptor: Any, name: str) -> str:
+    """Full name of a service of a generated file."""
+    return str(descriptor.services_by_name[name].full_name)
+
+
+async def is_serving(channel: grpc.aio.Channel, service: str, timeout_seconds: float) -> bool:
+    """Asks grpc.health.v1; whatever goes wrong is a no."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    try:
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,88 @@
+"""Serving numbers to Prometheus, at http://HOST:PORT/metrics: what every process that has some does alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from threading import Thread
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from bough.config.addresses import bare, joined
+from bough.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+
+class MetricsServer:
+    """The numbers of one process in `registry`, and the port where they are served, if they are."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._server: tuple[WSGIServer, Thread] | None = None
+
+    @property
+    def port(self) -> int:
+        """Where /metrics is served; -1 for nowhere."""
+        return int(self._server[0].server_port) if self._server else -1
+
+    def serve(self, host: str, port: int) -> None:
+        """Serves /metrics from a thread of its own; port 0 takes a free one, -1 serves none.
+
+        Raises:
+            ConfigError: the port is in use.
+        """
+        if port < 0:
+            return
+        try:
+            self._server = start_http_server(port, bare(host), self.registry)
+        except OSError as exc:
+            raise ConfigError(
+                f"--metrics-port: cannot listen on {joined(host, port)}: {exc}; 0 takes a free one"
+            ) from exc
+        server, _ = self._server
+        if (app := server.get_app()) is not None:
+            server.set_app(_as_plain_text(app))
+
+    def close(self) -> None:
+        """Ends the server."""
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def _as_plain_text(app: WSGIApplication) -> WSGIApplication:
+    """The application as it answers those who say nothing about formats.
+
+    In OpenMetrics, which Prometheus asks for, prometheus_client writes `vllm_` where the name has `vllm:`, and whoever
+    looks for vLLM's names finds none.
+    """
+
+    def plain(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        return app(environ | {"HTTP_ACCEPT": ""}, start_response)
+
+    return plain
+
+
+def metrics_note(host: str, port: int) -> tuple[str, ...]:
+    """Where a process that others reach by `host` serves its metrics, as a line for people; nothing at port -1."""
+    return (f"metrics at http://{joined(host, port)}/metrics",) if port >= 0 else ()
+
+
+def gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
+    """One number that goes up and down, as it is now."""
+    metric = GaugeMetricFamily(name, text, labels=[*labels])
+    metric.add_metric([*labels.values()], value)
+    return metric
+
+
+def counter(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
+    """One number that only grows, as it is now; Prometheus appends `_total` to its name."""
+    metric = CounterMetricFamily(name, text, labels=[*labels])
+    metric.add_metric([*labels.values()], value)
+    return metric

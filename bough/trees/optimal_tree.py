@@ -1,0 +1,250 @@
+"""Which shape of tree is worth most: acceptance by depth and rank in (`bough.trees.acceptance`), shapes out.
+
+A node is worth f, the product of the acceptances along its path, and a tree the sum over its nodes, the root included
+with 1: the expected tokens of a round. Sizes count the root: `nodes` the nodes, `levels` the levels.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from bough.trees.acceptance import Acceptance, FloatArray
+from bough.trees.tree_plan import Chains, StaticShape
+
+BLOCK_ROWS = 64  # of a maximum over splits, computed at once: they stay in the cache
+
+
+class Size(NamedTuple):
+    """The shape that makes most tokens per second."""
+
+    shape: StaticShape
+    tokens_per_second: float
+
+
+def acceptance_below(acceptance: Acceptance, depth: int) -> FloatArray:
+    """(num_ranks,) of the children of a node at this depth."""
+    row: FloatArray = acceptance[min(depth, len(acceptance) - 1)]
+    return row
+
+
+def node_values(shape: StaticShape, acceptance: Acceptance) -> FloatArray:
+    """(num_nodes,) f of every node: its probability of being accepted; 1 for the root."""
+    values, depths = np.ones(shape.budget), shape.depths()
+    rank = 0
+    for index, parent in enumerate(shape.parents):
+        rank = rank + 1 if index and shape.parents[index - 1] == parent else 0
+        row = acceptance_below(acceptance, depths[parent])
+        values[index + 1] = values[parent] * row[rank] if rank < len(row) else 0.0
+    return values
+
+
+def expected_tokens(shape: StaticShape, acceptance: Acceptance) -> float:
+    """Of a round, the bonus token included (Sequoia, arXiv 2402.12374, proposition 3.4)."""
+    return float(node_values(shape, acceptance).sum())
+
+
+def expected_tokens_of_chains(chains: Chains, acceptance: Acceptance) -> float:
+    """Of a round of k chains of length L: for a vector p by rank 1 + (p1 + ... + pk) (1 - p1^L) / (1 - p1)."""
+    starts = float(acceptance[0, : chains.num].sum())
+    onwards = [acceptance_below(acceptance, depth)[0] for depth in range(1, chains.length)]
+    return 1 + starts * float(np.cumprod([1.0, *onwards]).sum())
+
+
+def best_chains(acceptance: Acceptance, nodes: int, levels: int) -> Chains:
+    """The k chains worth most within these sizes, of two or more nodes and levels."""
+    lengths = range(1, min(levels, nodes))
+    candidates = (Chains(min((nodes - 1) // length, acceptance.shape[1]), length) for length in lengths)
+    return max(candidates, key=lambda chains: expected_tokens_of_chains(chains, acceptance))
+
+
+def best_shape(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
+    """The shape worth most within these sizes, no larger than it need be."""
+    return best_first(acceptance, nodes, levels) if is_monotone(acceptance) else optimal(acceptance, nodes, levels)
+
+
+def is_monotone(acceptance: Acceptance) -> bool:
+    """Whether no child is likelier than a sibling before it, at any depth."""
+    return bool((np.diff(acceptance, axis=1) <= 0).all())
+
+
+def best_first(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
+    """The best shape for a monotone acceptance, in O(nodes log nodes).
+
+    A node is never worth more than its parent or an elder sibling, so that the nodes worth most make up a tree.
+    """
+    taken = _taken(acceptance, nodes, levels)
+    return _shape([(node.parent, node.rank) for node in taken[1:]])
+
+
+class _Node(NamedTuple):
+    """Ordered by worth; among equals what was found first comes first."""
+
+    negated_value: float
+    found: int
+    parent: int
+    rank: int
+    depth: int
+
+
+def _taken(acceptance: Acceptance, nodes: int, levels: int) -> list[_Node]:
+    """Nodes of the best shape, those worth most first; parents are places in this list."""
+    rows = [acceptance_below(acceptance, depth).tolist() for depth in range(levels - 1)]
+    taken: list[_Node] = []
+    heap = [_Node(-1.0, 0, -1, 0, 0)]
+    found = 1
+    while heap and len(taken) < nodes:
+        node = heapq.heappop(heap)
+        place = len(taken)
+        taken.append(node)
+        next_places = [(place, 0, node.depth + 1, node.negated_value)]
+        if node.depth:
+            elder_value = taken[node.parent].negated_value
+            next_places.append((node.parent, node.rank + 1, node.depth, elder_value))
+        for parent, rank, depth, value in next_places:
+            row = rows[depth - 1] if depth < levels else []
+            if rank < len(row) and value * row[rank] < 0:
+                heapq.heappush(heap, _Node(value * row[rank], found, parent, rank, depth))
+                found += 1
+    return taken
+
+
+def optimal(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
+    """The best shape for any acceptance, no larger than it need be.
+
+    By dynamic programming (Sequoia, arXiv 2402.12374, section 3.1).
+    """
+    tables = _tables(acceptance, nodes, levels)
+    pairs: list[tuple[int, int]] = []  # parent and rank, parents first
+    waiting = [(0, 0, int(tables[0].best.argmax()))]  # node, depth and nodes of subtrees to be laid out
+    while waiting:
+        parent, depth, size = waiting.pop()
+        child_sizes = _split(tables, acceptance, depth, size)
+        for rank, child_size in enumerate(child_sizes):
+            pairs.append((parent, rank))
+            waiting.append((len(pairs), depth + 1, child_size))
+    return _shape(pairs)
+
+
+class _Table(NamedTuple):
+    """What subtrees are worth at most, whose root is at one depth and counts 1; -inf where there is none."""
+
+    values: FloatArray  # (num_ranks + 1, nodes + 1) [b, m]: m nodes, of which b are the root's children
+    best: FloatArray  # (nodes + 1,) [m]: with as many children as are best
+
+
+def _tables(acceptance: Acceptance, nodes: int, levels: int) -> list[_Table]:
+    """One for each depth: T[m][l][b] = max over y of T[y][l][b-1] + p[b] max_j T[m-y][l-1][j]."""
+    leaf = _leaf(nodes)
+    tables = [_Table(leaf[None], leaf)]  # deepest first
+    for depth in reversed(range(min(levels, nodes) - 1)):
+        is_settled = len(tables) > 2 and np.array_equal(tables[-1].best, tables[-2].best)
+        if is_settled and depth >= len(acceptance) - 1:  # deeper subtrees are worth no more: the next is the same again
+            tables.append(tables[-1])
+        else:
+            tables.append(_above(acceptance_below(acceptance, depth), tables[-1]))
+    return tables[::-1]
+
+
+def _above(row: FloatArray, below: _Table) -> _Table:
+    """The table of a depth whose nodes have children with the acceptance `row`, by that of the next depth."""
+    values = [_leaf(len(below.best) - 1)]
+    for prob in row:
+        values.append(_best_splits(values[-1], _scaled(below.best, prob)))
+    stacked = np.stack(values)
+    return _Table(stacked, stacked.max(axis=0))
+
+
+def _leaf(nodes: int) -> FloatArray:
+    """(nodes + 1,) [m]: what m nodes are worth without children."""
+    values = np.full(nodes + 1, -np.inf)
+    values[1] = 1.0
+    return values
+
+
+def _scaled(values: FloatArray, prob: float) -> FloatArray:
+    """Product, in which what cannot be stays -inf also at probability 0."""
+    return np.where(np.isfinite(values), values, 0.0) * prob + np.where(np.isfinite(values), 0.0, -np.inf)
+
+
+def _best_splits(first: FloatArray, second: FloatArray) -> FloatArray:
+    """[m]: the maximum over y of first[y] + second[m - y]; all of one length."""
+    size = len(first)
+    padded = np.concatenate((second[::-1], np.full(size, -np.inf)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, size)[size - 1 :: -1]  # [m, y]: second[m - y]
+    best = np.empty(size)
+    for begin in range(0, size, BLOCK_ROWS):
+        end = min(begin + BLOCK_ROWS, size)
+        best[begin:end] = (windows[begin:end, :end] + first[:end]).max(axis=1)
+    return best
+
+
+def _split(tables: Sequence[_Table], acceptance: Acceptance, depth: int, size: int) -> list[int]:
+    """Nodes of the subtree below each child, of the best subtree of this size at this depth."""
+    values, row = tables[depth].values, acceptance_below(acceptance, depth)
+    sizes = []
+    for num_children in range(int(values[:, size].argmax()), 0, -1):
+        last = _scaled(tables[depth + 1].best[size:0:-1], row[num_children - 1])  # [y]: of size - y nodes
+        rest = int((values[num_children - 1, :size] + last).argmax())
+        sizes.append(size - rest)
+        size = rest
+    return sizes[::-1]
+
+
+def _shape(pairs: Iterable[tuple[int, int]]) -> StaticShape:
+    """From parent and rank of node 1 and on, parents first: level by level, siblings by rank."""
+    children: list[list[tuple[int, int]]] = [[]]
+    for node, (parent, rank) in enumerate(pairs, start=1):
+        children.append([])
+        children[parent].append((rank, node))
+    parents: list[int] = []
+    order = [0]
+    for place, node in enumerate(order):  # grows as it is walked
+        for _, child in sorted(children[node]):
+            parents.append(place)
+            order.append(child)
+    return StaticShape(tuple(parents))
+
+
+def best_size(acceptance: Acceptance, verify_seconds: FloatArray, step_seconds: float, levels: int) -> Size:
+    """The shape with most expected tokens per second, a tree of one node included (Sequoia, section 3.3).
+
+    `verify_seconds` is (nodes,) for trees of 1 node and on. Every level below the root takes a draft step.
+    """
+    best_rate, best_levels, best_nodes = 0.0, 1, 1
+    by_levels = _expected_by_sizes(acceptance, len(verify_seconds), min(levels, len(verify_seconds)))
+    for num_levels, tokens in enumerate(by_levels, start=1):
+        rates = tokens / (verify_seconds[: len(tokens)] + (num_levels - 1) * step_seconds)
+        nodes = int(rates.argmax()) + 1
+        if rates[nodes - 1] > best_rate:
+            best_rate, best_levels, best_nodes = float(rates[nodes - 1]), num_levels, nodes
+    return Size(best_shape(acceptance, best_nodes, best_levels), best_rate)
+
+
+def _expected_by_sizes(acceptance: Acceptance, nodes: int, levels: int) -> Iterator[FloatArray]:
+    """[n - 1]: expected tokens of the best shape of n nodes; for 1 level and on, as far as more are worth anything."""
+    if not is_monotone(acceptance):
+        yield from _optimal_by_sizes(acceptance, nodes, levels)
+        return
+    for num_levels in range(1, levels + 1):
+        taken = _taken(acceptance, nodes, num_levels)
+        yield np.cumsum([-node.negated_value for node in taken])
+        if max(node.depth for node in taken) < num_levels - 1:
+            return
+
+
+def _optimal_by_sizes(acceptance: Acceptance, nodes: int, levels: int) -> Iterator[FloatArray]:
+    """The same by dynamic programming: what the rows but the last make of subtrees that know only the last."""
+    lower = _tables(acceptance[-1:], nodes, levels)[::-1]  # [l - 1]: of l levels
+    for num_levels in range(1, levels + 1):
+        num_upper = min(len(acceptance), num_levels) - 1
+        below = num_levels - num_upper - 1
+        if below and lower[below] is lower[below - 1]:
+            return
+        table = lower[below]
+        for depth in reversed(range(num_upper)):
+            table = _above(acceptance[depth], table)
+        yield table.best[1:][np.isfinite(table.best[1:])]

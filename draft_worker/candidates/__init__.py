@@ -1,0 +1,1 @@
+"""From a draft's logits to the tokens that may follow."""

@@ -1,0 +1,123 @@
+"""From a draft's logits to the tokens that may follow: what is likely, what will be drawn, or what to sample from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.model.cpu.jit import compiled
+from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights, require_numbers
+from bough.protocol.messages import GrowCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree_plan import Guess, Scheme
+from draft_worker.candidates.noise import noise_at
+from draft_worker.growth.grower import Candidates
+
+NUM_CANDIDATES = 64  # tokens kept of those that are considered
+
+Scores = NDArray[np.float64]  # (num_nodes, num_considered)
+
+
+@dataclass(frozen=True, slots=True)
+class Guessing:
+    """All that candidates depend on beside the logits: where it is the same, what was worked out once holds."""
+
+    params: SamplingParams
+    prompt_length: int
+    is_sample: bool  # candidates are the distribution to sample from, not the likeliest to be accepted
+    is_perturbed: bool  # by the noise with which the target will draw
+    vocab_size: int = 0  # tokens beyond it the target cannot draw; 0 where it can draw all that the draft has
+
+    @classmethod
+    def of(cls, call: GrowCall) -> Guessing:
+        """What a call asks for."""
+        is_sample = call.plan.scheme is not Scheme.TARGET
+        is_perturbed = not is_sample and call.plan.guess is Guess.SAMPLE and not call.sampling.is_greedy
+        return cls(call.sampling, call.context.prompt_length, is_sample, is_perturbed, call.vocab_size)
+
+    def adjusts(self, vocab_size: int) -> bool:
+        """Whether logits of so many tokens need `draft_worker.candidates.penalties.adjust`."""
+        return self.params.has_penalties or bool(self.params.logit_bias) or 0 < self.vocab_size < vocab_size
+
+    def candidates(
+        self, values: NDArray[np.float32], tokens: NDArray[np.int32], positions: NDArray[np.int32]
+    ) -> Candidates:
+        """From the largest logits of each node, descending, and where they are; `positions` are those of the children.
+
+        With noise G at temperature T the target takes the largest of logit + T G: greedy decoding of perturbed logits.
+        So the guess at its sample is the softmax of the draft's own logits perturbed in the same way.
+        """
+        if self.is_sample:
+            return self._weighted(values, tokens)
+        scores: NDArray[np.floating[Any]] = values
+        if not self.params.is_greedy:
+            with np.errstate(divide="ignore", invalid="ignore"):  # where a row has no token with a chance
+                scores = _filtered(values.astype(np.float64), self.params)
+        if self.is_perturbed:
+            scores = self.params.temperature * (scores + noise_at(self.params.seed, positions, tokens))
+            best = np.argsort(-scores, axis=1, kind="stable")
+            tokens, scores = np.take_along_axis(tokens, best, 1), np.take_along_axis(scores, best, 1)
+        return Candidates(tokens[:, :NUM_CANDIDATES], _log_probs(scores, min(NUM_CANDIDATES, scores.shape[1])))
+
+    def _weighted(self, values: NDArray[np.float32], tokens: NDArray[np.int32]) -> Candidates:
+        """`bough.model.sampling.draft_sampler.draft_weights` of every node, as logarithms; -inf for tokens that are not sampled.
+
+        Raises:
+            Unavailable: where the logits hold no number to choose by.
+        """
+        require_numbers(values[:, 0])
+        if self.params.is_greedy:
+            num = min(GREEDY_TOKENS, values.shape[1])
+            log_weights = np.where(np.isfinite(values[:, :num]), np.log(greedy_weights(num)), -np.inf)
+            return Candidates(tokens[:, :num], log_weights.astype(np.float32))
+        scores = _filtered(values.astype(np.float64), self.params)[:, :NUM_CANDIDATES]
+        return Candidates(tokens[:, :NUM_CANDIDATES], (scores - scores[:, :1]).astype(np.float32))
+
+
+class Answer(Protocol):
+    """What a draft says of the nodes that it was asked about in one step."""
+
+    def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
+        """What may follow each node, at these absolute positions (num_nodes,) of the children.
+
+        Raises:
+            InvalidRequest, Unavailable: nothing can be chosen.
+        """
+        ...
+
+
+@compiled
+def _log_probs(scores, num):  # type: ignore[no-untyped-def]
+    """(num_nodes, num) of the first tokens, by the softmax of all scores of a node; -inf where there is no chance."""
+    log_probs = np.full((len(scores), num), -np.inf, np.float32)
+    for node in range(len(scores)):
+        peak, total = -np.inf, 0.0
+        for score in scores[node]:  # no comparison holds for one that is no number, here and below
+            peak = np.float64(score) if score > peak else peak
+        if not np.isfinite(peak):
+            continue
+        for score in scores[node]:
+            if score > -np.inf:
+                total += np.exp(np.float64(score) - peak)
+        log_total = np.log(total)
+        for place in range(num):
+            if scores[node, place] > -np.inf:
+                log_probs[node, place] = min(0.0, np.float64(scores[node, place]) - peak - log_total)
+    return log_probs
+
+
+def _filtered(values: Scores, params: SamplingParams) -> Scores:
+    """`bough.model.sampling.sampler.filtered` for rows in descending order, as far as these tokens tell."""
+    scores: Scores = values / params.temperature
+    if 0 < params.top_k < scores.shape[1]:
+        scores[:, params.top_k :] = -np.inf
+    if params.top_p < 1.0:
+        probs = np.exp(scores - scores[:, :1])
+        probs /= probs.sum(1, keepdims=True)
+        scores[np.cumsum(probs, axis=1) - probs >= params.top_p] = -np.inf
+    if params.min_p > 0.0:
+        scores[scores < scores[:, :1] + np.log(params.min_p)] = -np.inf
+    return scores

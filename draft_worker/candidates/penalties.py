@@ -1,0 +1,46 @@
+"""Penalties for tokens that stand before a draft's nodes: upon these tokens' logits alone, few of a vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bough.model.sampling.token_counts import TokenCounts
+from bough.protocol.sampling_params import SamplingParams
+from draft_worker.candidates.candidates import Guessing
+from draft_worker.candidates.past_tokens import Seen
+
+
+@torch.inference_mode()
+def adjust(
+    logits: torch.Tensor, guessing: Guessing, past: TokenCounts, paths: NDArray[np.int32], positions: NDArray[np.int32]
+) -> None:
+    """Puts penalties and bias upon logits (num_nodes, vocab_size), as decoding would see them at each node.
+
+    Paths and positions (num_nodes, width) are the tokens from the root to each node and where they stand, -1 in
+    places that are not used. Some of these and of the past may be tokens that only the target has.
+    """
+    params, vocab_size = guessing.params, logits.shape[1]
+    if params.has_penalties:
+        penalise(logits, params, Seen.of(past, paths, positions, guessing.prompt_length, vocab_size))
+    biases = {token: bias for token, bias in params.logit_bias.items() if token < vocab_size}
+    if biases:
+        columns = torch.tensor([*biases], device=logits.device)
+        values = torch.tensor([*biases.values()], dtype=logits.dtype, device=logits.device)
+        logits.index_copy_(1, columns, logits.index_select(1, columns) + values)
+    if guessing.vocab_size:
+        logits[:, guessing.vocab_size :] = -torch.inf
+
+
+def penalise(logits: torch.Tensor, params: SamplingParams, seen: Seen) -> None:
+    """Changes the logits (num_nodes, vocab_size) of tokens that have been seen; no other would be changed.
+
+    In float32 after either penalty, like the logits.
+    """
+    columns = torch.from_numpy(seen.tokens).to(logits.device)
+    values = logits.index_select(1, columns).cpu().numpy()
+    factor = np.where(values > 0, 1 / params.repetition_penalty, params.repetition_penalty)
+    values *= np.where(seen.is_seen, factor, 1.0)
+    values -= params.presence_penalty * (seen.counts > 0) + params.frequency_penalty * seen.counts
+    logits.index_copy_(1, columns, torch.from_numpy(values).to(logits.device))

@@ -1,0 +1,1 @@
+"""Sessions and calls at the draft worker, and the thread that runs its model."""

@@ -1,0 +1,275 @@
+"""Grows the trees of many sessions together: each draft step is one model pass over all their frontiers.
+
+Knows no threads: whoever owns it calls `start` and `step` in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import NamedTuple
+
+from bough.concurrency.futures import settle
+from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.messages import GrowCall, GrowResult, Timings
+from bough.sizing.step_times import StepTimes
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import MAX_EXPANSIONS, BestFirst
+from draft_worker.candidates.candidates import Answer
+from draft_worker.candidates.temperature_scaling import Sharpnesses
+from draft_worker.engine.draft_ahead import Ahead
+from draft_worker.engine.job import Draft, Job
+from draft_worker.engine.session_pool import SessionPool
+from draft_worker.growth.grower import Grower
+from draft_worker.growth.static_shape import grower_for
+
+logger = logging.getLogger(__name__)
+
+MAX_STEP_ROWS = 1024  # for which it is told what a step takes
+
+
+class Request(NamedTuple):
+    """A call, and who waits for its tree."""
+
+    call: GrowCall
+    future: Future[GrowResult]
+    arrived_ns: int
+
+
+class _Running(NamedTuple):
+    request: Request
+    job: Job
+    began_ns: int
+
+    @property
+    def session_id(self) -> str:
+        return self.request.call.context.session_id
+
+    def result(self, cost: CostCurve | None) -> GrowResult:
+        """When its tree is done; `cost` is what draft steps take."""
+        ended_ns = time.perf_counter_ns()
+        timings = Timings(
+            total_ns=ended_ns - self.request.arrived_ns,
+            queue_ns=self.began_ns - self.request.arrived_ns,
+            compute_ns=ended_ns - self.began_ns,
+            num_passes=self.job.num_passes,
+        )
+        return GrowResult(self.job.tree(), len(self.job.session.tokens), timings, self.job.num_warm, cost)
+
+
+class Engine:
+    """Sessions and the trees that grow in them. The one used longest ago gives way: that costs time only."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        vocab_size: int,
+        branch: int,
+        pool: SessionPool,
+        ahead_steps: int,
+        sharpnesses: Sharpnesses,
+    ) -> None:
+        """`ahead_steps`: at most so many draft steps between two calls of a session, 0 for none."""
+        self._draft, self._vocab_size, self._branch = draft, vocab_size, branch
+        self.pool, self._ahead_steps, self.sharpnesses = pool, ahead_steps, sharpnesses
+        self._running: dict[str, _Running] = {}
+        self._waiting: deque[Request] = deque()  # while every session that there is room for has a tree growing
+        self._ahead: OrderedDict[str, Ahead] = OrderedDict()
+        self._times = StepTimes(MAX_STEP_ROWS)
+        self.cost: CostCurve | None = None  # seconds of a draft step by its rows; any thread may read this
+        self.num_trees = 0
+        self.num_nodes = 0  # of these trees, roots included
+        self.step_seconds = 0.0  # that steps for trees took, those that failed left out
+        self.num_passes = 0  # draft steps that have ended, well or not, those ahead included
+        self.num_warm_trees = 0  # for which something had been found out ahead
+
+    @property
+    def kv_used_bytes(self) -> int:
+        """Of sessions whose trees are growing."""
+        return self.pool.used_bytes(self._running)
+
+    @property
+    def num_growing(self) -> int:
+        """Calls whose trees are growing."""
+        return len(self._running)
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether somebody waits for a tree."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether there is something to do that nobody waits for."""
+        return bool(self._ahead)
+
+    def start(self, request: Request) -> None:
+        """Takes a call in. A call whose tree is still growing ends: nobody can want that any more."""
+        session_id = request.call.context.session_id
+        self._end(session_id, Unavailable(f"session_id: {session_id!r} was called again before its tree was grown"))
+        self._ahead.pop(session_id, None)
+        began_ns = time.perf_counter_ns()
+        try:
+            request = request._replace(call=_fitted(request.call))
+            session = self.pool.take(request.call, busy=self._running)
+            if session is None:
+                self._waiting.append(request)
+                return
+            job = Job(session, request.call, self._branch, self._vocab_size, self.sharpnesses, request.arrived_ns)
+            running = _Running(request, job, began_ns)
+            self.pool.borrow(session)
+        except Exception as exc:
+            settle(request.future, exc)
+            return
+        self._running[session_id] = running
+        self._go_on(running)
+
+    def release(self, session_id: str, epoch: int = 0) -> None:
+        """Forgets a session, and a tree that is growing in it, unless a newer epoch has begun; 0 does not care.
+
+        Raises:
+            NotFound: it is not held, and no call of it waits.
+            StaleEpoch: it has been placed anew since this epoch.
+        """
+        if epoch:
+            self._require_epoch(session_id, epoch)
+        is_held = session_id in self.pool
+        ended = self._end(session_id, NotFound(f"session_id: {session_id!r} was released while its tree grew"))
+        self._ahead.pop(session_id, None)
+        if is_held or not ended:
+            self.pool.release(session_id)
+
+    def _require_epoch(self, session_id: str, epoch: int) -> None:
+        """Of a session that is held, and of its calls that wait for room."""
+        epochs = [r.call.epoch for r in self._waiting if r.call.context.session_id == session_id]
+        newest = max([self.pool.epoch_of(session_id), *epochs])
+        if epoch < newest:
+            raise StaleEpoch(f"epoch: {epoch} of session {session_id} is over; {newest} has begun")
+
+    def close(self) -> None:
+        """Ends all calls."""
+        for session_id in [*self._running, *(request.call.context.session_id for request in self._waiting)]:
+            self._end(session_id, Unavailable("the draft worker is being shut down"))
+
+    def step(self) -> None:
+        """One draft step for every growing tree that somebody still waits for; where there is none, one ahead."""
+        for session_id, running in list(self._running.items()):
+            if running.request.future.cancelled():
+                del self._running[session_id]
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            if not request.future.cancelled():
+                self.start(request)
+        if self._running:
+            self._run(list(self._running.values()))
+        elif self._ahead:
+            self._go_ahead()
+        self.num_passes += 1
+
+    def _run(self, parts: Sequence[_Running]) -> None:
+        """One draft step. Where it fails, each part alone: the error of one must not become that of all."""
+        began = time.perf_counter()
+        try:
+            answers = self._draft.ask([running.job for running in parts])
+            num_rows = frontier_rows([running.job for running in parts])
+        except Exception as exc:
+            if len(parts) == 1:
+                self._end(parts[0].session_id, exc)
+                return
+            for running in parts:
+                self._run([running])
+            return
+        for running, answer in zip(parts, answers, strict=True):
+            self._go_on(running, answer)
+        seconds = time.perf_counter() - began
+        self.step_seconds += seconds
+        self._times.observe(num_rows, seconds)
+        self.cost = self._times.curve()
+
+    def _go_on(self, running: _Running, answer: Answer | None = None) -> None:
+        """With what the model said, as far as can be without it."""
+        try:
+            if answer is not None:
+                running.job.learn(answer)
+            if running.job.advance():
+                return
+            result = running.result(self.cost)
+            self.pool.note(running.job.session)
+            self.pool.check_integrity()
+        except Exception as exc:
+            self._end(running.session_id, exc)
+            return
+        del self._running[running.session_id]
+        self.num_trees += 1
+        self.num_nodes += len(result.tree)
+        self.num_warm_trees += running.job.num_warm > 0
+        settle(running.request.future, result)
+        if self._wants_ahead(running):
+            self._ahead[running.session_id] = self._ahead_of(running, result.tree)
+
+    def _wants_ahead(self, running: _Running) -> bool:
+        growth, session = running.request.call.plan.growth, running.job.session
+        return (
+            self._ahead_steps > 0
+            and growth.budget > 1
+            and len(session.explored) > 0
+            and session.has_room(2 * growth.depth + 1)
+        )
+
+    def _ahead_of(self, running: _Running, tree: Tree) -> Ahead:
+        call = running.request.call
+
+        def next_grower(root_token: int, num_accepted: int) -> Grower:
+            likely = replace(call, root_token=root_token, round=call.round + num_accepted + 1)
+            return grower_for(likely, self._branch, self._vocab_size)
+
+        return Ahead(running.job.session, call, tree, next_grower, self._ahead_steps)
+
+    def _go_ahead(self) -> None:
+        """One draft step for the session whose turn it is."""
+        session_id, ahead = self._ahead.popitem(last=False)
+        if not self.pool.holds(session_id, ahead.session):
+            return
+        try:
+            if ahead.advance():
+                (answer,) = self._draft.ask([ahead])
+                ahead.learn(answer)
+                self._ahead[session_id] = ahead
+        except Exception:
+            logger.warning("session %s: draft-ahead failed; its next tree starts cold", session_id, exc_info=True)
+
+    def _end(self, session_id: str, exc: Exception) -> bool:
+        """Ends the session's calls with an error; whether there were any."""
+        waiting = [request for request in self._waiting if request.call.context.session_id == session_id]
+        self._waiting = deque(request for request in self._waiting if request not in waiting)
+        if session_id in self._running:
+            waiting.append(self._running.pop(session_id).request)
+        for request in waiting:
+            settle(request.future, exc)
+        return bool(waiting)
+
+
+def frontier_rows(jobs: Sequence[Job]) -> int:
+    """Rows of a step that expand nodes; 0 where context is read beside, which is no step's time."""
+    if any(job.num_context for job in jobs):
+        return 0
+    return sum(len(job.wanted.tokens) for job in jobs if job.wanted is not None)
+
+
+def _fitted(call: GrowCall) -> GrowCall:
+    """The call, of a best-first tree so many levels that a session has rows for all nodes that it may expand.
+
+    Raises:
+        InvalidRequest: a shape or chains for which there are not enough: they are as large as somebody chose them.
+    """
+    growth = call.plan.growth
+    if growth.max_expansions <= MAX_EXPANSIONS:
+        return call
+    if isinstance(growth, BestFirst) and (width := min(growth.width, growth.budget)) <= MAX_EXPANSIONS:
+        return replace(call, plan=call.plan.no_deeper(MAX_EXPANSIONS // width))
+    raise InvalidRequest(f"growth: {growth} may expand {growth.max_expansions} nodes; {MAX_EXPANSIONS} would do")

@@ -1,0 +1,103 @@
+"""One call's tree while it grows: what it wants of the next draft step, and what it makes of the answer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from bough.model.kv.segment import Segment
+from bough.protocol.messages import GrowCall
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import BestFirst
+from draft_worker.candidates.candidates import Answer, Guessing
+from draft_worker.candidates.temperature_scaling import Sharpnesses
+from draft_worker.engine.session import DraftSession
+from draft_worker.expansions.cached_growth import Walk
+from draft_worker.expansions.expansion_cache import Wanted
+from draft_worker.growth.static_shape import grower_for
+
+
+class Stepping(Protocol):
+    """Whatever takes part in a draft step."""
+
+    session: DraftSession
+    wanted: Wanted | None  # nodes that the step asks about, as of `segments`
+
+    def advance(self) -> bool:
+        """Goes on as far as it can without the model; whether it wants a step of it."""
+        ...
+
+    def segments(self) -> list[Segment]:
+        """Its rows of the step."""
+        ...
+
+    def learn(self, answer: Answer) -> None:
+        """The step has been run; what it says of the nodes that were wanted."""
+        ...
+
+
+class Draft(Protocol):
+    """The seam below growing: a model, a simulated one, or a fake."""
+
+    def ask(self, parts: Sequence[Stepping]) -> Sequence[Answer]:
+        """One draft step for all parts, and what it says to each; answers hold until the next step."""
+        ...
+
+
+class Job:
+    """Grows the tree of one call."""
+
+    def __init__(
+        self,
+        session: DraftSession,
+        call: GrowCall,
+        branch: int,
+        vocab_size: int,
+        sharpnesses: Sharpnesses,
+        arrived_ns: int,
+    ) -> None:
+        """Raises InvalidRequest or PrefixMissing."""
+        self.session, self.call = session, call
+        growth = call.plan.growth
+        seconds = growth.seconds if isinstance(growth, BestFirst) else 0.0
+        self._deadline_ns = arrived_ns + 1e9 * seconds if seconds else math.inf
+        self.num_passes = 0
+        grower = grower_for(call, branch, vocab_size)
+        guessing = Guessing.of(call)
+        session.stand_on(call, guessing, sharpnesses.of(guessing))
+        session.grown = grower.tree
+        self._walk = Walk(grower, session.explored)
+        self.num_context = 0  # pending tokens in this step
+        self.wanted: Wanted | None = None
+
+    @property
+    def num_warm(self) -> int:
+        """Nodes expanded for this tree that had been before it was asked for."""
+        return self._walk.num_warm
+
+    def advance(self) -> bool:
+        """As far as what is explored reaches; more only while there is time."""
+        return self._walk.advance() and time.perf_counter_ns() < self._deadline_ns
+
+    def segments(self) -> list[Segment]:
+        """The context that is not held yet, or a part of it, and then the frontier."""
+        context = [self.session.pending()] if self.session.num_pending else []
+        self.num_context = sum(map(len, context))
+        if self.num_context < self.session.num_pending:
+            self.wanted = None
+            return context
+        self.wanted = self.session.explored.wanted(*self._walk.missing())
+        return [*context, self.session.explored.segment(self.session.slot, self.wanted)]
+
+    def learn(self, answer: Answer) -> None:
+        """Commits the context and puts what may follow where `advance` finds it."""
+        self.num_passes += 1
+        self.session.commit(self.num_context)
+        if self.wanted is not None:
+            self.session.learn(self.wanted, answer)
+
+    def tree(self) -> Tree:
+        """The tree, when `advance` wants no more."""
+        return self._walk.grower.finished()

@@ -1,0 +1,1 @@
+"""What a draft has found out below a session's committed tokens already."""

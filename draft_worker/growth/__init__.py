@@ -1,0 +1,1 @@
+"""How trees grow: which nodes are expanded next."""

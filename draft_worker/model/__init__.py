@@ -1,0 +1,1 @@
+"""Draft models: loaded, warmed up, and called."""

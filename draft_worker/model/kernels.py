@@ -1,0 +1,37 @@
+"""Compiles what a draft step calls on a CPU, in a process of its own (see `bough.processes.compile_once`).
+
+python -m draft_worker.model.kernels bfloat16 8
+"""
+
+from __future__ import annotations
+
+# isort: off
+import bough.model  # noqa: F401  # before torch, see there
+# isort: on
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.cpu.small_model import SIZES, WHOLE, write_small
+from draft_worker.model.sources import load_draft
+from draft_worker.model.warm_up import warm_up_choosing
+
+CPU = torch.device("cpu")
+
+
+def compile_here(dtype: str, bits: str) -> None:
+    """What drafts in numbers of a type call whose layers are compiled whole, and what chooses their nodes."""
+    with tempfile.TemporaryDirectory() as name:
+        draft = load_draft(Checkpoint.open(write_small(WHOLE, Path(name) / "whole")), (), dtype, CPU, bits)
+    draft.warm_up(draft.skeleton.kv_shape().empty(1, CPU))
+    warm_up_choosing(SIZES["vocab_size"], CPU)
+
+
+if __name__ == "__main__":
+    disable_progress_bar()
+    compile_here(sys.argv[1], sys.argv[2])

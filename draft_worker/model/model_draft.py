@@ -1,0 +1,81 @@
+"""A model as the engine's draft: the rows of all parts are one pass, and the largest logits what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bough.model.batch.batch import Batch
+from bough.model.gpu.faults import named_faults
+from bough.model.kv.segment import Segment
+from draft_worker.candidates.candidates import Guessing
+from draft_worker.candidates.penalties import adjust
+from draft_worker.candidates.top_k import largest
+from draft_worker.engine.job import Stepping
+from draft_worker.growth.grower import Candidates
+
+NUM_CONSIDERED = 256  # of a row's logits, the largest
+
+
+class DraftModel(Protocol):
+    """What runs packed batches: a resident model, or a fake."""
+
+    device: torch.device
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """(num_logit_rows, vocab_size) float32, the caller's to change; valid until the next call."""
+        ...
+
+
+class Largest(NamedTuple):
+    """The largest adjusted logits of a part's rows, as from `largest`."""
+
+    values: NDArray[np.float32]
+    tokens: NDArray[np.int32]
+
+    def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
+        """By the model's probabilities."""
+        return guessing.candidates(self.values, self.tokens, positions)
+
+
+class ModelDraft:
+    """Asks a model."""
+
+    def __init__(self, model: DraftModel, vocab_size: int) -> None:
+        self._model, self._vocab_size = model, vocab_size
+
+    def ask(self, parts: Sequence[Stepping]) -> list[Largest]:
+        """The largest adjusted logits of each part's rows. Raises AcceleratorFull, AcceleratorLost."""
+        with named_faults(self._model.device):
+            return self._asked(parts)
+
+    def _asked(self, parts: Sequence[Stepping]) -> list[Largest]:
+        segments = [part.segments() for part in parts]
+        readable = [self._readable(segment) for own in segments for segment in own]
+        logits = self._model.logits(Batch(readable, None, self._model.device))
+        sizes = [sum(len(s) for s in own if s.wants_logits) for own in segments]
+        for part, rows in zip(parts, torch.split(logits, sizes), strict=True):
+            _adjust(part, rows)
+        values, tokens = largest(logits, NUM_CONSIDERED)
+        ends = np.cumsum(sizes)[:-1]
+        rows_of = zip(np.split(values, ends), np.split(tokens, ends), strict=True)
+        return [Largest(*own) for own in rows_of]
+
+    def _readable(self, segment: Segment) -> Segment:
+        """With any other token for those that only the target's model has: guesses after them matter little."""
+        is_known = segment.tokens < self._vocab_size
+        return segment if is_known.all() else replace(segment, tokens=np.where(is_known, segment.tokens, 0))
+
+
+def _adjust(part: Stepping, logits: torch.Tensor) -> None:
+    """Makes logits (num_rows, vocab_size) what sampling parameters have of them."""
+    session, wanted = part.session, part.wanted
+    if wanted is None or session.guessing is None or not session.guessing.adjusts(logits.shape[1]):
+        return
+    paths, positions = session.explored.path_tokens(wanted), session.path_positions(wanted)
+    adjust(logits, session.guessing, session.past, paths, positions)

@@ -1,0 +1,59 @@
+"""Draft models: any causal language model of Hugging Face's format, whole or as a substitute with layers left out."""
+
+from __future__ import annotations
+
+import torch
+
+from bough.errors import ConfigError
+from bough.model.architecture.architecture import load_config
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.cpu.llvm_vectors import multiplies_bytes
+from bough.model.cpu.operands import LINE
+from bough.model.llama.weights import can_int8
+from bough.model.loading.default_settings import chosen_dtype
+from bough.model.loading.layer_selection import kept_layers
+from bough.model.loading.loading import DTYPES, Skeleton, build_skeleton
+from bough.model.running.runner import ResidentModel
+
+
+def draft_skeleton(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: str, device: torch.device) -> Skeleton:
+    """A draft without its weights. `drop_layers` makes it a substitute; they are counted without identity copies.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: a layer to drop is not there.
+    """
+    name = chosen_dtype(dtype, load_config(checkpoint.folder), device.type)
+    return build_skeleton(checkpoint, DTYPES[name], kept_layers(checkpoint, drop_layers))
+
+
+def load_draft(
+    checkpoint: Checkpoint,
+    drop_layers: tuple[int, ...],
+    dtype: str,
+    device: torch.device,
+    bits: str = "16",
+) -> ResidentModel:
+    """Loads the draft model for good, as `draft_skeleton` and `with_weights` do."""
+    return with_weights(draft_skeleton(checkpoint, drop_layers, dtype, device), device, bits)
+
+
+def with_weights(skeleton: Skeleton, device: torch.device, bits: str) -> ResidentModel:
+    """Products are made in 8 or 16 bits, or as is faster ("auto"); in 8 bits the draft guesses a little otherwise.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: 8 bits are not possible.
+    """
+    return ResidentModel(skeleton, device, is_int8(skeleton, device, bits))
+
+
+def is_int8(skeleton: Skeleton, device: torch.device, bits: str) -> bool:
+    """Whether such a setting makes products in 8 bits. Raises ConfigError where it must, and they are not possible."""
+    is_possible = can_int8(skeleton, device)
+    if bits == "8" and not is_possible:
+        raise ConfigError(
+            f"--bits: 8, but {skeleton.describe()} on {device.type} cannot be run so: that takes a model of a Llama's "
+            f"build whose sizes are multiples of {LINE}, in bfloat16 on the CPU; 16 or auto would do"
+        )
+    return is_possible and (bits == "8" or (bits == "auto" and multiplies_bytes()))

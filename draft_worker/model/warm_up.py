@@ -1,0 +1,35 @@
+"""Has numba compile what a draft step takes beside the model, before anybody waits for a tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from bough.model.cpu.llvm_vectors import LANES
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree_plan import BestFirst
+from draft_worker.candidates.candidates import Guessing
+from draft_worker.candidates.temperature_scaling import Sharpness, sharpened
+from draft_worker.candidates.top_k import largest
+from draft_worker.expansions.cached_growth import Walk
+from draft_worker.expansions.expansion_cache import Explored
+from draft_worker.growth.best_first import BestFirstGrower
+from draft_worker.model.model_draft import NUM_CONSIDERED
+
+
+def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
+    """Looks for the largest of some logits and what they make likely, and grows a tree of two nodes."""
+    room = torch.zeros(2, -(-vocab_size // LANES) * LANES, device=device)  # a model may leave rows apart
+    for num_rows in (2, 1):
+        values, tokens = largest(room[:num_rows, :vocab_size], NUM_CONSIDERED)
+    for temperature in (0.0, 1.0):
+        guessing = Guessing(SamplingParams(temperature=temperature), 0, is_sample=False, is_perturbed=temperature > 0)
+        likely = guessing.candidates(values, tokens, np.zeros(1, np.int32))
+    explored, closed = Explored(0), np.zeros(0, np.int32)
+    walk = Walk(BestFirstGrower(0, BestFirst(budget=2, width=1, depth=1), branch=1, closed=closed), explored)
+    walk.advance()
+    explored.learn(explored.wanted(*walk.missing()), likely)
+    walk.advance()
+    explored.walk([0])
+    Sharpness().observe(likely, np.zeros(1, np.int32))
+    sharpened(likely.log_probs, 2.0)

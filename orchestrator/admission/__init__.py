@@ -1,0 +1,1 @@
+"""Which requests come in, and how many at once."""

@@ -1,0 +1,161 @@
+"""What is being served: at most one stream for each request and for each session."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from bough.concurrency.tasks import end
+from bough.errors import BoughError, DeadlineExceeded, InvalidRequest, NotFound, StaleEpoch
+from orchestrator.admission.admission import Hold
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+ENDING_SECONDS = 5.0  # that a stream which is cut off takes at most to free what it holds
+
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A request from its arrival to the end of its stream."""
+
+    request_id: str
+    session_id: str  # empty where the client has not named one
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # from outside
+    error: BoughError | None = None  # that it ended with; None is an abort
+    hold: Hold = field(default_factory=Hold)  # its place among those that run
+
+    def end(self, error: BoughError | None = None) -> None:
+        """Ends it before its time."""
+        self.error = self.error or error
+        self.ended.set()
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether its session is somebody else's now."""
+        return isinstance(self.error, StaleEpoch)
+
+    async def before_end(self, work: Awaitable[Result]) -> Result | None:
+        """What it comes to; None where the stream is aborted first, which ends the work. Raises what else ends it."""
+        task, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.ended.wait())
+        try:
+            await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
+            if self.error is not None:
+                raise self.error
+            return task.result() if task.done() else None
+        finally:
+            await end(task, ending)  # where this task is cancelled meanwhile, that is raised
+
+    async def delivered(self, events: AsyncGenerator[Item, None], stalled_seconds: float) -> AsyncGenerator[Item, None]:
+        """The same events to a reader that may be slow, or stop reading without a word.
+
+        What `events` holds is freed as soon as the stream ends with an error, even while the reader still has its
+        last event and does not ask for the next one. The reader gets the error when it asks again.
+
+        Raises:
+            DeadlineExceeded: the reader took nothing for `stalled_seconds`.
+        """
+        turn = asyncio.Lock()  # a generator is asked for its next event, or closed, by one task at a time
+        freeing = asyncio.create_task(self._free_at_error(events, turn))
+        stalled = DeadlineExceeded(
+            f"the stream has not been read for {stalled_seconds:g} s; it is ended, and can be resumed"
+        )
+        try:
+            while True:
+                try:
+                    async with turn:
+                        event = await anext(events)
+                except StopAsyncIteration:
+                    if self.error is not None:
+                        raise self.error from None
+                    return
+                timer = asyncio.get_running_loop().call_later(stalled_seconds, self.end, stalled)
+                try:
+                    yield event
+                finally:
+                    timer.cancel()
+        finally:
+            async with turn:
+                await events.aclose()
+            await end(freeing)
+
+    async def _free_at_error(self, events: AsyncGenerator[Item, None], turn: asyncio.Lock) -> None:
+        await self.ended.wait()
+        if self.error is not None:
+            async with turn:
+                await events.aclose()
+
+
+class Running:
+    """The streams of this orchestrator."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, Stream] = {}
+        self._by_session: dict[str, Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    @contextmanager
+    def admitted(self, stream: Stream, takes_over: bool) -> Iterator[Stream | None]:
+        """Lists a stream for as long as the block runs. One that `takes_over` ends an earlier one of its request: that.
+
+        Raises:
+            InvalidRequest: the request, or another one in the session, is running.
+        """
+        request_id, session_id = stream.request_id, stream.session_id
+        earlier = self._refuse_or_end(request_id, session_id, takes_over)
+        self._by_request[request_id] = stream
+        if session_id:
+            self._by_session[session_id] = stream
+        try:
+            yield earlier
+        finally:
+            for table, name in ((self._by_request, request_id), (self._by_session, session_id)):
+                if table.get(name) is stream:
+                    del table[name]
+
+    def request(self, request_id: str) -> Stream:
+        """Raises NotFound."""
+        if request_id not in self._by_request:
+            raise NotFound(f"request_id: {request_id!r} is not running")
+        return self._by_request[request_id]
+
+    def in_session(self, session_id: str) -> Stream | None:
+        """What runs in a session."""
+        return self._by_session.get(session_id)
+
+    async def finished_or_cut_off(self, patience_seconds: float, error: BoughError) -> None:
+        """Waits until every stream has finished; those that take longer end with this error and free what they hold."""
+        if await self._emptied(patience_seconds):
+            return
+        logger.warning("%d requests did not finish in %g s and are cut off", len(self), patience_seconds)
+        for stream in self._by_request.values():
+            stream.end(error)
+        await self._emptied(ENDING_SECONDS)
+
+    async def _emptied(self, patience_seconds: float) -> bool:
+        """Waits until no stream runs; False where that took too long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_seconds):
+                while self._by_request:
+                    await asyncio.sleep(POLL_SECONDS)
+        return not self._by_request
+
+    def _refuse_or_end(self, request_id: str, session_id: str, takes_over: bool) -> Stream | None:
+        same, neighbour = self._by_request.get(request_id), self._by_session.get(session_id)
+        if neighbour is not None and not (takes_over and neighbour is same):
+            raise InvalidRequest(f"session_id: {session_id!r} has a request running; wait for its end")
+        if same is None:
+            return None
+        if not takes_over:
+            raise InvalidRequest(f"request_id: {request_id!r} is already running; another would do")
+        same.end(StaleEpoch(f"request_id: {request_id!r} has been resumed by another call"))
+        return same

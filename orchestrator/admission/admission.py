@@ -1,0 +1,159 @@
+"""Who may run: so many requests at once, and so many more that wait for a place, first come first served.
+
+What is beyond both is refused at once and told when to come back: a queue that grows without bound helps nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from bough.errors import Exhausted, Unavailable
+from orchestrator.sessions.deadline import Patience
+
+NUM_RECENT = 32  # requests whose times are remembered
+SHORTEST_RETRY_SECONDS = 1.0
+LONGEST_RETRY_SECONDS = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What a request has here: a place, or its turn in the queue. A call that resumes the request takes it over."""
+
+    turn: asyncio.Future[None] | None = None  # that it waits, or has waited, for
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.turn is not None and not self.turn.done()
+
+
+class Admission:
+    """Places of an orchestrator. All of it runs on one event loop."""
+
+    def __init__(self, max_running: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_running = max_running
+        self.max_waiting = max_waiting
+        self._clock = clock
+        self._num_free = max_running
+        self._queue: deque[Hold] = deque()  # in order of arrival
+        self._refusal = ""
+        self._began: dict[Hold, float] = {}  # when each place in use was taken
+        self._held: deque[float] = deque(maxlen=NUM_RECENT)  # seconds that places were held lately
+        self._promised = 0.0  # until then, places that come free are those of callers who were sent away
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return sum(hold.is_waiting for hold in list(self._queue))  # asked of by other threads too
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody is let in any more."""
+        return self._refusal != ""
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long one more request would wait for its place, by how long the others held theirs; 0 if one is free."""
+        return 0.0 if self._num_free else (self.num_waiting + 1) * self._turnover_seconds
+
+    @contextmanager
+    def holding(self, hold: Hold, earlier: Hold | None = None) -> Iterator[None]:
+        """Around a request: what it holds here by the end of the block is somebody else's then.
+
+        What an `earlier` call of the same request has here is this one's at once, before that call has ended.
+        """
+        if earlier is not None:
+            self._take_over(earlier, hold)
+        try:
+            yield
+        finally:
+            if hold in self._queue:
+                self._queue.remove(hold)
+            if hold in self._began:
+                self._held.append(self._clock() - self._began.pop(hold))
+                self._pass_on()
+
+    async def place(self, hold: Hold, patience: Patience) -> None:
+        """Waits for its turn; then `hold` is a place.
+
+        Raises:
+            Exhausted: the queue is full, or the turn did not come in time; with a delay.
+            Unavailable: nobody is let in any more.
+        """
+        with patience.waiting():
+            await self._turn(hold, patience.queue_seconds)
+
+    def close(self, refusal: str) -> None:
+        """From now on everyone is refused as Unavailable with this text, those in the queue at once."""
+        self._refusal = refusal
+        for hold in self._queue:
+            if hold.turn is not None and not hold.turn.done():
+                hold.turn.set_exception(Unavailable(refusal))
+
+    def exhausted(self, problem: str) -> Exhausted:
+        """The error for a caller who is sent away, with a delay that is later for each one than for the one before.
+
+        If all were told the same moment, all would come back in it.
+        """
+        now = self._clock()
+        self._promised = min(max(now, self._promised) + self._turnover_seconds, now + LONGEST_RETRY_SECONDS)
+        retry_seconds = max(SHORTEST_RETRY_SECONDS, self._promised - now)
+        return Exhausted(
+            f"{problem}; another orchestrator would do, or this one in {retry_seconds:.1f} s", retry_seconds
+        )
+
+    @property
+    def _turnover_seconds(self) -> float:
+        """Seconds from one place that comes free to the next: the time that one is held, over their number.
+
+        By the requests that ended lately; or by those that run, where these have had theirs for longer.
+        """
+        now = self._clock()
+        ages = [now - began for began in self._began.values()]
+        return max(_mean(self._held), _mean(ages)) / self.max_running
+
+    def _take_over(self, earlier: Hold, hold: Hold) -> None:
+        if earlier in self._began:
+            self._began[hold] = self._began.pop(earlier)
+        elif earlier in self._queue:
+            hold.turn = asyncio.get_running_loop().create_future()
+            self._queue[self._queue.index(earlier)] = hold
+
+    async def _turn(self, hold: Hold, queue_seconds: float) -> None:
+        if self._refusal:
+            raise Unavailable(self._refusal)
+        if hold in self._began:
+            return
+        if hold not in self._queue:
+            if self._num_free:  # then nobody waits: a place that comes free goes to the first in the queue
+                self._num_free -= 1
+                self._began[hold] = self._clock()
+                return
+            if self.num_waiting >= self.max_waiting:
+                raise self.exhausted(f"{self.max_running} requests run and {self.num_waiting} wait, as many as may")
+            hold.turn = asyncio.get_running_loop().create_future()
+            self._queue.append(hold)
+        assert hold.turn is not None, "it waits for one"
+        try:
+            async with asyncio.timeout(queue_seconds if queue_seconds < float("inf") else None):
+                await hold.turn
+        except TimeoutError as exc:
+            raise self.exhausted(f"no place came free in {queue_seconds:.3g} s (--queue-timeout)") from exc
+
+    def _pass_on(self) -> None:
+        """A place has come free: it is the first one's in the queue."""
+        while self._queue:
+            hold = self._queue.popleft()
+            if hold.turn is not None and not hold.turn.done():
+                self._began[hold] = self._clock()
+                hold.turn.set_result(None)
+                return
+        self._num_free += 1
+
+
+def _mean(values: deque[float] | list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,1 @@
+"""The workers that an orchestrator knows, and which of them it uses."""

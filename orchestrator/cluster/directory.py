@@ -1,0 +1,300 @@
+"""Who is there: the workers that the index names, what they say of themselves, and which of them to use.
+
+The index is asked every now and then and believed only as far as the workers bear it out. While it does not answer, the
+workers last known stay in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+import grpc
+
+from bough.concurrency.tasks import end
+from bough.errors import BoughError, Unavailable
+from bough.processes.compatibility import fetch_tokenizer
+from bough.protocol.generation import WorkerStatus
+from bough.protocol.messages import PROTOCOL_VERSION, VerifyResult, WorkerInfo
+from bough.registry.records import WorkerRecord
+from bough.registry.registry import LEASE_SECONDS, Registry
+from bough.rpc.server import open_channel
+from bough.security.access import OPEN, Access
+from bough.tokenization.tokenizer import Tokenizer
+from bough.tokenization.vocabulary import TokenizerFiles, first_difference
+from orchestrator.cluster.expected_wait import Need, Pace, UsualRound, expected_seconds
+from orchestrator.cluster.same_weights import watch_weights, with_weights
+from orchestrator.cluster.tokenizer_threads import Tokenizing
+from orchestrator.cluster.worker_clients import DraftClient, TargetClient
+from orchestrator.cluster.worker_health import Health
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # looks in a row without a worker before it is forgotten
+SWEEP_SECONDS = 5.0  # between two tidyings of the index
+FIRST_LOOK_SECONDS = 3.0  # that a start waits for the workers already there to say what they are
+
+AnyClient = TypeVar("AnyClient", DraftClient, TargetClient)
+
+
+@dataclass(slots=True)
+class Known(Generic[AnyClient]):
+    """A worker that the index named."""
+
+    record: WorkerRecord
+    client: AnyClient
+    info: WorkerInfo
+    tokens: Tokenizer  # the same object for all workers that have the same
+    problem: str = ""  # why it is not used, as long as it is there
+    num_running: int = 0
+    num_missing: int = 0  # looks in a row at which the index did not name it
+    health: Health = field(default_factory=Health)
+    pace: Pace = field(default_factory=Pace)  # of a target
+    usual: UsualRound = field(default_factory=UsualRound)  # the same object for all workers
+
+    def __post_init__(self) -> None:
+        self.pace.times.told(self.info.worker_id, self.info.cost)
+
+    @property
+    def tokenizer(self) -> TokenizerFiles:
+        return self.tokens.files
+
+    @property
+    def is_usable(self) -> bool:
+        return not self.problem and self.health.is_good
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the index lists it no more: it drains, or is about to be forgotten."""
+        return self.num_missing > 1
+
+    @property
+    def busyness(self) -> tuple[int, float]:
+        """To choose the least of: what this orchestrator runs there, then what all do, as the worker last said."""
+        load = self.record.load
+        return self.num_running, load.kv_used_bytes / max(1, load.kv_bytes)
+
+    def observe(self, result: VerifyResult) -> None:
+        """A round at this target is over."""
+        self.pace.times.told(self.info.worker_id, result.cost)
+        self.usual.observe(result)
+
+    def learn(self, info: WorkerInfo) -> None:
+        """What it says of itself later: of what it serves, that is what it did not know before."""
+        if info.worker_id == self.record.worker_id:
+            self.info = replace(self.info, weights_hash=info.weights_hash)
+
+    def is_usable_by(self, session_id: str) -> bool:
+        """Whether a session, which may have seen it fail, is to use it."""
+        return not self.problem and self.health.is_good_for(session_id)
+
+    def expected_seconds(self, need: Need) -> float:
+        """How long a request would take at this target, which runs others by now."""
+        return expected_seconds(self.pace, self.usual, self.info, self.record.load, self.num_running, need)
+
+
+class Directory:
+    """Keeps the list of workers fresh while it runs."""
+
+    def __init__(self, registry: Registry, access: Access = OPEN) -> None:
+        """`access` is how it comes to workers."""
+        self.registry, self._access = registry, access
+        self.tokenizing = Tokenizing()
+        self.index_problem = ""
+        self._targets: dict[str, Known[TargetClient]] = {}
+        self._drafts: dict[str, Known[DraftClient]] = {}
+        self.model_names: set[str] = set()  # that any target has served since the start
+        self._usual = UsualRound()
+        self._next_sweep = 0.0  # seconds on the monotonic clock
+        self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # with workers that are new, by kind and id
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Polls the index for as long as the block runs.
+
+        Who is there already has been met when it begins: a process that has just started does not turn away its first
+        request. One that does not answer is met later, beside the others' requests.
+        """
+        task = asyncio.create_task(self._poll(looked := asyncio.Event()))
+        watching = asyncio.create_task(watch_weights(lambda: self.targets))
+        try:
+            await looked.wait()
+            if self._meetings:
+                await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
+            yield
+        finally:
+            await end(task, watching)
+            await end(*self._meetings.values())
+            for known in self._everyone():
+                await known.client.close()
+            self.tokenizing.close()
+
+    @property
+    def targets(self) -> tuple[Known[TargetClient], ...]:
+        """All but those of which something is wrong; one that is left alone for a while is among them."""
+        return tuple(known for known in self._targets.values() if not known.problem)
+
+    def alike(
+        self, identity: str, weights_hash: str, max_context: int, max_nodes: int
+    ) -> tuple[Known[TargetClient], ...]:
+        """The targets that give the same tokens, and take sessions and trees of these sizes."""
+        same = with_weights([known for known in self.targets if known.info.identity == identity], weights_hash)
+        return tuple(k for k in same if k.info.max_context >= max_context and k.info.max_nodes >= max_nodes)
+
+    def draft(self, target: Known[TargetClient], session_id: str, preferred_id: str) -> Known[DraftClient] | None:
+        """A draft worker that speaks of the target's tokens, or None: then there are no trees.
+
+        The preferred one, which has the session's KV, if it is there, otherwise the least busy.
+        """
+        usable = [known for known in self._drafts.values() if known.is_usable_by(session_id) and _fit(known, target)]
+        return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness), default=None)
+
+    def find(self, worker_id: str) -> Known[TargetClient] | Known[DraftClient] | None:
+        """A worker by its name, None for one that is not there."""
+        return self._targets.get(worker_id) or self._drafts.get(worker_id)
+
+    @property
+    def num_targets(self) -> int:
+        """Targets that could be chosen between now."""
+        return sum(known.is_usable for known in self._targets.values())
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a request could be served now."""
+        return any(known.is_usable for known in self._targets.values())
+
+    def statuses(self) -> tuple[WorkerStatus, ...]:
+        """All workers known."""
+        return tuple(WorkerStatus(k.record.address, k.info, self._problem(k)) for k in self._everyone())
+
+    def _problem(self, known: Known[TargetClient] | Known[DraftClient]) -> str:
+        """Why a worker is not used; empty for one that is."""
+        if known.problem or not known.is_usable:
+            return known.problem or "did not answer; left alone"
+        if known.info.kind == "draft" and self._targets and not any(_fit(known, t) for t in self._targets.values()):
+            target = next(iter(self._targets.values()))
+            difference = first_difference(known.tokenizer.vocabulary, target.tokenizer.vocabulary)
+            return f"its tokenizer differs from {target.record.worker_id}'s: {difference}"
+        return ""
+
+    def _everyone(self) -> list[Known[TargetClient] | Known[DraftClient]]:
+        return [*self._targets.values(), *self._drafts.values()]
+
+    def why_no_target(self) -> str:
+        """In words, for whoever needs one."""
+        if self.index_problem:
+            return f"no target worker is known, and {self.index_problem}"
+        problems = [f"{k.record.worker_id}: {k.problem or 'does not answer'}" for k in self._targets.values()]
+        problems += [f"{name}: has not said yet what it serves" for kind, name in self._meetings if kind == "target"]
+        return "no target worker can be used: " + ("; ".join(problems) or "none is registered in the index")
+
+    async def _poll(self, looked: asyncio.Event) -> None:
+        while True:
+            try:
+                await self._refresh()
+            except Exception:  # whatever a worker or the index has made it stumble over, it goes on looking
+                logger.exception("the list of workers could not be refreshed")
+            looked.set()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _refresh(self) -> None:
+        try:
+            records = await self.registry.workers()
+        except Unavailable as exc:
+            if not self.index_problem:
+                logger.warning("%s; going on with the workers last known", exc)
+            self.index_problem = str(exc)
+            return
+        self.index_problem = ""
+        await self._sweep()
+        for known in self._everyone():
+            known.num_missing += 1
+        for record in records:
+            self._note(record)
+        await self._forget_unlisted()
+
+    async def _sweep(self) -> None:
+        """Tidies the index every few seconds. Any orchestrator may, at any time."""
+        if time.monotonic() < self._next_sweep:
+            return
+        self._next_sweep = time.monotonic() + SWEEP_SECONDS
+        with suppress(Unavailable):  # the next poll will find out
+            await self.registry.sweep_expired()
+
+    def _note(self, record: WorkerRecord) -> None:
+        """A listed worker is there; a new one is met beside the polling, which it may not hold up."""
+        known = self.find(record.worker_id)
+        if known is not None:
+            known.num_missing = 0
+            if known.record.address == record.address:
+                known.record = record
+        elif (key := (record.kind, record.worker_id)) not in self._meetings:
+            self._meetings[key] = asyncio.create_task(self._meet(record))
+            self._meetings[key].add_done_callback(lambda _: self._meetings.pop(key))
+
+    async def _meet(self, record: WorkerRecord) -> None:
+        """A new worker is asked what it is; who had its address before has left it."""
+        try:
+            if record.kind == "target":
+                client = TargetClient(record.address, record.worker_id, self._access)
+                known = await self._introduce(record, client)
+                known.usual = self._usual
+                self._targets[record.worker_id] = known
+                self.model_names.add(known.info.model_name)
+            elif record.kind == "draft":
+                draft = DraftClient(record.address, self._access)
+                self._drafts[record.worker_id] = await self._introduce(record, draft)
+            else:
+                return
+        except BoughError as exc:
+            logger.warning("%s is registered at %s, but: %s", record.worker_id, record.address, exc)
+            return
+        except Exception:  # whatever a stranger's answer does to us, the others are still served
+            logger.exception("%s is registered at %s, but could not be met", record.worker_id, record.address)
+            return
+        for other in self._everyone():
+            if other.record.address == record.address and other.record.worker_id != record.worker_id:
+                other.problem = f"{record.worker_id} is at its address now"
+        logger.info("%s at %s", record.worker_id, record.address)
+
+    async def _introduce(self, record: WorkerRecord, client: AnyClient) -> Known[AnyClient]:
+        """Asks a worker what it is. Raises Unavailable where it does not answer, or not with sense."""
+        try:
+            info = await client.info()
+            if info.worker_id != record.worker_id:
+                raise Unavailable(f"{info.worker_id} is at its address")
+            async with open_channel(record.address) as channel:
+                files = await fetch_tokenizer(channel, record.kind, self._access)
+            known = Known(record, client, info, await self.tokenizing.shared(files))
+        except BaseException as exc:
+            await client.close()
+            if isinstance(exc, BoughError | grpc.aio.AioRpcError):
+                raise Unavailable(f"it does not tell what it serves: {exc}") from exc
+            raise
+        if info.protocol_version != PROTOCOL_VERSION:
+            known.problem = f"it speaks protocol version {info.protocol_version}; this is version {PROTOCOL_VERSION}"
+        return known
+
+    async def _forget_unlisted(self) -> None:
+        """Not by the clock: an index that comes back empty, or a pause of this process, has nobody forgotten."""
+        tables: tuple[dict[str, Known[TargetClient]] | dict[str, Known[DraftClient]], ...] = (
+            self._targets,
+            self._drafts,
+        )
+        for table in tables:
+            # A channel with calls in flight stays open: a worker that only lost the index still answers them.
+            gone = [name for name, known in table.items() if known.num_missing > MOST_MISSING and not known.num_running]
+            for worker_id in gone:
+                logger.warning("%s is gone", worker_id)
+                await table.pop(worker_id).client.close()
+
+
+def _fit(draft: Known[DraftClient] | Known[TargetClient], target: Known[TargetClient]) -> bool:
+    """Whether a token means the same to both; a draft of which that is not so should have refused to start."""
+    return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint

@@ -1,0 +1,152 @@
+"""Which models are served, and which of them a request is for. It never goes from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bough.errors import InvalidRequest, NotFound, Unavailable
+from bough.protocol.generation import GenerateOptions, ModelInfo
+from bough.registry.records import RequestRecord, SessionRecord
+from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.same_weights import other_weights, with_weights
+from orchestrator.cluster.worker_clients import TargetClient
+
+SHOWN = 64  # characters of a name that nobody knows
+OF_EARLIER = "was recorded by an earlier version of bough, which did not say with which model"
+
+Targets = Sequence[Known[TargetClient]]
+
+
+def served_models(directory: Directory) -> tuple[ModelInfo, ...]:
+    """All that targets serve, by name. Raises Unavailable where there is none."""
+    by_model: dict[tuple[str, str], list[Known[TargetClient]]] = {}
+    for target in directory.targets:
+        by_model.setdefault((target.info.model_name, target.info.model_identity), []).append(target)
+    if not by_model:
+        raise Unavailable(directory.why_no_target())
+    return tuple(_model_info(by_model[key]) for key in sorted(by_model))
+
+
+def largest_context(directory: Directory) -> int:
+    """Tokens of the longest session that any target takes; 0 where no target is known."""
+    return max((target.info.max_context for target in directory.targets), default=0)
+
+
+def with_its_model(
+    directory: Directory, request: RequestRecord | None, session: SessionRecord | None
+) -> tuple[RequestRecord | None, SessionRecord | None]:
+    """Records in which an earlier version did not say the model, with that of the target where the session was last.
+
+    As they are where that target is gone, which was one process with one model: nobody knows then which one it was.
+    """
+    target = None if session is None else directory.find(session.target_id)
+    if target is None or session is None:
+        return request, session
+    info = target.info
+    if request is not None and not request.target_identity and request.epoch == session.epoch:
+        request = replace(request, target_identity=info.identity)
+    if not session.model_identity:
+        session = replace(session, model_name=info.model_name, model_identity=info.model_identity)
+    return request, session
+
+
+def targets_for(
+    directory: Directory, options: GenerateOptions, request: RequestRecord | None, session: SessionRecord | None
+) -> Targets:
+    """The targets that may serve a request, which can be used now and have one model; there is at least one.
+
+    A request that is resumed goes on where it gets the same tokens, and one in a session where the session's model is.
+    Whoever sends a whole text may begin a session anew with another model, by naming it.
+
+    Raises:
+        InvalidRequest: the model that is named is another than what the request goes on with, or none is named and
+            there are several.
+        NotFound: no target has ever served the model that is named, or nobody knows with which one it was begun.
+        Unavailable: no target that serves it can be used now.
+    """
+    targets = directory.targets
+    if not any(target.is_usable for target in targets):
+        raise Unavailable(directory.why_no_target())
+    if request is not None:
+        return _begun(targets, options, request)
+    if session is not None and not session.model_identity:
+        if options.continues:
+            raise NotFound(
+                f"session_id: {session.session_id!r} {OF_EARLIER}; the full history, with continues false, would do"
+            )
+        session = None  # whose name is all that is left of it
+    if session is not None and (options.continues or not options.model):
+        return _continued(targets, options, session)
+    served = sorted({target.info.model_name for target in targets})
+    if not options.model and len(served) > 1:
+        raise InvalidRequest(f"model: value was ''; must be one of {_listed(served)}, for several models are served")
+    named = [target for target in targets if options.model in ("", target.info.model_name)]
+    if not named and options.model not in directory.model_names:
+        raise NotFound(f"model: value was {options.model[:SHOWN]!r}; must be one of {_listed(served)}")
+    usable = [target for target in named if target.is_usable]
+    if not usable:
+        raise Unavailable(f"model: no target that serves {options.model!r} can be used now")
+    if session is not None:
+        same = [t for t in usable if t.info.model_identity == session.model_identity]
+        usable = list(with_weights(same, session.weights_hash)) or usable
+    # Where a name stands for several, say while weights are replaced, it is one of them from here on.
+    least = min(usable, key=lambda target: target.busyness)
+    same = [target for target in usable if target.info.model_identity == least.info.model_identity]
+    return with_weights(same, least.info.weights_hash) or [least]
+
+
+def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -> Targets:
+    """Those that give the tokens that a resumed request would have had."""
+    if not request.target_identity:
+        raise NotFound(f"request_id: {request.request_id!r} {OF_EARLIER}; the request anew, without resume, would do")
+    same = [target for target in targets if target.info.identity == request.target_identity]
+    for target in same:
+        _require_named(options, target.info.model_name, f"the model that request_id {request.request_id!r} began with")
+    usable = [target for target in same if target.is_usable]
+    if not usable:
+        raise Unavailable("no target that gives the same tokens as the one where the request was begun can be used")
+    return _with_its_weights(usable, request.weights_hash, f"request_id: {request.request_id!r}")
+
+
+def _with_its_weights(usable: Targets, weights_hash: str, whose: str) -> Targets:
+    """Those that have the weights which something has begun with. Raises Unavailable where none has."""
+    same = with_weights(usable, weights_hash)
+    if not same:
+        raise Unavailable(f"{whose} cannot go on: {other_weights(usable, weights_hash)}")
+    return same
+
+
+def _continued(targets: Targets, options: GenerateOptions, session: SessionRecord) -> Targets:
+    """Those that have a session's model."""
+    _require_named(options, session.model_name, f"the model of session_id {session.session_id!r}")
+    usable = [t for t in targets if t.is_usable and t.info.model_identity == session.model_identity]
+    if not usable:
+        raise Unavailable(
+            f"session_id: {session.session_id!r} stands on the model {session.model_name!r}, and no target that serves "
+            "it can be used now; another model takes its full history, with continues false and that model named"
+        )
+    return _with_its_weights(usable, session.weights_hash, f"session_id: {session.session_id!r}")
+
+
+def _require_named(options: GenerateOptions, model_name: str, whose: str) -> None:
+    if options.model not in ("", model_name):
+        raise InvalidRequest(f"model: value was {options.model[:SHOWN]!r}; must be {model_name!r}, {whose}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _model_info(targets: Targets) -> ModelInfo:
+    """Of targets with one model."""
+    first, info = targets[0], targets[0].info
+    return ModelInfo(
+        info.model_name,
+        info.model_description,
+        info.model_fingerprint,
+        info.tokenizer_fingerprint,
+        info.vocab_size,
+        max(target.info.max_context for target in targets),
+        first.tokenizer.eos_token_ids,
+    )

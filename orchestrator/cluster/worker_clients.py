@@ -1,0 +1,203 @@
+"""The orchestrator's ends of the calls to draft and target workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import grpc
+
+from bough.errors import BoughError, PrefixMissing, Unavailable
+from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
+from bough.protocol import codec
+from bough.protocol.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult, WorkerInfo
+from bough.protocol.prefix_hash import prefix_hash
+from bough.rpc.server import open_channel
+from bough.rpc.status_map import to_error
+from bough.security.access import OPEN, Access
+from bough.trees.tree_plan import Scheme, TreePlan
+from orchestrator.sessions.session import Session
+from orchestrator.sizing.plans import Proposal
+
+INFO_TIMEOUT_SECONDS = 5.0
+RELEASE_TIMEOUT_SECONDS = 5.0
+
+Reply = TypeVar("Reply")
+Result = TypeVar("Result", GrowResult, VerifyResult)
+
+
+class Timed(NamedTuple):
+    """What a call took, and how much of that was beyond the worker's own time."""
+
+    network_ns: int
+    total_ns: int
+
+
+Answer = tuple[VerifyResult, Timed]
+
+
+class Reserved(NamedTuple):
+    """A session has a slot at a target."""
+
+    held: int  # of its tokens that are in it
+    answer: Answer | None  # the verdict, where that was all that it needed
+
+
+class WorkerClient:
+    """What both kinds of worker are to the orchestrator: an address, a channel, and what it said of itself."""
+
+    def __init__(self, address: str, make_stub: Callable[[grpc.aio.Channel], Any], access: Access) -> None:
+        self.address, self._access = address, access
+        self._channel = open_channel(address)
+        self._stub = make_stub(self._channel)
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        await self._channel.close()
+
+    async def info(self) -> WorkerInfo:
+        """What the worker serves."""
+        request = common_pb2.GetServerInfoRequest()
+        return codec.info_from_wire(await self._ask(self._stub.GetServerInfo, request, INFO_TIMEOUT_SECONDS))
+
+    async def release(self, session_id: str, epoch: int) -> None:
+        """Lets the worker forget a session, unless it has been placed anew since this epoch. 0 does not care."""
+        request = common_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)
+        await self._ask(self._stub.Release, request, RELEASE_TIMEOUT_SECONDS)
+
+    async def _ask(self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float) -> Reply:
+        """One call. Raises what the worker answers, or Unavailable; also where the channel has been closed."""
+        try:
+            reply = await method(request, timeout=timeout_seconds, metadata=self._access.credentials)
+        except grpc.aio.AioRpcError as exc:
+            raise to_error(exc, self.address) from exc
+        except grpc.aio.UsageError as exc:  # of a worker that was forgotten while a request waited for it
+            raise Unavailable(f"{self.address}: the connection was closed") from exc
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Unavailable(f"{self.address}: the connection was closed") from exc  # not we were cancelled: the call
+        if reply is None:  # what gRPC makes of bytes that it cannot decode
+            raise BoughError(f"{self.address}: its answer is no such message")
+        return reply
+
+
+class DraftClient(WorkerClient):
+    """bough.v1.Draft at an address."""
+
+    def __init__(self, address: str, access: Access = OPEN) -> None:
+        super().__init__(address, draft_pb2_grpc.DraftStub, access)
+
+    async def grow(
+        self, session: Session, plan: TreePlan, vocab_size: int, timeout_seconds: float
+    ) -> tuple[GrowResult, Timed]:
+        """A tree for the session's next round, of tokens that its target has, and how long the call took."""
+
+        async def call(context: Context) -> GrowResult:
+            # Every round stands on another token: no two of a session, nor of its turns, have random numbers in common.
+            round_ = context.base_length
+            grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan, vocab_size, session.epoch)
+            request = codec.grow_call_to_wire(grow)
+            return codec.grow_result_from_wire(await self._ask(self._stub.Grow, request, timeout_seconds))
+
+        return await _with_context(session, session.draft_held, call)
+
+
+class TargetClient(WorkerClient):
+    """bough.v1.Target at an address."""
+
+    def __init__(self, address: str, worker_id: str, access: Access = OPEN) -> None:
+        super().__init__(address, target_pb2_grpc.TargetStub, access)
+        self._worker_id, self._caller = worker_id, uuid.uuid4().hex
+
+    async def verify(
+        self, session: Session, proposal: Proposal, scheme: Scheme, num_running: int, timeout_seconds: float
+    ) -> tuple[VerifyResult, Timed]:
+        """The verdict on a tree, and how long the call took; `num_running` sessions run there now."""
+        call = self._verifying(session, proposal, scheme, num_running, timeout_seconds)
+        return await _with_context(session, session.target_held, call)
+
+    async def reserve(
+        self, session: Session, proposal: Proposal, scheme: Scheme, num_running: int, timeout_seconds: float
+    ) -> Reserved:
+        """Asks for a slot without sending the context, as if it were held: a target gives the slot before it says no.
+
+        Raises:
+            Exhausted: it has no room.
+        """
+        call = self._verifying(session, proposal, scheme, num_running, timeout_seconds, reserves=True)
+        try:
+            return Reserved(session.target_held, await _timed(call(_context(session, len(session.tokens)))))
+        except PrefixMissing as exc:
+            return Reserved(_common(session.tokens, exc), None)
+
+    def _verifying(
+        self,
+        session: Session,
+        proposal: Proposal,
+        scheme: Scheme,
+        num_running: int,
+        timeout_seconds: float,
+        *,
+        reserves: bool = False,
+    ) -> Callable[[Context], Awaitable[VerifyResult]]:
+        async def call(context: Context) -> VerifyResult:
+            verify = VerifyCall(
+                context,
+                session.epoch,
+                session.round,
+                proposal.tree,
+                session.sampling,
+                scheme,
+                session.max_length,
+                self._caller,
+                num_running,
+                self._worker_id,
+                proposal.may_leave_out,
+                reserves,
+            )
+            request = codec.verify_call_to_wire(verify)
+            return codec.verify_result_from_wire(await self._ask(self._stub.Verify, request, timeout_seconds))
+
+        return call
+
+
+async def _with_context(
+    session: Session, held: int, call: Callable[[Context], Awaitable[Result]]
+) -> tuple[Result, Timed]:
+    """Sends what the worker is believed to lack; where the belief was wrong, again from what it really holds.
+
+    Should that be gone too a moment later, everything is sent.
+    """
+
+    async def tries() -> Result:
+        try:
+            return await call(_context(session, held))
+        except PrefixMissing as exc:
+            try:
+                return await call(_context(session, _common(session.tokens, exc)))
+            except PrefixMissing:
+                return await call(_context(session, 0))
+
+    return await _timed(tries())
+
+
+async def _timed(call: Awaitable[Result]) -> tuple[Result, Timed]:
+    began_ns = time.perf_counter_ns()
+    result = await call
+    total_ns = time.perf_counter_ns() - began_ns
+    return result, Timed(max(0, total_ns - result.timings.total_ns), total_ns)
+
+
+def _context(session: Session, held: int) -> Context:
+    return Context.of(session.session_id, session.tokens, held, session.prompt_length, session.cache_salt)
+
+
+def _common(tokens: Sequence[int], exc: PrefixMissing) -> int:
+    """Tokens of the session that a worker holds after all: all that it has, or none."""
+    is_ours = exc.held_length < len(tokens) and prefix_hash(tokens[: exc.held_length]) == exc.held_hash
+    return exc.held_length if is_ours else 0

@@ -1,0 +1,55 @@
+"""What a request leaves behind at its workers and in the index, cleaned up after its stream has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from bough.errors import BoughError
+from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.worker_clients import DraftClient, TargetClient
+from orchestrator.opening.recorder import Recorder
+from orchestrator.sessions.session import Session
+
+
+class Endings:
+    """Sessions that are being forgotten. A stream that ends, however it ends, does not wait for that."""
+
+    def __init__(self, directory: Directory, recorder: Recorder) -> None:
+        self._directory = directory
+        self._recorder = recorder
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by session
+
+    def begin(self, session: Session, target: Known[TargetClient]) -> None:
+        """Has a session forgotten, in a task of its own."""
+        task = asyncio.create_task(self._forget(session, target))
+        self._tasks[session.session_id] = task
+        task.add_done_callback(lambda _: self._remove(session.session_id, task))
+
+    async def done(self, session_id: str) -> None:
+        """Waits until what an earlier stream of the session has left is cleaned up."""
+        if session_id in self._tasks:
+            await asyncio.wait({self._tasks[session_id]})
+
+    async def all_done(self) -> None:
+        """Waits until nothing is left to clean up."""
+        while self._tasks:
+            await asyncio.wait({*self._tasks.values()})
+
+    async def release(
+        self, session_id: str, epoch: int, worker: Known[TargetClient] | Known[DraftClient] | None
+    ) -> None:
+        """Lets a worker forget a session, as far as it is there and answers."""
+        if worker is not None:
+            with suppress(BoughError):  # gone, never held, or somebody else's by now: nothing to free
+                await worker.client.release(session_id, epoch)
+
+    async def _forget(self, session: Session, target: Known[TargetClient]) -> None:
+        await self._recorder.settled(session.session_id)  # its request is still to be known
+        self._recorder.drop(session.session_id, session.epoch)
+        for worker in (target, self._directory.find(session.draft_id)):
+            await self.release(session.session_id, session.epoch, worker)
+
+    def _remove(self, session_id: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(session_id) is task:  # a stream that resumed it may have ended since
+            del self._tasks[session_id]

@@ -1,0 +1,264 @@
+"""From what a client asks to a session that can run: its tokens, its place, its epoch."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from bough.config.processes import OrchestratorConfig
+from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.protocol.generation import GenerateOptions, Prompt, Tokens
+from bough.protocol.messages import WorkerInfo, weights_differ
+from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
+from bough.protocol.sampling_params import SamplingParams, StopConditions
+from bough.registry.records import RequestRecord, SessionRecord
+from bough.trees.tree_plan import Scheme
+from orchestrator.admission.size_limits import require_room, require_size, require_sizes
+from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.expected_wait import Need
+from orchestrator.cluster.served_models import Targets, targets_for, with_its_model
+from orchestrator.cluster.worker_clients import TargetClient
+from orchestrator.opening.epochs import Claims
+from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
+from orchestrator.opening.recorder import Recorder
+from orchestrator.opening.resuming import require_resume, require_same_request, resume
+from orchestrator.opening.target_lease import Seat
+from orchestrator.sessions.detokenizer import TextStream
+from orchestrator.sessions.session import Session
+from orchestrator.sessions.transcripts import request_record
+
+
+class Opened(NamedTuple):
+    """A session that may run, unless it is finished already."""
+
+    session: Session
+    seat: Seat
+    unseen: Tokens | None  # what was generated before its stream broke, and not seen
+
+
+class _Past(NamedTuple):
+    """What the index knows of a request and its session; it may be wrong."""
+
+    request: RequestRecord | None
+    session: SessionRecord | None
+
+    def of_model(self, info: WorkerInfo) -> _Past:
+        """Without a session that another model has had: its name is all that is left of it."""
+        session = self.session
+        is_same = session is not None and session.model_identity == info.model_identity
+        if session is None or not is_same or weights_differ(session.weights_hash, info.weights_hash):
+            return self._replace(session=None)
+        return self
+
+    @property
+    def weights_hash(self) -> str:
+        """Of the weights that what it continues has begun with; empty where that is not known."""
+        return next((record.weights_hash for record in self if record is not None and record.weights_hash), "")
+
+
+@dataclass(slots=True)
+class Opening:
+    """Checks everything about a request that can be checked before it runs."""
+
+    config: OrchestratorConfig
+    directory: Directory
+    recorder: Recorder
+    claims: Claims
+
+    async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack) -> Opened:
+        """A session for a request, which has a name, and its seat, which is free again when `place` is closed.
+
+        Raises:
+            InvalidRequest: naming the field.
+            NotFound: the session that it continues, or its model.
+            Unavailable: there is no target with its model, or no index to tell what the request continues.
+            StaleEpoch: another request goes on with the same session at this moment.
+        """
+        past = _Past(*with_its_model(self.directory, *await self._past(options)))
+        targets = targets_for(self.directory, options, past.request, past.session)
+        past = past.of_model(targets[0].info)
+        largest = max(targets, key=lambda known: known.info.max_context)
+        if options.resume is not None:
+            require_resume(options.resume, largest.info.vocab_size)
+        require_size(prompt, largest.tokens, largest.info.max_context)
+        tokens = await self.directory.tokenizing.run(lambda: self._tokens(prompt, options, past, largest))
+        require_room(tokens, largest.info.max_context)
+        need = await self._need(tokens, options, past.session, targets)
+        target = _quickest(targets, need)
+        seat = place.enter_context(Seat(target))  # at once: of many that come together each is to see those before it
+        session, unseen = _session(tokens, options, target, past.request), None
+        session.weights_hash = past.weights_hash or target.info.weights_hash
+        if options.resume is not None:
+            if past.request is not None:
+                require_same_request(past.request, session)
+            unseen = resume(session, options, options.resume, past.request)
+        if not session.is_finished:
+            await self._claim(session, options, past.session, target)
+        return Opened(session, seat, unseen)
+
+    async def _past(self, options: GenerateOptions) -> _Past:
+        """What is recorded, or about to be. Without the index all is computed again; no session is continued."""
+        request, session = None, None
+        try:
+            if options.resume is not None:
+                request = await self.directory.registry.load_request(options.request_id)
+            session_id = _session_id(options, request)
+            if session_id:
+                await self.recorder.settled(session_id)
+                session = self.recorder.unwritten(session_id)
+                recorded = await self.directory.registry.load_session(session_id)
+                if session is None or (recorded is not None and recorded.epoch > session.epoch):
+                    session = recorded
+        except Unavailable as exc:
+            if options.continues and session is None:
+                raise Unavailable(f"session_id: {options.session_id!r} cannot be continued now: {exc}") from exc
+        if session is not None and time.time() - session.born_us / 1e6 > self.config.session_max_seconds:
+            session = None
+        return _Past(request, session)
+
+    def _tokens(self, prompt: Prompt, options: GenerateOptions, past: _Past, target: Known[TargetClient]) -> list[int]:
+        """The prompt's, with all that it continues. What a resumed request has continued is no longer there alone."""
+        if not options.continues:
+            return whole_prompt(prompt, target.tokens, target.info.vocab_size)
+        if not options.session_id:
+            raise InvalidRequest("continues: true, but there is no session_id; the one to continue would do")
+        if past.request is not None:
+            tokens = list(past.request.tokens[: past.request.prompt_length])
+            new = next_prompt(prompt, target.tokens, target.info.vocab_size)
+            return tokens if tokens[-len(new) :] == new else new  # another prompt, which is refused as such
+        if options.resume is not None and options.resume.num_tokens > 0:
+            raise NotFound(
+                f"request_id: {options.request_id!r} is not known any more, and without it what it continued is not; "
+                "the full history, with continues false, would do"
+            )
+        if past.session is None or not past.session.tokens:
+            raise NotFound(
+                f"session_id: {options.session_id!r} is not known, or not any more; the full history, with continues "
+                "false, would do"
+            )
+        require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
+        return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
+
+    async def _need(
+        self, tokens: Sequence[int], options: GenerateOptions, session: SessionRecord | None, targets: Targets
+    ) -> Need:
+        """What a request asks of its target, and which of them holds how much of it already."""
+        held, home_id = {}, ""
+        if session is not None and any(target.record.worker_id == session.target_id for target in targets):
+            home_id = session.target_id
+            held[home_id] = min(session.target_length, common_length(session.tokens, tokens))
+        elif (
+            len(targets) > 1
+            and not self.directory.index_problem
+            and (hashes := block_hashes(tokens, cache_salt=options.cache_salt))
+        ):
+            with suppress(Unavailable):
+                fingerprint, names = targets[0].info.model_fingerprint, [known.record.worker_id for known in targets]
+                blocks = await self.directory.registry.find_prefixes(fingerprint, hashes, names)
+                held = {name: num_blocks * BLOCK_TOKENS for name, num_blocks in blocks.items()}
+        return Need(len(tokens), options.max_tokens, held, home_id)
+
+    async def _claim(
+        self, session: Session, options: GenerateOptions, record: SessionRecord | None, target: Known[TargetClient]
+    ) -> None:
+        """The session is this orchestrator's; what it holds where is believed until a worker says otherwise."""
+        claim = await self.claims.begin(session.session_id)
+        session.epoch = session.born_us = claim.epoch
+        session.has_claim = claim.is_granted
+        if record is not None:
+            session.epoch, session.born_us = max(claim.epoch, record.epoch + 1), record.born_us
+            session.has_claim = claim.is_granted and claim.epoch > record.epoch
+            common = common_length(record.tokens, session.tokens)
+            is_same = record.target_id == target.record.worker_id
+            session.target_held = min(record.target_length, common) if is_same else 0
+            session.draft_id, session.draft_held = record.draft_id, min(record.draft_length, common)
+        if options.continues:
+            if claim.record is not None and record is not None and claim.record.epoch > record.epoch:
+                raise StaleEpoch(f"session_id: {session.session_id!r} was continued by another request meanwhile")
+            # Before anything of it is in the session: whoever asks again must not have it continued twice.
+            with suppress(Unavailable):
+                await self.directory.registry.record_request(request_record(session), first_new=0)
+
+
+def _quickest(targets: Targets, need: Need) -> Known[TargetClient]:
+    """The target where a request would be over first, of those that hold all that it may come to, or most of it.
+
+    One that the index lists no more is about to leave, and comes last.
+    """
+    longest = max(target.info.max_context for target in targets)
+    wanted = min(need.num_tokens + need.num_output, longest)
+    fitting = [target for target in targets if target.info.max_context >= wanted]
+    return min(fitting, key=lambda target: (target.is_leaving, target.expected_seconds(need), target.busyness))
+
+
+def require_vocabulary(tokens: Sequence[int], vocab_size: int, session_id: str) -> None:
+    """Raises NotFound where what is recorded of a session cannot be this model's."""
+    if max(tokens) >= vocab_size:
+        raise NotFound(
+            f"session_id: {session_id!r} is another model's; the full history, with continues false, would do"
+        )
+
+
+def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
+    """Empty for a session that nobody knows yet."""
+    recorded = "" if request is None else request.session_id
+    if options.session_id and recorded not in ("", options.session_id):
+        raise InvalidRequest(
+            f"session_id: {options.session_id!r}, but request_id {options.request_id!r} was begun in another session"
+        )
+    return options.session_id or recorded
+
+
+def _session(
+    tokens: list[int], options: GenerateOptions, target: Known[TargetClient], request: RequestRecord | None
+) -> Session:
+    sampling = _sampling(options, target, request)
+    stops = StopConditions(options.max_tokens, options.stop)
+    stops.validate()
+    require_sizes(options.speculation, target.info.max_nodes)
+    return Session(
+        request_id=options.request_id,
+        session_id=_session_id(options, request) or uuid.uuid4().hex,
+        keep=bool(options.session_id) or (request is not None and request.keeps_session),
+        tokens=TokenHistory(tokens),
+        prompt_length=len(tokens),
+        sampling=sampling,
+        stops=stops,
+        # Without chance all schemes keep the same tokens, and the target's own can have the likeliest guesses.
+        speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
+        text=TextStream(target.tokens.decode, options.stop),
+        max_context=target.info.max_context,
+        target_identity=target.info.identity,
+        model_name=target.info.model_name,
+        model_identity=target.info.model_identity,
+        cache_salt=options.cache_salt,
+    )
+
+
+def _sampling(options: GenerateOptions, target: Known[TargetClient], request: RequestRecord | None) -> SamplingParams:
+    own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
+    seed = options.seed
+    if seed is None:
+        seed = secrets.randbits(64) if request is None else request.sampling.seed
+    sampling = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=seed,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=options.logit_bias,
+        logprobs=options.logprobs,
+        stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
+    )
+    sampling.validate(target.info.vocab_size)
+    if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:
+        raise InvalidRequest("seed: missing; a request is resumed with the seed that `started` gave")
+    return sampling

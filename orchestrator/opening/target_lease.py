@@ -1,0 +1,55 @@
+"""Where a session is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+from orchestrator.cluster.directory import Known
+from orchestrator.cluster.worker_clients import TargetClient
+
+
+@dataclass(slots=True)
+class Seat:
+    """A running session's place at a target, which counts it for as long as the block lasts."""
+
+    target: Known[TargetClient]
+    has_slot: bool = False  # the target has answered a call of it, and keeps its KV
+    _began: float = 0.0  # seconds on the monotonic clock
+
+    def __enter__(self) -> Seat:
+        self._take()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def move(self, target: Known[TargetClient]) -> None:
+        """Another target has it from now on."""
+        self._leave()
+        self.target = target
+        self._take()
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """It waits, and is counted nowhere meanwhile; then at whichever target is its own by the end of the block."""
+        self._leave()
+        try:
+            yield
+        finally:
+            self._take()
+
+    def _take(self) -> None:
+        self.target.num_running += 1
+        self._began = time.monotonic()
+
+    def _leave(self) -> None:
+        self.target.num_running -= 1
+        if self.has_slot:
+            self.target.pace.stay_seconds.add(time.monotonic() - self._began)
+        self.has_slot = False

@@ -1,0 +1,168 @@
+"""Verifying wherever it can be done: a target that fails costs time, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+from bough.config.processes import OrchestratorConfig
+from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
+from bough.protocol.messages import weights_differ
+from bough.trees.tree_plan import Scheme
+from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.expected_wait import Need
+from orchestrator.cluster.worker_clients import Answer, TargetClient
+from orchestrator.cluster.worker_health import is_fault
+from orchestrator.opening.epochs import Claims
+from orchestrator.opening.slot_waiting import Slots
+from orchestrator.opening.target_lease import Seat
+from orchestrator.sessions.session import Session
+from orchestrator.sizing.plans import Proposal
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0  # after a first fault the same target is asked again for so long, then others too
+MOST_TARGETS = 3  # that one call may fail at, or bring down, before it is the call's own fault
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5  # between two attempts
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """Faults of one call so far."""
+
+    began: float  # seconds on the monotonic clock
+    pause_seconds: float = FIRST_PAUSE_SECONDS
+    failed_at: set[str] = field(default_factory=set)  # targets that answered it with an error and are there
+    num_targets: int = 0  # that it failed at, or that were lost over it
+
+    @property
+    def lasted_seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    async def pause(self) -> None:
+        await asyncio.sleep(self.pause_seconds)
+        self.pause_seconds = min(2 * self.pause_seconds, LONGEST_PAUSE_SECONDS)
+
+
+@dataclass(slots=True)
+class Failover:
+    """Gets a verdict on a tree from the session's target, or from another that has the same model.
+
+    The tree stays the same throughout, so that the verdict does too, by whatever scheme.
+    """
+
+    config: OrchestratorConfig
+    directory: Directory
+    claims: Claims
+    slots: Slots
+
+    async def verify(self, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme) -> Answer:
+        """The verdict. Where the target fails, `seat` may be another's afterwards.
+
+        Raises:
+            Unavailable: no target could be used for as long as the configuration allows.
+            Exhausted: no KV slot became free in time.
+            StaleEpoch: another orchestrator has taken the session.
+            BoughError: the call fails wherever it is made, or its target has other weights than the session began with.
+        """
+        trouble: _Trouble | None = None
+        has_overtaken = False
+        while True:
+            session.require_weights(seat.target.info)
+            try:
+                answer = await self.slots.verify(session, seat, proposal, scheme)
+            except StaleEpoch as exc:
+                if has_overtaken:
+                    raise
+                await self.claims.overtake(session, exc)
+                has_overtaken = True
+            except BoughError as exc:
+                if not is_fault(exc):
+                    raise
+                logger.warning("%s: %s", seat.target.record.worker_id, exc)
+                trouble = trouble or _Trouble(time.monotonic())
+                await self._recover(session, seat, proposal.tree.num_places, trouble, exc)
+            else:
+                seat.target.health.succeeded(session.session_id)
+                seat.target.observe(answer[0])
+                return answer
+
+    async def _recover(self, session: Session, seat: Seat, num_nodes: int, trouble: _Trouble, exc: BoughError) -> None:
+        """Returns once the call is worth another try, at the same target or at another one."""
+        while trouble.lasted_seconds < RETRY_SECONDS:
+            await trouble.pause()
+            if await _still_answers(seat.target):
+                return  # the same epoch and round: what it has verified already it answers again
+        self._blame(session, seat.target, trouble, exc)
+        while (target := await self._successor(session, seat.target, num_nodes, trouble, exc)) is None:
+            if trouble.lasted_seconds > self.config.failover_timeout:
+                raise Unavailable(
+                    f"{exc}; no target with this model could be used for {self.config.failover_timeout:g} s after that"
+                ) from exc
+            await trouble.pause()
+        if target is not seat.target:
+            await self._move(session, seat, target, exc)
+
+    def _blame(self, session: Session, target: Known[TargetClient], trouble: _Trouble, exc: BoughError) -> None:
+        """Whose fault it is: the target's where it does not answer or refuses, else perhaps this call's.
+
+        Raises:
+            BoughError: it is this call's. Other targets are spared it, and whoever made it should not make it again.
+        """
+        target.health.blame(session.session_id, exc)
+        if not isinstance(exc, Unavailable):
+            trouble.failed_at.add(target.record.worker_id)
+        trouble.num_targets += not isinstance(exc, Unavailable) or isinstance(exc, NoAnswer)
+        if trouble.num_targets >= MOST_TARGETS:
+            raise BoughError(
+                f"this request has failed at {MOST_TARGETS} targets in a row, at the last one so: {exc}"
+            ) from exc
+
+    async def _successor(
+        self, session: Session, lost: Known[TargetClient], num_nodes: int, trouble: _Trouble, exc: BoughError
+    ) -> Known[TargetClient] | None:
+        """A target that gives the same tokens as one that has failed, perhaps that one come back; None for now.
+
+        It has just answered: the call that a target answers no more after that may well be why.
+
+        Raises:
+            BoughError: the call has failed at every target that there is.
+        """
+        alike = self.directory.alike(*session.ground, session.max_length, num_nodes)
+        untried = [target for target in alike if target.record.worker_id not in trouble.failed_at]
+        if trouble.failed_at and not untried:
+            raise BoughError(f"this request fails at every target with its model, at the last one so: {exc}") from exc
+        usable = [target for target in untried if target.is_usable]
+        if not usable:
+            return None
+        need = Need(len(session.tokens), session.num_left, {})
+        target = min(
+            usable, key=lambda known: (known is lost, known.is_leaving, known.expected_seconds(need), known.busyness)
+        )
+        if not await _still_answers(target):
+            target.health.lost()
+        elif not weights_differ(session.weights_hash, target.info.weights_hash):
+            return target
+        return None
+
+    async def _move(self, session: Session, seat: Seat, target: Known[TargetClient], exc: BoughError) -> None:
+        """The session's tokens are all that the other target needs; it computes them again as context."""
+        await self.claims.renew(session)
+        lost_id, new_id = seat.target.record.worker_id, target.record.worker_id
+        logger.warning("session %s moves from %s to %s", session.session_id, lost_id, new_id)
+        session.warn(f"{lost_id} failed ({exc}): {new_id} has taken over")
+        session.num_failovers += 1
+        session.target_held = 0
+        seat.move(target)
+
+
+async def _still_answers(target: Known[TargetClient]) -> bool:
+    """Whether it is there, and is not another process at the same address."""
+    try:
+        info = await target.client.info()
+    except BoughError:
+        return False
+    target.learn(info)
+    return info.worker_id == target.record.worker_id

@@ -1,0 +1,126 @@
+"""Guesses from a session's own text: what has followed there before, and how often such guesses were right."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from bough.concurrency.tasks import end
+from bough.trees.suffix_automaton import Draft, Guesses, GuessKind, Limits, SuffixAutomaton, grow_continuations
+from bough.trees.tree import Tree
+
+Run = Callable[[Callable[[], None]], Awaitable[None]]
+
+PRIOR_WEIGHT = 8.0  # trials that an estimate's prior counts for
+MEMORY = 500.0  # trials of a kind that are remembered; older ones count for less
+MAX_READ = 1024  # tokens that are read at once: a long prompt should not hold up other sessions
+
+# After `python -m loadtest.lookup` (docs/measurements.md); nearer to the middle where little was seen.
+FIRST_CHOICE = (0.2, 0.55, 0.7, 0.9, 0.95)  # by doubling match length
+LATER_CHOICE = 0.1  # of the probability that the first choice is wrong; so on for each after it
+DRAFT = {Draft.OTHERWISE: 0.01, Draft.UNLIKELY: 0.05, Draft.POSSIBLE: 0.3, Draft.LIKELY: 0.75}  # for the shortest match
+
+
+def assumed_probability(kind: GuessKind) -> float:
+    """What is assumed before anything has been learnt: text and draft as two witnesses, the odds of each multiplied."""
+    first = FIRST_CHOICE[_doublings(kind.match_length, len(FIRST_CHOICE) - 1)]
+    own = first if kind.rank == 0 else (1 - first) * LATER_CHOICE**kind.rank
+    if kind.draft is Draft.SILENT:
+        return own
+    odds = _odds(DRAFT[kind.draft]) * _odds(own) / _odds(FIRST_CHOICE[0])
+    return odds / (1 + odds)
+
+
+def _odds(probability: float) -> float:
+    return probability / (1 - probability)
+
+
+class Acceptance:
+    """How often guesses of each kind were right; a kind that was seldom tried is as likely as the prior says."""
+
+    def __init__(self, prior: Callable[[GuessKind], float]) -> None:
+        self._prior = prior
+        self._trials: dict[GuessKind, tuple[float, float]] = {}  # tried, right; by the bucket of a kind
+
+    def probability(self, kind: GuessKind) -> float:
+        """That a guess is right, its parent being so; strictly between 0 and 1 where the prior is."""
+        tried, right = self._trials.get(_bucket(kind), (0.0, 0.0))
+        return (right + PRIOR_WEIGHT * self._prior(kind)) / (tried + PRIOR_WEIGHT)
+
+    def observe(self, kind: GuessKind, was_right: bool) -> None:
+        """A guess whose parent was accepted has been verified."""
+        tried, right = self._trials.get(_bucket(kind), (0.0, 0.0))
+        kept = 1.0 if tried < MEMORY else 1.0 - 1.0 / MEMORY
+        self._trials[_bucket(kind)] = (tried * kept + 1, right * kept + was_right)
+
+
+def _bucket(kind: GuessKind) -> GuessKind:
+    """What stands for kinds that are taken for one: match lengths and depths from one power of two to the next."""
+    return GuessKind(_doublings(kind.match_length, 4), kind.rank, _doublings(kind.depth, 3), kind.draft)
+
+
+def _doublings(number: int, most: int) -> int:
+    return min(number.bit_length() - 1, most)
+
+
+class Lookup:
+    """One session's text, and how often guesses from it were right; other sessions' experience is the prior."""
+
+    def __init__(self, shared: Acceptance) -> None:
+        self._text = SuffixAutomaton()
+        self._shared = shared
+        self._own = Acceptance(shared.probability)
+        self._is_reading = False  # beside the event loop
+
+    @asynccontextmanager
+    async def reading(self, tokens: Sequence[int], run: Run) -> AsyncIterator[None]:
+        """Inside the block a long beginning of the text is read with `run`, which has work done beside the event loop.
+
+        No round waits for that: until the end of it there are no guesses.
+        """
+        if len(tokens) <= MAX_READ:
+            yield
+            return
+        self._is_reading = True
+        task = asyncio.create_task(self._read(tokens, run))
+        try:
+            yield
+        finally:
+            await end(task)
+
+    async def _read(self, tokens: Sequence[int], run: Run) -> None:
+        for begin in range(0, len(tokens), MAX_READ):
+            part = tokens[begin : begin + MAX_READ]
+            await run(partial(self._text.extend, part))
+        self._is_reading = False
+
+    def grow(self, tokens: Sequence[int], drafted: Tree, limits: Limits) -> Guesses:
+        """Guesses below the last token, beside what a draft has guessed there.
+
+        None while the text is still being read or where nothing has been repeated.
+        """
+        if self._is_reading:
+            return Guesses(Tree.root(tokens[-1]), ())
+        if limits.max_nodes > 0:
+            start = self._text.num_tokens
+            self._text.extend(tokens[start : start + MAX_READ])
+        if self._text.num_tokens < len(tokens):
+            return Guesses(Tree.root(tokens[-1]), ())
+        return grow_continuations(self._text, drafted, limits, self._log_prob)
+
+    def observe(self, guesses: Guesses, chosen: Sequence[int]) -> None:
+        """Learns from what the target chose below the root, whether the guesses were sent or not."""
+        children, node = guesses.tree.children(), 0
+        for token in chosen:
+            for guess, child in children[node].items():
+                for acceptance in (self._own, self._shared):
+                    acceptance.observe(guesses.kinds[child - 1], guess == token)
+            if token not in children[node]:
+                break
+            node = children[node][token]
+
+    def _log_prob(self, kind: GuessKind) -> float:
+        return math.log(self._own.probability(kind))

@@ -1,0 +1,210 @@
+"""The main loop: plan, grow, propose, verify, commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from bough.config.processes import OrchestratorConfig
+from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
+from bough.protocol.generation import Tokens
+from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
+from bough.trees.suffix_automaton import Limits
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Scheme, TreePlan
+from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.worker_clients import DraftClient, TargetClient, Timed
+from orchestrator.opening.recorder import Recorder
+from orchestrator.opening.target_lease import Seat
+from orchestrator.rounds.failover import Failover
+from orchestrator.rounds.prompt_lookup import Acceptance, Lookup, assumed_probability
+from orchestrator.sessions.session import Session, verified_part
+from orchestrator.sessions.transcripts import request_record, session_record
+from orchestrator.sizing.acceptance_counts import AcceptanceCounter
+from orchestrator.sizing.plans import RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
+
+logger = logging.getLogger(__name__)
+
+NOTHING = Timed(0, 0)
+GROWING_SHARE = 0.8  # of a draft call's time limit: a part of a tree is worth more than none, and is no fault
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Runs sessions to their end with whatever workers there are."""
+
+    config: OrchestratorConfig
+    directory: Directory
+    sizer: Sizer
+    failover: Failover
+    recorder: Recorder
+    acceptance: AcceptanceCounter
+    lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # of all sessions
+
+    async def run(self, session: Session, seat: Seat) -> AsyncGenerator[Tokens]:
+        """Rounds of a session until it is finished. A draft's fault costs a round its guesses, and nothing else.
+
+        Below the draft worker's tree in the ladder is what the session's own text suggests; below that a root alone. A
+        target's fault costs the time that it takes to go on, perhaps at another target's seat.
+
+        Raises:
+            Unavailable: no target could be used for too long.
+            Exhausted: no KV slot became free in time.
+            StaleEpoch: another orchestrator has the session.
+        """
+        lookup = Lookup(self.lookups)
+        known = session.tokens[:] if self._num_lookup(session) else ()
+        async with lookup.reading(known, self.directory.tokenizing.run):
+            while not session.is_finished:
+                yield await self._round(session, seat, lookup)
+
+    async def _round(self, session: Session, seat: Seat, lookup: Lookup) -> Tokens:
+        """One round, with whatever can be had of guesses."""
+        began_ns = time.perf_counter_ns()
+        draft = self._draft(session, seat.target)
+        plan = self.sizer.plan(self._situation(session, seat.target, draft))
+        drafted, grown, drafting = await self._grow(session, seat.target, draft, plan)
+        guesses = lookup.grow(session.tokens, drafted, _lookup_limits(session, seat.target, plan))
+        proposal = self.sizer.propose(session.session_id, drafted, guesses.tree)
+        # Where nothing was drawn, whatever was added is judged by what the target draws.
+        scheme = plan.tree.scheme if len(drafted) > 1 else Scheme.TARGET
+        result, verifying = await self.failover.verify(session, seat, proposal, scheme)
+        timings = _timings(began_ns, drafting, result, verifying)
+        chosen = result.verdict.tokens_of(proposal.tree)
+        lookup.observe(guesses, chosen)
+        self.acceptance.observe(scheme, *verified_part(proposal.tree, result))
+        tokens = session.commit(proposal.tree, drafted, result, timings)
+        outcome = RoundOutcome(
+            len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings
+        )
+        self.sizer.observe(session.session_id, outcome)
+        self.record(session, seat.target)
+        return tokens
+
+    def record(self, session: Session, target: Known[TargetClient]) -> None:
+        """The index hears of it, in time. Raises StaleEpoch as `require_held` does."""
+        known = (session_record(session, target.record.worker_id), request_record(session))
+        self.recorder.record(*known, target.info.model_fingerprint, session.cache_salt)
+        self.require_held(session)
+
+    def require_held(self, session: Session) -> None:
+        """Raises StaleEpoch where the index has told that the session is another's by now, or closed."""
+        if session.has_claim:
+            self.recorder.require_held(session.session_id)
+
+    def _draft(self, session: Session, target: Known[TargetClient]) -> Known[DraftClient] | None:
+        """A draft worker to ask, if a tree is wanted and one can be had."""
+        if self.config.draft == "none" or session.speculation.disabled or session.num_left <= 1:
+            return None
+        draft = self.directory.draft(target, session.session_id, session.draft_id)
+        if draft is None:
+            session.num_degraded_rounds += 1
+            session.warn("no draft worker could be used: some rounds went without")
+        return draft
+
+    def _situation(self, session: Session, target: Known[TargetClient], draft: Known[DraftClient] | None) -> Situation:
+        """What the sizer decides by. Guesses from the text come beside samples only where they are asked for.
+
+        A sample is drawn anew where a round ends, so that the same seed gives the same text only while rounds end
+        alike, and what is looked up depends on what other sessions have taught.
+        """
+        speculation, info = session.speculation, target.info
+        num_before = len(session.tokens) - 1
+        draft_held = session.draft_held if draft and draft.record.worker_id == session.draft_id else 0
+        return Situation(
+            session.session_id,
+            speculation,
+            session.sampling.temperature,
+            WorkerFacts(target.record.worker_id, info.identity, info.max_nodes, info.cost, target.num_running),
+            _draft_facts(draft) if draft is not None else None,
+            session.num_left,
+            num_before - session.target_held,
+            num_before - draft_held,
+            self._num_lookup(session),
+        )
+
+    def _num_lookup(self, session: Session) -> int:
+        """Most guesses that may come from the text."""
+        if session.speculation.lookup is not None:
+            return session.speculation.lookup
+        return 0 if session.speculation.scheme is not Scheme.TARGET else self.config.lookup
+
+    async def _grow(
+        self, session: Session, target: Known[TargetClient], draft: Known[DraftClient] | None, plan: RoundPlan
+    ) -> tuple[Tree, GrowResult | None, Timed]:
+        """A draft worker's tree, or its root alone where none is wanted or none can be had."""
+        root = Tree.root(session.tokens[-1])
+        if draft is None or not plan.asks_draft:
+            return root, None, NOTHING
+        session.seat_draft(draft.record.worker_id)
+        draft.num_running += 1
+        try:
+            vocab_size, timeout = target.info.vocab_size, session.patience.within(self.config.draft_timeout)
+            in_time = plan.tree.in_time(GROWING_SHARE * timeout)
+            result, timed = await draft.client.grow(session, in_time, vocab_size, timeout)
+            _require_fit(result.tree, session.tokens[-1], vocab_size, plan.tree)
+        except BoughError as exc:
+            logger.warning("%s: %s", draft.record.worker_id, exc)
+            if isinstance(exc, Unavailable):
+                draft.health.lost()
+            # What it refuses of this request, say a longer context than it has, is no fault.
+            elif isinstance(exc, InvalidTree) or not isinstance(exc, InvalidRequest):
+                draft.health.failed(session.session_id)
+            session.draft_held = 0
+            session.num_degraded_rounds += 1
+            session.warn(f"a draft worker failed ({exc}): some rounds went without")
+            return root, None, NOTHING
+        finally:
+            draft.num_running -= 1
+        draft.health.succeeded(session.session_id)
+        session.draft_held = result.held_length
+        return result.tree, result, timed
+
+
+def _draft_facts(draft: Known[DraftClient]) -> WorkerFacts:
+    info = draft.info
+    return WorkerFacts(draft.record.worker_id, info.identity, info.max_nodes, info.cost)
+
+
+def _lookup_limits(session: Session, target: Known[TargetClient], plan: RoundPlan) -> Limits:
+    """Additions to a sample come beside it, other guesses in place of worse ones of the draft's.
+
+    They reach no deeper than `depth`, where that is asked for, and than tokens are left to guess.
+    """
+    is_sample = plan.tree.scheme is not Scheme.TARGET
+    room = target.info.max_nodes - plan.tree.growth.budget if is_sample else plan.max_nodes - 1
+    depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
+    return Limits(min(plan.lookup, room), depth, session.sampling.stop_token_ids)
+
+
+def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -> None:
+    """A draft worker is not trusted: what it sends is checked like any other input.
+
+    Raises:
+        InvalidTree: it is no tree, or not the one that was asked for.
+    """
+    tree.validate(vocab_size, plan.growth.budget, plan.scheme)
+    if plan.scheme is Scheme.TARGET and not (tree.draft_probs is None and tree.draws is None):
+        raise InvalidTree("tree.draft_probs: no sample was asked for; a tree without draft_probs and draws would do")
+    if (depth := int(tree.depths().max())) > plan.growth.depth:
+        raise InvalidTree(f"tree: {depth} levels; at most {plan.growth.depth} were asked for")
+    if int(tree.tokens[0]) != root_token:
+        raise InvalidTree(f"tree.tokens[0]: {tree.tokens[0]} is not the root {root_token} that was asked for")
+
+
+def _timings(began_ns: int, drafting: Timed, result: VerifyResult, verifying: Timed) -> RoundTimings:
+    target = result.timings
+    return RoundTimings(
+        total_ns=time.perf_counter_ns() - began_ns,
+        draft_ns=drafting.total_ns - drafting.network_ns,
+        network_ns=drafting.network_ns + verifying.network_ns,
+        target_ns=target.total_ns,
+        queue_ns=target.queue_ns,
+        wait_ns=target.wait_ns,
+        compute_ns=target.compute_ns,
+        link_ns=target.link_ns,
+        link_bytes=target.link_bytes,
+        link_ideal_ns=target.link_ideal_ns,
+    )

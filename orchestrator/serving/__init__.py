@@ -1,0 +1,1 @@
+"""Requests from admission to release, whichever door they came in by."""

@@ -1,0 +1,70 @@
+"""Text to tokens and back by the tokenizer of a served model, for clients that have none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bough.protocol.codec import require_tokens
+from bough.protocol.generation import GenerateOptions, Prompt
+from bough.tokenization.tokenizer import Tokenizer
+from orchestrator.admission.size_limits import require_size
+from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.served_models import targets_for
+from orchestrator.cluster.worker_clients import TargetClient
+from orchestrator.opening.prompt import whole_prompt
+
+
+class PromptRead(NamedTuple):
+    """A prompt's tokens, and how many the context holds."""
+
+    token_ids: list[int]
+    max_context: int
+
+
+@dataclass(slots=True)
+class ModelTexts:
+    """Speaks of models by their names; the empty one is the only model that is served."""
+
+    directory: Directory
+    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # a thread is left to requests
+
+    async def tokens(self, prompt: Prompt, model: str) -> PromptRead:
+        """A prompt as a request would read it.
+
+        Raises:
+            InvalidRequest: naming the field.
+            NotFound: no such model.
+            Unavailable: there is no target that serves it.
+        """
+        target = self._target(model)
+        info = target.info
+        require_size(prompt, target.tokens, info.max_context)
+        async with self._turn:
+            token_ids = await self.directory.tokenizing.run(
+                lambda: whole_prompt(prompt, target.tokens, info.vocab_size)
+            )
+        return PromptRead(token_ids, info.max_context)
+
+    async def text(self, token_ids: Sequence[int], model: str) -> str:
+        """What tokens stand for, special ones left out. Raises as `tokens` does."""
+        target = self._target(model)
+
+        def decoded() -> str:
+            require_tokens("tokens", token_ids, target.info.vocab_size)
+            return target.tokens.decode(token_ids)
+
+        async with self._turn:
+            return await self.directory.tokenizing.run(decoded)
+
+    def tokenizer(self, model: str) -> Tokenizer:
+        """A model's tokenizer, also while no target with it can be used. Raises as `tokens` does."""
+        for target in self.directory.targets:
+            if target.info.model_name == model:
+                return target.tokens
+        return self._target(model).tokens
+
+    def _target(self, model: str) -> Known[TargetClient]:
+        return targets_for(self.directory, GenerateOptions(model=model), None, None)[0]

@@ -1,0 +1,294 @@
+"""Requests from admission to release: what a front door calls, whatever it speaks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+
+from bough import __version__
+from bough.config.processes import OrchestratorConfig
+from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.protocol.decision import Decision, DraftCalibration
+from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
+from bough.protocol.messages import PROTOCOL_VERSION
+from bough.trees.acceptance import SchemeAcceptance
+from orchestrator.admission.active_streams import Running, Stream
+from orchestrator.admission.admission import Admission
+from orchestrator.admission.entrance import Entrance
+from orchestrator.admission.size_limits import require_size_for_any
+from orchestrator.cluster.directory import Directory
+from orchestrator.cluster.served_models import largest_context, served_models
+from orchestrator.opening.endings import Endings
+from orchestrator.opening.epochs import Claims
+from orchestrator.opening.opening import Opened, Opening
+from orchestrator.opening.recorder import Recorder
+from orchestrator.opening.slot_waiting import Slots
+from orchestrator.rounds.failover import Failover
+from orchestrator.rounds.round import Rounds
+from orchestrator.serving.model_texts import ModelTexts
+from orchestrator.sessions.deadline import Patience
+from orchestrator.sessions.session import Session, never_begun
+from orchestrator.sizing.acceptance_counts import AcceptanceCounter
+from orchestrator.sizing.configured import configured_sizer
+from orchestrator.sizing.totals import MeasuredSizer
+from orchestrator.telemetry.loop_lag import LoopLag
+from orchestrator.telemetry.metrics import Figures
+from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch
+
+MAX_NAMES = 256  # requests whose sessions are remembered, to tell of their decisions
+
+
+class Requests:
+    """Everything that is being generated."""
+
+    def __init__(self, config: OrchestratorConfig, directory: Directory, holder_id: str) -> None:
+        """`holder_id` names this orchestrator where it claims sessions."""
+        self.directory = directory
+        self.admission = Admission(config.max_running, config.max_waiting)
+        self.entrance = Entrance(self.admission, lambda: largest_context(directory))  # of all front doors together
+        self._queue_timeout = config.queue_timeout
+        self._stalled_timeout = config.stalled_timeout
+        self._claims = Claims(directory, holder_id)
+        self._recorder = Recorder(directory.registry)
+        self._opening = Opening(config, directory, self._recorder, self._claims)
+        self.sizer = MeasuredSizer(configured_sizer(config))
+        self._slots = Slots(config, directory)
+        failover = Failover(config, directory, self._claims, self._slots)
+        self._rounds = Rounds(config, directory, self.sizer, failover, self._recorder, AcceptanceCounter())
+        self.loop_lag = LoopLag()
+        self.totals = RequestTotals()
+        self._running = Running()
+        self._endings = Endings(directory, self._recorder)
+        self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
+        self.texts = ModelTexts(directory)
+        self.metrics_url = ""  # where its figures are served
+        self.http_url = ""  # where OpenAI's clients are served
+        self._model_name = ""  # of the target that was used last
+        self._num_total = 0
+        self._num_tokens = 0
+
+    async def generate(
+        self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
+    ) -> AsyncGenerator[Event]:
+        """The events of one request, which has a name. It waits for its turn first, and frees all when closed half-way.
+
+        Raises:
+            InvalidRequest: naming the field.
+            NotFound: the session that it continues, or its model.
+            Unavailable: no target answers, or this orchestrator takes its leave.
+            Exhausted: there are too many requests, or no target has room; with a delay.
+            StaleEpoch: another has gone on with the request or its session.
+            DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
+                the configuration allows. What the request held is free by then.
+        """
+        tokenizers = {target.tokens for target in self.directory.targets}
+        require_size_for_any(prompt, tokenizers, largest_context(self.directory))
+        stream = Stream(options.request_id, options.session_id)
+        patience = Patience.of(timeout_seconds, self._queue_timeout)
+        placed = patience.bound(self._placed(stream, prompt, options, patience))
+        watch = RequestWatch(self.totals)
+        try:
+            async with aclosing(stream.delivered(placed, self._stalled_timeout)) as events:
+                async for event in events:
+                    watch.note(event)
+                    yield event
+        except BoughError as exc:
+            watch.failed(exc)
+            raise
+
+    async def _placed(
+        self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Patience
+    ) -> AsyncGenerator[Event]:
+        """The request, once it has its place. What ends it while it waits for that ends it at once."""
+        async with AsyncExitStack() as place:
+            earlier = place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
+            place.enter_context(self.admission.holding(stream.hold, earlier.hold if earlier is not None else None))
+            opened = await stream.before_end(self._open(stream, place, prompt, options, patience))
+            if opened is None:
+                for event in never_begun(options):
+                    yield event
+                return
+            try:
+                async with aclosing(self._stream(stream, opened)) as events:
+                    async for event in events:
+                        yield event
+            except Exhausted as exc:  # a target's: how long places are held is known here
+                raise self.admission.exhausted(str(exc)) from exc
+            finally:
+                self._num_total += 1
+
+    async def _open(
+        self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Patience
+    ) -> Opened:
+        """A session that may run, once there is a place for it; what it holds is free again when `place` is closed."""
+        await self.admission.place(stream.hold, patience)
+        opened = await self._opening.open(prompt, options, place)
+        opened.session.patience = patience
+        await self._endings.done(opened.session.session_id)
+        return opened
+
+    async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
+        session, seat = opened.session, opened.seat
+        rounds = self._rounds.run(session, seat)
+        try:
+            num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
+            self._note(session, model_name := seat.target.info.model_name)
+            yield Started(session.request_id, session.prompt_length, session.sampling.seed, model_name, num_seen)
+            if opened.unseen is not None:
+                yield opened.unseen
+            while (tokens := await stream.before_end(anext(rounds, None))) is not None:
+                self._num_tokens += len(tokens.token_ids)
+                yield tokens
+            if not session.is_finished:
+                session.finish_reason = "abort"
+                self._rounds.record(session, seat.target)
+            if self.directory.index_problem:
+                session.warn(f"{self.directory.index_problem}; the session is not recorded")
+            elif session.keep:  # the next turn may be asked of another orchestrator
+                if not await self._recorder.settled(session.session_id):
+                    session.warn("the index did not take the session in time; it is not recorded yet")
+                self._rounds.require_held(session)
+            yield session.finished()
+        except StaleEpoch as exc:
+            stream.end(exc)
+            raise
+        finally:
+            await rounds.aclose()
+            self.sizer.forget(session.session_id)
+            if session.keep or stream.is_superseded:
+                self._recorder.end(session.session_id)
+            elif session.epoch:
+                self._endings.begin(session, seat.target)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Watches the event loop while the block runs; after it, cleans up what streams have left, as far as anyone
+        answers."""
+        try:
+            async with self.loop_lag.running():
+                yield
+        finally:
+            await self.drain("this orchestrator has ended; ask another orchestrator", 0.0)
+            await self._endings.all_done()
+            await self._recorder.close()
+
+    async def drain(self, refusal: str, patience_seconds: float) -> None:
+        """Refuses new requests and those in the queue with this text, and lets those that run finish in time.
+
+        Whoever waits in the queue has lost nothing yet, and is better off elsewhere. What does not finish in time ends
+        as Unavailable, whoever reads it and whatever front door it came through; what it held is freed.
+        """
+        self.admission.close(refusal)
+        cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")
+        await self._running.finished_or_cut_off(patience_seconds, cut_off)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at once. Raises NotFound."""
+        self._running.request(request_id).end()
+
+    async def close_session(self, session_id: str) -> None:
+        """Forgets a session, here and at its workers; a request that runs in it ends.
+
+        Raises:
+            NotFound: nobody knows it.
+            Unavailable: the index does not answer, and nothing is known here.
+        """
+        if not session_id:
+            raise InvalidRequest("session_id: empty; the session to close would do")
+        stream = self._running.in_session(session_id)
+        if stream is not None:
+            stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
+        await self._recorder.settled(session_id)
+        closed = await self.directory.registry.close_session(session_id)
+        if closed is None and stream is None:
+            raise NotFound(f"session_id: {session_id!r} is not known")
+        if closed is not None and closed.record is not None:
+            for worker_id in (closed.record.target_id, closed.record.draft_id):
+                await self._endings.release(session_id, closed.epoch, self.directory.find(worker_id))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that came now could be served."""
+        return self.directory.has_target and not self.admission.is_closed
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """The models that are served, by name; at least one. Raises Unavailable."""
+        return served_models(self.directory)
+
+    def server_info(self) -> ServerInfo:
+        """This orchestrator and its workers."""
+        return ServerInfo(
+            self.directory.statuses(),
+            self.directory.index_problem,
+            self.directory.registry.safe_url,
+            PROTOCOL_VERSION,
+            __version__,
+            is_draftless=self._rounds.config.draft == "none",
+            metrics_url=self.metrics_url,
+            http_url=self.http_url,
+        )
+
+    def loads(self) -> Loads:
+        """What is running now. A request that waits for a KV slot has a place, and waits all the same."""
+        admission = self.admission
+        num_waiting = self._num_waiting
+        return Loads(
+            len(self._running) - num_waiting,
+            num_waiting,
+            self._num_total,
+            self._num_tokens,
+            admission.max_running,
+            admission.max_waiting,
+            admission.wait_seconds,
+            admission.is_closed,
+        )
+
+    @property
+    def _num_waiting(self) -> int:
+        return self.admission.num_waiting + self._slots.num_waiting
+
+    def figures(self) -> Figures:
+        """What is told to Prometheus; any thread."""
+        num_waiting = self._num_waiting
+        num_running = len(self._running) - num_waiting
+        return Figures(
+            self._model_name,
+            num_running,
+            num_waiting,
+            self._num_tokens,
+            self.totals,
+            self.sizer.totals,
+            self.loop_lag.tally,
+        )
+
+    def acceptance(self) -> tuple[SchemeAcceptance, ...]:
+        """What verification has come to, by scheme, depth and rank."""
+        return self._rounds.acceptance.counts()
+
+    def decisions(self, name: str) -> Sequence[Decision]:
+        """The last rounds of a session, oldest first, by its name or by that of a request that ran in it.
+
+        Of the session last at work where the name is empty.
+
+        Raises:
+            NotFound: nothing is remembered of it.
+        """
+        decisions = self.sizer.decisions(name) or self.sizer.decisions(self._sessions.get(name, name))
+        if not decisions:
+            raise NotFound(f"session_id: value was {name!r}; must be a session, or a request, with rounds here lately")
+        return decisions
+
+    def last_request(self, prefix: str) -> str:
+        """The name of the request that began last of those whose name begins so; empty where there is none."""
+        return next((name for name in reversed(self._sessions) if name.startswith(prefix)), "") if prefix else ""
+
+    def calibrations(self) -> tuple[DraftCalibration, ...]:
+        """What each draft worker's trees were expected to come to, and what they came to."""
+        return self.sizer.calibrations()
+
+    def _note(self, session: Session, model_name: str) -> None:
+        self._model_name = model_name
+        self._sessions[session.request_id] = session.session_id
+        if len(self._sessions) > MAX_NAMES:
+            self._sessions.popitem(last=False)

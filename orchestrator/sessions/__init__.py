@@ -1,0 +1,1 @@
+"""One request on its way: its tokens, its text, its deadline."""

@@ -1,0 +1,41 @@
+"""What the index is told of a session after each round."""
+
+from __future__ import annotations
+
+from bough.registry.records import RequestRecord, SessionRecord
+from orchestrator.sessions.session import Session
+
+
+def session_record(session: Session, target_id: str) -> SessionRecord:
+    """Where it is, and its tokens."""
+    return SessionRecord(
+        session.session_id,
+        target_id,
+        session.draft_id,
+        session.epoch,
+        session.target_held,
+        session.draft_held,
+        session.tokens[:],
+        session.born_us,
+        session.model_name,
+        session.model_identity,
+        session.weights_hash,
+    )
+
+
+def request_record(session: Session) -> RequestRecord:
+    """What its request has come to."""
+    return RequestRecord(
+        session.request_id,
+        session.session_id,
+        session.epoch,
+        session.prompt_length,
+        session.tokens[:],
+        session.sampling,
+        session.stops,
+        session.finish_reason,
+        session.stop_reason,
+        session.target_identity,
+        session.keep,
+        session.weights_hash,
+    )

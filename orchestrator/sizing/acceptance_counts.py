@@ -1,0 +1,57 @@
+"""Counts which guesses were accepted, by depth and rank, so that shapes can follow the workload.
+
+Ranks are those by which a tree is planned: places among siblings, and by Scheme.MULTI_ROUND draws. A token that has
+been drawn several times is accepted at its first draw or not at all: rejecting it leaves the target nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+
+from bough.trees.acceptance import DepthCounts, FloatArray, SchemeAcceptance
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Scheme
+
+HALF_LIFE_ROUNDS = 512  # some thousand nodes are remembered: the first rank is then known to about 0.01
+NUM_DEPTHS, NUM_RANKS = 64, 64  # that are told apart; deeper nodes count with the last depth
+
+
+class AcceptanceCounter:
+    """Of all sessions together, by scheme. Old rounds count for less and less."""
+
+    def __init__(self, half_life_rounds: float = HALF_LIFE_ROUNDS) -> None:
+        self._decay = 0.5 ** (1 / half_life_rounds)
+        self._counts: dict[Scheme, FloatArray] = {}  # (2, NUM_DEPTHS, NUM_RANKS): accepted, rejected
+        self._num_rounds: dict[Scheme, int] = {}
+
+    def observe(self, scheme: Scheme, tree: Tree, accepted_nodes: Sequence[int]) -> None:
+        """One verdict: the root and every accepted node that has children counts, by what became of these."""
+        if len(tree) == 1:
+            return
+        counts = self._counts.setdefault(scheme, np.zeros((2, NUM_DEPTHS, NUM_RANKS)))
+        counts *= self._decay
+        self._num_rounds[scheme] = self._num_rounds.get(scheme, 0) + 1
+        for depth, (node, taken) in enumerate(zip_longest((0, *accepted_nodes), accepted_nodes)):
+            children = tree.drawn_below(node, scheme)[:NUM_RANKS]
+            if len(children):
+                # None where all were rejected, or the taken one is beyond the table.
+                ranks = np.flatnonzero(children == taken)
+                outcome = (0, ranks[0]) if len(ranks) else (1, len(children) - 1)
+                counts[outcome[0], min(depth, NUM_DEPTHS - 1), outcome[1]] += 1
+
+    def counts(self) -> tuple[SchemeAcceptance, ...]:
+        """For every scheme that has been used; depths and ranks as far as any node was counted."""
+        return tuple(
+            SchemeAcceptance(scheme, self._num_rounds[scheme], _by_depth(counts))
+            for scheme, counts in self._counts.items()
+            if counts.any()
+        )
+
+
+def _by_depth(counts: FloatArray) -> tuple[DepthCounts, ...]:
+    _, depths, ranks = np.nonzero(counts)
+    accepted, rejected = counts[:, : depths.max() + 1, : ranks.max() + 1].tolist()
+    return tuple(DepthCounts(tuple(a), tuple(r)) for a, r in zip(accepted, rejected, strict=True))

@@ -1,0 +1,1 @@
+"""What an orchestrator counts and tells of itself."""

@@ -1,0 +1,122 @@
+"""What an orchestrator tells Prometheus: requests, speculation by vLLM's names, how well rounds were foreseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from bough.protocol.decision import Mode
+from bough.telemetry.metrics import counter, gauge
+from orchestrator.sizing.totals import RoundTotals, Tally
+from orchestrator.telemetry.request_totals import RequestTotals
+
+ENDS = ("stop", "length", "abort")
+FAILURES = ("Exhausted", "Unavailable", "InvalidRequest", "DeadlineExceeded")
+
+
+class Figures(NamedTuple):
+    """Everything that is told, as it is at a moment."""
+
+    model_name: str  # of the target; empty while there has been none
+    num_running: int  # requests
+    num_waiting: int  # requests
+    num_tokens: int  # generated
+    requests: RequestTotals
+    totals: RoundTotals
+    loop_lag: Tally  # seconds, of the event loop
+
+
+class OrchestratorCollector(Collector):
+    """Reads the sums that rounds have left whenever somebody asks: rounds themselves do nothing for it but add."""
+
+    def __init__(self, figures: Callable[[], Figures]) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them, as they are now."""
+        name, num_running, num_waiting, num_tokens, requests, totals, loop_lag = self._figures()
+        model = {"model_name": name}
+        yield gauge("vllm:num_requests_running", "Requests being generated", model, num_running)
+        yield gauge("vllm:num_requests_waiting", "Requests waiting for a place, or for a KV slot", model, num_waiting)
+        yield counter("vllm:generation_tokens", "Tokens generated", model, num_tokens)
+        yield from _requests(name, requests)
+        yield from _speculation(model, totals)
+        yield from _predictions(model, totals)
+        yield _by_mode(name, totals)
+        yield _histogram("bough_sizer_tree_nodes", "Nodes of trees sent, roots included", name, totals.nodes)
+        text = "Time in which the sizer decided and learnt, of a round"
+        yield _histogram("bough_sizer_plan_seconds", text, name, totals.plan_seconds)
+        text = "How late the orchestrator's event loop came to what was due"
+        yield _histogram("bough_event_loop_lag_seconds", text, name, loop_lag)
+
+
+def _requests(name: str, totals: RequestTotals) -> Iterator[Metric]:
+    model = {"model_name": name}
+    yield counter("vllm:prompt_tokens", "Tokens of prompts", model, totals.prompt_tokens)
+    yield counter("bough_cached_prompt_tokens", "Of these, tokens whose KV was there", model, totals.cached_tokens)
+    yield counter("bough_failovers", "Times that another target took over a request", model, totals.num_failovers)
+    degraded = "Rounds without guesses of a draft worker because none answered"
+    yield counter("bough_degraded_rounds", degraded, model, totals.num_degraded_rounds)
+    text = "Requests that came to their end, by why it was"
+    yield _by_label("vllm:request_success", text, name, "finished_reason", totals.finished, ENDS)
+    text = "Requests that ended with an error, by its kind"
+    yield _by_label("bough_request_failures", text, name, "error", totals.failed, FAILURES)
+    times = {
+        "vllm:request_queue_time_seconds": ("Time before a request began", totals.queue),
+        "vllm:time_to_first_token_seconds": ("Time before the first tokens", totals.first_token),
+        "vllm:e2e_request_latency_seconds": ("Time of a whole request", totals.whole),
+        "vllm:inter_token_latency_seconds": ("Time between the rounds of a request", totals.between),
+        "vllm:request_time_per_output_token_seconds": ("Time for a token after the first round", totals.per_token),
+    }
+    for metric, (text, tally) in times.items():
+        yield _histogram(metric, text, name, tally)
+
+
+def _by_label(
+    name: str, text: str, model_name: str, label: str, counts: Mapping[str, int], known: Sequence[str]
+) -> Metric:
+    """A counter for each value of a label; those that are known are there from the start, so that rates begin at 0."""
+    metric = CounterMetricFamily(name, text, labels=["model_name", label])
+    for value in dict.fromkeys((*known, *tuple(counts))):
+        metric.add_metric([model_name, value], counts.get(value, 0))
+    return metric
+
+
+def _speculation(model: dict[str, str], totals: RoundTotals) -> Iterator[Metric]:
+    accepted = totals.accepted_by_position
+    yield counter("vllm:spec_decode_num_drafts", "Rounds with guesses", model, totals.num_drafts)
+    yield counter("vllm:spec_decode_num_draft_tokens", "Guesses verified", model, totals.num_draft_tokens)
+    yield counter("vllm:spec_decode_num_accepted_tokens", "Of these, accepted", model, sum(accepted))
+    text = "Guesses accepted by level below the root, from 0"
+    by_position = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos", text, labels=["model_name", "position"]
+    )
+    for position, count in enumerate(accepted):
+        if count:
+            by_position.add_metric([model["model_name"], str(position)], count)
+    yield by_position
+
+
+def _predictions(model: dict[str, str], totals: RoundTotals) -> Iterator[Metric]:
+    """Ratios of their rates are the bias of predictions."""
+    of_rounds = "of rounds with a prediction"
+    yield counter("bough_sizer_expected_tokens", f"Tokens expected {of_rounds}", model, totals.expected_tokens)
+    yield counter("bough_sizer_tokens", f"Tokens {of_rounds}", model, totals.tokens)
+    yield counter("bough_sizer_expected_seconds", f"Time expected {of_rounds}", model, totals.expected_seconds)
+    yield counter("bough_sizer_seconds", f"Time {of_rounds}", model, totals.seconds)
+
+
+def _by_mode(model_name: str, totals: RoundTotals) -> Metric:
+    counts = {mode.value: totals.rounds[mode] for mode in Mode}
+    return _by_label("bough_sizer_rounds", "Rounds by why their trees were", model_name, "mode", counts, ())
+
+
+def _histogram(name: str, text: str, model_name: str, tally: Tally) -> Metric:
+    bounds = [*map(str, tally.bounds), "+Inf"]
+    metric = HistogramMetricFamily(name, text, labels=["model_name"])
+    metric.add_metric([model_name], list(zip(bounds, accumulate(tally.counts), strict=True)), tally.total)
+    return metric

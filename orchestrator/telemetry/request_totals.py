@@ -1,0 +1,81 @@
+"""Sums over all requests since the start: how long they wait, for what, and how they end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bough.protocol.generation import Event, Finished, Started, Tokens
+from orchestrator.sizing.totals import Tally
+
+# Seconds, as vLLM divides them where it divides so finely; sweeps of streamed weights take seconds.
+WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
+
+
+@dataclass(slots=True)
+class RequestTotals:
+    """Of all requests together; times are seconds on this process's clock."""
+
+    finished: Counter[str] = field(default_factory=Counter)  # by why they ended
+    failed: Counter[str] = field(default_factory=Counter)  # by the name of the error
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, whose KV was there
+    num_failovers: int = 0
+    num_degraded_rounds: int = 0
+    queue: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
+    first_token: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
+    whole: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
+    between: Tally = field(default_factory=lambda: Tally(TOKEN_BOUNDS))  # rounds of one request
+    per_token: Tally = field(default_factory=lambda: Tally(TOKEN_BOUNDS))  # after the first round, of one request
+
+
+@dataclass(slots=True)
+class RequestWatch:
+    """One request as its front door sees it; `totals` has what it comes to."""
+
+    totals: RequestTotals
+    clock: Callable[[], float] = time.monotonic
+    _began: float = 0.0
+    _first: float = 0.0  # when the first tokens came; 0 before that
+    _last: float = 0.0
+    _num_later: int = 0  # tokens after the first round's
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
+
+    def note(self, event: Event) -> None:
+        """The request comes to this event."""
+        now = self.clock()
+        match event:
+            case Started():
+                self.totals.prompt_tokens += event.prompt_tokens
+                self.totals.queue.add(now - self._began)
+            case Tokens(num_nodes=num_nodes) if num_nodes > 0:
+                self._note_round(now, len(event.token_ids))
+            case Finished():
+                self._note_end(now, event)
+
+    def failed(self, error: BaseException) -> None:
+        """The request ends with an error."""
+        self.totals.failed[type(error).__name__] += 1
+
+    def _note_round(self, now: float, num_tokens: int) -> None:
+        if not self._first:
+            self._first = now
+            self.totals.first_token.add(now - self._began)
+        else:
+            self._num_later += num_tokens
+            self.totals.between.add(now - self._last)
+        self._last = now
+
+    def _note_end(self, now: float, event: Finished) -> None:
+        self.totals.finished[event.finish_reason] += 1
+        self.totals.cached_tokens += event.usage.cached_tokens
+        self.totals.num_failovers += event.num_failovers
+        self.totals.num_degraded_rounds += event.speculation.num_degraded_rounds
+        self.totals.whole.add(now - self._began)
+        if self._num_later:
+            self.totals.per_token.add((self._last - self._first) / self._num_later)

@@ -1,0 +1,1 @@
+"""Experts of a mixture, brought when rows choose them."""

@@ -1,0 +1,141 @@
+"""Experts that come from disk into memory of the host, where the CPU computes with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+
+import torch
+
+from bough.model.cpu.huge_pages import large_pages
+from target_worker.experts.expert_cache import Expert
+from target_worker.link.direct_io import Allocate, Disk, Piece, ReadError, Slab, cut, stream_error
+from target_worker.link.disk_stats import Traffic, read_begins, read_ends
+from target_worker.link.layer_extents import LayerExperts, LayerWeights
+
+
+class ExpertReads:
+    """Several reads at a time; those that are wanted do not stand in line behind guesses."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        layers: Mapping[int, LayerExperts],
+        slab_bytes: int,
+        num_slabs: int,
+        num_threads: int,
+        checksums: Mapping[str, int],
+        traffic: Traffic | None = None,
+        allocate: Allocate = large_pages,
+    ) -> None:
+        """`checksums` (crc32 by tensor name) are compared when an expert is asked for for the first time; `traffic`
+        counts what is read, with what others read.
+        """
+        self._layers = dict(layers)
+        memory = allocate(num_slabs * slab_bytes)
+        self._slabs = [Slab.over(memory[i * slab_bytes : (i + 1) * slab_bytes]) for i in range(num_slabs)]
+        self._num_threads = num_threads
+        self._checksums = checksums
+        self._unseen = {Expert(i, e) for i, layer in layers.items() for e in range(len(layer.each)) if checksums}
+        self._reads: dict[int, list[Future[None]]] = {}  # under way, or not looked at since, by slab
+        self._traffic = traffic or Traffic.none_yet()
+        self.wait_ns = 0
+
+    def __enter__(self) -> ExpertReads:
+        each = [expert for layer in self._layers.values() for expert in layer.each]
+        self._disk = Disk(
+            (extent.file for expert in each for extent in expert.extents),
+            (place for expert in each for place in expert.begins if place.name not in self._checksums),
+        )
+        self._threads, self._guessing = (
+            ThreadPoolExecutor(self._num_threads, thread_name_prefix=name) for name in ("experts", "experts-ahead")
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._guessing.shutdown(cancel_futures=True)
+        self._disk.close()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all reads go past the page cache."""
+        return self._disk.is_direct
+
+    @property
+    def most_guesses(self) -> int:
+        """Any number: they have threads of their own."""
+        return len(self._slabs)
+
+    def require_unchanged(self) -> None:
+        """As `Tiers.require_unchanged`. Raises StreamError."""
+        self._disk.require_unchanged()
+
+    def renew(self) -> bool:
+        """As `Disk.renew`; whether there are any such files. Raises StreamError."""
+        renewed = self._disk.renew()
+        for index, layer in self._layers.items() if self._checksums else ():
+            of_renewed = (n for n, each in enumerate(layer.each) if any(e.file in renewed for e in each.extents))
+            self._unseen |= {Expert(index, number) for number in of_renewed}
+        return bool(renewed)
+
+    def begin(self) -> None:
+        """What the CPU was told to compute, it has computed."""
+
+    def bring(self, expert: Expert, slab: int, is_guess: bool) -> None:
+        """Begins to read."""
+        weights, threads = self._weights(expert), self._guessing if is_guess else self._threads
+        self._reads[slab] = [threads.submit(self._read, weights, piece, slab) for piece in cut(weights.extents)]
+
+    def hasten(self, expert: Expert, slab: int) -> bool:
+        """Takes what has not begun out of the line of guesses."""
+        reads, weights = self._reads.get(slab, []), self._weights(expert)
+        if any(read.done() and read.exception() for read in reads):
+            return False
+        for number, piece in enumerate(cut(weights.extents) if reads else ()):
+            if reads[number].cancel():
+                reads[number] = self._threads.submit(self._read, weights, piece, slab)
+        return True
+
+    def is_there(self, slab: int) -> bool:
+        """Whether all reads have ended."""
+        return all(read.done() for read in self._reads.get(slab, ()))
+
+    def leave(self, slab: int) -> None:
+        """Reads that have begun are waited for."""
+        self._wait([read for read in self._reads.pop(slab, ()) if not read.cancel()])
+
+    def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
+        """Waits for it."""
+        data = self._slabs[slab].bytes
+        if slab in self._reads:
+            self._wait(self._reads[slab])
+            for read in self._reads[slab]:
+                read.result()
+            del self._reads[slab]
+        if expert in self._unseen:
+            self._weights(expert).verify(data, self._checksums)
+            self._unseen.discard(expert)
+        return data
+
+    def _weights(self, expert: Expert) -> LayerWeights:
+        return self._layers[expert.layer].each[expert.number]
+
+    def _wait(self, reads: Sequence[Future[None]]) -> None:
+        began = time.perf_counter_ns()
+        wait(reads)
+        self.wait_ns += time.perf_counter_ns() - began
+
+    def _read(self, weights: LayerWeights, piece: Piece, slab: int) -> None:
+        read_begins(self._traffic)
+        try:
+            self._disk.read(piece, self._slabs[slab])
+        except ReadError as exc:
+            raise stream_error(exc, weights, piece.extent) from exc
+        finally:
+            read_ends(self._traffic, piece.num_bytes)

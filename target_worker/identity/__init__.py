@@ -1,0 +1,1 @@
+"""What decides whether two targets would say the same: code and weights."""

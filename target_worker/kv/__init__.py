@@ -1,0 +1,1 @@
+"""Slots of keys and values: whose they are, and where they are."""

@@ -1,0 +1,174 @@
+"""Keys and values in the host's memory that reach the accelerator with their layer.
+
+An accelerator needs the KV of one layer at a time. So that of long contexts and many sessions may stay on the host: two
+layers' room on the device is enough, one that is computed on, and one that is brought meanwhile. What a sweep adds
+goes back. What crosses the link is what the sweep's sessions hold, and comes on top of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+
+from bough.model.batch.batch import Batch, Chunk
+from bough.model.batch.path_spans import Place, Spans
+from bough.model.kv.session_kv import KVMemory, KVShape, KVSlot
+from bough.sizing.placement import STAGED_LAYERS
+from target_worker.link.streams import Lanes, Mark
+
+
+class KVHome(Protocol):
+    """Where a sweep finds keys and values."""
+
+    num_bytes: int  # copied between host and accelerator since the start
+
+    def sweep(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """The batch as the layers are to see it; when the block ends, slots hold what was added."""
+        ...
+
+    def layer(self, index: int) -> AbstractContextManager[None]:
+        """A layer's attention is queued within the block; layer after layer from 0."""
+        ...
+
+
+class KVInPlace:
+    """In the slots themselves."""
+
+    num_bytes = 0
+
+    def sweep(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """As it is."""
+        return nullcontext(batch)
+
+    def layer(self, index: int) -> AbstractContextManager[None]:
+        """Nothing to do."""
+        return nullcontext()
+
+
+class _Seat(NamedTuple):
+    """Where a slot's rows stand on the device, and which of them the sweep writes."""
+
+    begin: int  # row of the stage
+    first: int  # slot row: those before it are brought
+    end: int  # those from `first` to here go back
+
+
+class KVStage:
+    """Room on the device for one layer's keys and values of all slots, and for the next one's."""
+
+    def __init__(self, shape: KVShape, num_rows: int, lanes: Lanes) -> None:
+        """`num_rows` are those of all slots together; the lanes are its own, and closed by whoever made them."""
+        self.num_bytes = 0
+        self._num_layers = shape.num_layers
+        self._lanes = lanes
+        self._rooms = [_room(shape, num_rows, lanes) for _ in range(STAGED_LAYERS)]
+        self._seats: dict[KVSlot, _Seat] = {}
+        self._free: Mark | None = None  # whatever an earlier sweep computed in the rooms is done
+        self._ready: list[Mark | None] = [None] * STAGED_LAYERS  # by room: its next layer may be computed
+        self._last: Mark | None = None  # of the copying lane
+
+    @contextmanager
+    def sweep(self, batch: Batch) -> Iterator[Batch]:
+        """Its slots stand on the device one after another."""
+        self._seats = _seated(batch)
+        self._free = self._lanes.compute_mark()  # one that was given up may not be computed yet
+        self._bring(0)
+        begins = {slot: seat.begin for slot, seat in self._seats.items()}
+        try:
+            yield batch.seen_as([_staged(chunk, self._rooms, begins) for chunk in batch.chunks])
+        finally:
+            if self._last is not None:
+                self._last.synchronize()
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[None]:
+        """While it is computed, the next one comes."""
+        ready = self._ready[index % STAGED_LAYERS]
+        if ready is not None:
+            self._lanes.compute_after(ready)
+        if index + 1 < self._num_layers:
+            self._bring(index + 1)
+        yield
+        self._take_back(index, self._lanes.compute_mark())
+
+    def _bring(self, layer: int) -> None:
+        """Queues copies of what the slots hold already, behind those that empty the room."""
+        room = self._rooms[layer % STAGED_LAYERS]
+        for slot, (begin, first, _) in self._seats.items():
+            if first:
+                for held, staged in zip((slot.keys, slot.values), room, strict=True):
+                    self._copy(held[layer, :first], staged[begin : begin + first], self._free)
+        self._ready[layer % STAGED_LAYERS] = self._last
+
+    def _take_back(self, layer: int, computed: Mark) -> None:
+        """Queues copies of what the sweep has added."""
+        room = self._rooms[layer % STAGED_LAYERS]
+        for slot, (begin, first, end) in self._seats.items():
+            for held, staged in zip((slot.keys, slot.values), room, strict=True):
+                self._copy(staged[begin + first : begin + end], held[layer, first:end], computed)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> None:
+        self.num_bytes += source.nbytes
+        self._last = self._lanes.copy(source, target, after).done
+
+
+def _room(shape: KVShape, num_rows: int, lanes: Lanes) -> KVMemory:
+    """For one layer's keys and values, (num_rows, num_kv_heads, head_dim) each."""
+    size = shape.size(num_rows)[1:]
+    num_bytes = num_rows * shape.row_bytes // shape.num_layers // 2
+    return KVMemory(*(lanes.device_memory(num_bytes).view(shape.dtype).view(size) for _ in range(2)))
+
+
+def _seated(batch: Batch) -> dict[KVSlot, _Seat]:
+    """A seat for every slot. A sweep writes rows that follow those which a slot holds."""
+    reach: dict[KVSlot, tuple[int, int]] = {}
+    for segment in batch.segments:
+        slot = segment.slot
+        assert isinstance(slot, KVSlot), "there are keys to be copied"
+        first, end = reach.get(slot, (slot.num_rows, 0))
+        reach[slot] = min(first, int(segment.rows.min())), max(end, int(segment.rows.max()) + 1)
+    seats, begin = {}, 0
+    for slot, (first, end) in reach.items():
+        seats[slot] = _Seat(begin, first, end)
+        begin += end
+    return seats
+
+
+@dataclass(frozen=True)
+class _StagedChunk(Chunk):
+    """Rows whose keys and values are on the stage."""
+
+    rooms: list[KVMemory]
+    staged_begins: list[int]
+
+    @property
+    def begins(self) -> list[int]:
+        return self.staged_begins
+
+    def spans(self, layer: int) -> tuple[Spans, int]:
+        return self._spans_by_room[layer % STAGED_LAYERS], 0
+
+    def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rooms[layer % STAGED_LAYERS]
+
+    @cached_property
+    def _spans_by_room(self) -> list[Spans]:
+        num_kv_heads = self.rooms[0].keys.shape[1]
+        places = ([_place(room, begin) for begin in self.begins] for room in self.rooms)
+        return [Spans.at(own, self.pieces, num_kv_heads) for own in places]
+
+
+def _place(room: KVMemory, begin: int) -> Place:
+    """Of a slot in a room, whose one layer has the number 0."""
+    keys, values = room.keys[begin:], room.values[begin:]
+    return Place(keys.data_ptr(), values.data_ptr(), len(keys))
+
+
+def _staged(chunk: Chunk, rooms: list[KVMemory], begins: Mapping[KVSlot, int]) -> Chunk:
+    own_begins = [begins[piece.slot] for piece in chunk.pieces]
+    return _StagedChunk(chunk.begin, chunk.end, chunk.pieces, chunk.device, rooms, own_begins)

@@ -1,0 +1,114 @@
+"""All slots and what they hold: found by session and by text; idle ones give their rows back, a little at a time.
+
+Owned by the sweep thread alone, but for what `target_worker.kv.slot_pool` reads for its figures.
+"""
+
+from __future__ import annotations
+
+from bough.model.kv.arena import Arena
+from bough.protocol.prefix_hash import BLOCK_TOKENS, whole_blocks
+from bough.protocol.prefix_index import Match, PrefixIndex
+from target_worker.kv.session_slot import HeldSession, SlotState, Text
+
+
+class Kept:
+    """Rows of an arena in slots, each with a session's text or with what a released one has left."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.sessions: dict[str, HeldSession] = {}
+        self.slots: dict[HeldSession, None] = {}  # those of released sessions too
+        self.num_evictions = 0
+        self._num_opened = 0
+        self._index: PrefixIndex[HeldSession] = PrefixIndex()
+
+    def open(self, num_rows: int) -> HeldSession:
+        """A slot with nothing in it; there must be room."""
+        session = HeldSession("", self.arena.take(num_rows), epoch=-1)
+        self.slots[session] = None
+        self.follow(session)
+        session.become(SlotState.HELD)
+        return session
+
+    def take_over(self, session: HeldSession, length: int, num_rows: int) -> None:
+        """An idle slot keeps its first `length` tokens, is nobody's and has so many rows; there must be room."""
+        if self.sessions.pop(session.session_id, None) is not None:
+            self.num_evictions += 1
+        session.epoch, session.last_round, session.last_result = -1, -1, None
+        self.roll_back(session, length)
+        self.arena.resize(session.slot, num_rows)
+
+    def name(self, session: HeldSession, session_id: str) -> None:
+        """The slot is this session's from now on."""
+        session.session_id, session.number = session_id, self._num_opened
+        self._num_opened += 1
+        self.sessions[session_id] = session
+
+    def give_back(self, session: HeldSession) -> None:
+        """An idle slot is no more."""
+        session.become(SlotState.EVICTING)
+        self.sessions.pop(session.session_id, None)
+        self._index.forget(session)
+        del self.slots[session]
+        self.arena.give_back(session.slot)
+        session.become(SlotState.FREE)
+
+    def follow(self, session: HeldSession) -> None:
+        """What the slot holds has changed: others find it by that."""
+        self._index.follow(session, session.slot.tokens, session.cache_salt)
+
+    def roll_back(self, session: HeldSession, length: int) -> None:
+        """The slot holds no more than so many tokens."""
+        if length < session.slot.length:
+            session.slot.roll_back(length)
+            self.follow(session)
+
+    def longest(self, text: Text) -> Match[HeldSession] | None:
+        """The slot that has most of the text's beginning, in whole blocks."""
+        return self._index.longest(text.tokens, text.hashes, text.cache_salt)
+
+    def idle(self, keep: HeldSession | None) -> list[HeldSession]:
+        """All idle slots but `keep`, those used longest ago first."""
+        idle = [session for session in self.slots if session.state is SlotState.IDLE and session is not keep]
+        return sorted(idle, key=lambda session: session.last_used)
+
+    def num_available(self, keep: HeldSession | None) -> int:
+        """Rows that are free, or that idle slots but `keep` would give back."""
+        return self.arena.num_free + sum(session.slot.num_rows for session in self.idle(keep))
+
+    def make_room(self, num_rows: int, keep: HeldSession | None) -> bool:
+        """Takes from idle slots until so many rows are free: what they do not use, then their ends, the oldest first.
+
+        Nothing changes where that is not enough. `keep` is spared.
+        """
+        if self.num_available(keep) < num_rows:
+            return False
+        idle = self.idle(keep)
+        for session in idle:
+            if self.arena.num_free < num_rows and session.slot.length >= BLOCK_TOKENS:
+                self.arena.resize(session.slot, session.slot.length)
+        for session in idle:
+            if (missing := num_rows - self.arena.num_free) > 0:
+                self._cut(session, session.slot.num_rows - missing)
+        return True
+
+    def check_integrity(self) -> None:
+        """Asserts what must hold between any two calls."""
+        self.arena.check_integrity()
+        assert {s.session_id: s for s in self.slots if s.session_id} == self.sessions, "a session has lost its slot"
+        num_rows = sum(session.slot.num_rows for session in self.slots)
+        assert self.arena.num_free == self.arena.num_rows - num_rows, "rows are lost"
+        for session in self.slots:
+            assert session.state in (SlotState.HELD, SlotState.IDLE), f"a slot stayed {session.state.value}"
+            assert session.state is SlotState.HELD or not session.is_busy, "a call is in flight in an idle slot"
+        self._index.check_integrity([*self.slots])
+
+    def _cut(self, session: HeldSession, num_rows: int) -> None:
+        """An idle slot keeps the beginning of its text, as far as that fits so many rows."""
+        length = whole_blocks(max(0, min(num_rows, session.slot.length)))
+        if length:
+            self.roll_back(session, length)
+            self.arena.resize(session.slot, num_rows)
+            return
+        self.num_evictions += session.slot.length > 0
+        self.give_back(session)

@@ -1,0 +1,70 @@
+"""What copies have brought to an accelerator, and how long its computing lane has waited for them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from target_worker.link.disk_ring import LinkFigures
+from target_worker.link.streams import Copy, Mark
+
+NS_PER_MS = 1_000_000
+
+
+class _Span(NamedTuple):
+    """Time between two marks, to be read when both are reached."""
+
+    begin: Mark
+    end: Mark
+    num_bytes: int
+
+
+class LaneTraffic:
+    """Counters that any thread may add to. Copies follow each other in one lane: their times do not overlap."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._copies: deque[_Span] = deque()
+        self._waits: deque[_Span] = deque()
+        self._num_bytes = self._busy_ns = self._wait_ns = 0
+
+    def copied(self, copy: Copy, num_bytes: int) -> None:
+        """A copy is queued."""
+        with self._lock:
+            self._copies.append(_Span(copy.begun, copy.done, num_bytes))
+
+    def waited(self, ready: Mark, went_on: Mark) -> None:
+        """Between two marks of the computing lane there is nothing but a wait for copies."""
+        with self._lock:
+            self._waits.append(_Span(ready, went_on, 0))
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """Of copies that are queued and not over."""
+        with self._lock:
+            self._count()
+            return sum(span.num_bytes for span in self._copies)
+
+    def figures(self) -> LinkFigures:
+        """Of what has been done since the start; what is queued counts when it is done."""
+        with self._lock:
+            self._count()
+            return LinkFigures(self._num_bytes, self._busy_ns, self._wait_ns)
+
+    def _count(self) -> None:
+        for span in _reached(self._copies):
+            self._num_bytes += span.num_bytes
+            self._busy_ns += _nanoseconds(span)
+        self._wait_ns += sum(map(_nanoseconds, _reached(self._waits)))
+
+
+def _reached(spans: deque[_Span]) -> Iterator[_Span]:
+    """Takes those that are over."""
+    while spans and spans[0].end.query():
+        yield spans.popleft()
+
+
+def _nanoseconds(span: _Span) -> int:
+    return int(span.begin.elapsed_time(span.end) * NS_PER_MS)

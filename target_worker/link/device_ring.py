@@ -1,0 +1,164 @@
+"""The link to an accelerator with memory of its own: layers copied from host to device ahead of the sweep.
+
+A thread queues copies round the layers for ever, as the ring from disk reads them; what orders copies and computing are
+marks in the accelerator's lanes. So a sweep is queued without a stop: its thread waits only for a copy to be *queued*,
+and in a mixture of experts for each layer's router.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from target_worker.link.copy_stats import LaneTraffic
+from target_worker.link.disk_ring import LinkFigures
+from target_worker.link.streams import Copy, Lanes, Mark
+
+
+class HostSide(Protocol):
+    """Where the bytes come from."""
+
+    def layer(self, index: int) -> AbstractContextManager[torch.Tensor]:
+        """A layer's bytes, uint8 in the host's memory, valid until the block ends."""
+        ...
+
+    def stays(self, index: int) -> bool:
+        """Whether they stay when the block has ended."""
+        ...
+
+    def restart(self) -> None:
+        """Begins again with the first layer."""
+        ...
+
+
+class DeviceRing:
+    """Delivers layers in order, round and round. One thread copies; one consumer takes layers with `layer()`.
+
+    Sequence number s stands for layer `indices[s % len(indices)]`, in slab s % num_slabs.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        sizes: Sequence[int],
+        source: HostSide,
+        lanes: Lanes,
+        num_slabs: int,
+        traffic: LaneTraffic | None = None,
+    ) -> None:
+        """`sizes` are the bytes of the layers `indices`; `traffic` counts copies, with others in the same lane."""
+        self._indices = tuple(indices)
+        self._sizes = tuple(sizes)
+        self._source = source
+        self._lanes = lanes
+        self._slabs = [lanes.device_memory(max(sizes)) for _ in range(num_slabs)]
+        self._state = threading.Condition()
+        self._is_closed = self._is_restarting = self._is_copying = False
+        self._traffic = traffic or LaneTraffic()
+        self._reset(None)
+        self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
+
+    def __enter__(self) -> DeviceRing:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._state:
+            self._is_closed = True
+            self._state.notify_all()
+        self._thread.join()
+
+    def _reset(self, computed: Mark | None) -> None:
+        """`computed` is reached when nothing reads the slabs any more."""
+        self._issued = self._consumed = 0  # sequence numbers: next to copy, next that the sweep wants
+        self._free_after: list[Mark | None] = [computed] * len(self._slabs)
+        self._copied: dict[int, Mark] = {}  # by sequence number, of copies that are queued
+        self._error: Exception | None = None
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[torch.Tensor]:
+        """The next layer's slab, uint8 on the device. What is queued to compute within the block may read it.
+
+        `index` must be the layer that is next.
+
+        Raises:
+            StreamError: it could not be read; call `restart` before the next sweep.
+        """
+        sequence = self._consumed
+        assert self._indices[sequence % len(self._indices)] == index, "layers are taken in order"
+        with self._state:
+            self._state.wait_for(lambda: self._error is not None or sequence in self._copied)
+            if self._error is not None:
+                raise self._error
+            copied = self._copied.pop(sequence)
+        ready = self._lanes.compute_mark()
+        self._lanes.compute_after(copied)
+        self._traffic.waited(ready, self._lanes.compute_mark())
+        yield self._slabs[sequence % len(self._slabs)]
+        computed = self._lanes.compute_mark()
+        with self._state:
+            self._free_after[sequence % len(self._slabs)] = computed
+            self._consumed += 1
+            self._state.notify_all()
+
+    def restart(self) -> None:
+        """Begins again with the first layer, after an error or a sweep that was given up."""
+        with self._state:
+            self._is_restarting = True
+            self._state.wait_for(lambda: not self._is_copying)
+        self._source.restart()
+        computed = self._lanes.compute_mark()
+        with self._state:
+            self._reset(computed)
+            self._is_restarting = False
+            self._state.notify_all()
+
+    def figures(self) -> LinkFigures:
+        """Of what has been done since the start; what is queued counts when it is done."""
+        return self._traffic.figures()
+
+    def _run(self) -> None:
+        while (sequence := self._begin()) is not None:
+            error: Exception | None = None
+            try:
+                self._copy(sequence)
+            except Exception as exc:  # handed to the sweep that wants the layer
+                error = exc
+            with self._state:
+                self._is_copying = False
+                self._error = self._error or error
+                self._state.notify_all()
+
+    def _begin(self) -> int | None:
+        """The next layer to copy, once its slab's last use is queued; None when the ring is closed."""
+        with self._state:
+            self._state.wait_for(self._may_copy)
+            if self._is_closed:
+                return None
+            self._is_copying = True
+            self._issued += 1
+            return self._issued - 1
+
+    def _may_copy(self) -> bool:
+        has_room = self._issued < self._consumed + len(self._slabs)
+        return self._is_closed or (self._error is None and not self._is_restarting and has_room)
+
+    def _copy(self, sequence: int) -> None:
+        number, slab = sequence % len(self._indices), sequence % len(self._slabs)
+        index, size = self._indices[number], self._sizes[number]
+        with self._source.layer(index) as data:
+            target = self._slabs[slab][:size]
+            copy: Copy = self._lanes.copy(data[:size], target, self._free_after[slab])
+            self._traffic.copied(copy, size)
+            with self._state:
+                self._copied[sequence] = copy.done
+                self._state.notify_all()
+            if not self._source.stays(index):
+                copy.done.synchronize()  # the next layer from disk may then have these bytes' place

@@ -1,0 +1,243 @@
+"""Reads of a checkpoint's files, past the page cache where the file system lets us. Knows no order and no threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bough.errors import CheckpointError, StreamError
+from bough.model.checkpoint.checkpoint import MAX_HEADER_BYTES, TensorPlace
+from bough.model.checkpoint.content_samples import samples_digest
+from target_worker.link.file_digests import file_digest, known_digest
+from target_worker.link.layer_extents import Extent, LayerWeights
+from target_worker.link.open_files import FileState, OpenFile, open_file
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 8 * 1024 * 1024  # one read: smaller ones cost processors more, which sweeps need as well
+
+Allocate = Callable[[int], memoryview]  # of page-aligned memory, by the number of its bytes
+
+
+class Piece(NamedTuple):
+    """A part of an extent."""
+
+    extent: Extent
+    begin: int  # within the extent
+    num_bytes: int
+
+
+class Slab(NamedTuple):
+    """Page-aligned memory that a layer is read into."""
+
+    bytes: torch.Tensor  # (num_bytes,) uint8
+    view: memoryview  # of the same memory, for system calls
+
+    @classmethod
+    def over(cls, memory: memoryview) -> Slab:
+        """Of memory that is there."""
+        return cls(torch.frombuffer(memory, dtype=torch.uint8), memory)
+
+
+class Disk:
+    """The files of a checkpoint, open."""
+
+    def __init__(self, files: Iterable[Path], unchecked: Iterable[TensorPlace] = ()) -> None:
+        """`unchecked` are tensors without checksums: a file that takes another's place must have the same in them."""
+        self._files = {file: open_file(file) for file in set(files)}
+        self._unchecked: dict[Path, list[TensorPlace]] = {}
+        for place in unchecked:
+            self._unchecked.setdefault(place.file, []).append(place)
+        self._states = {path: FileState.of(file.descriptor) for path, file in self._files.items()}
+        self._layouts = {file: _layout_of(file) for file in self._files}
+        self._contents = {file: self._contents_of(file) for file in self._files}
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all files are read past the page cache."""
+        return all(file.is_direct for file in self._files.values())
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            os.close(file.descriptor)
+
+    def require_unchanged(self) -> None:
+        """After reads, before what came of them is used.
+
+        Raises:
+            StreamError: a file was written to in place, so that they may have brought bytes of two checkpoints.
+        """
+        for path, file in self._files.items():
+            if FileState.of(file.descriptor) != self._states[path]:
+                raise StreamError(f"{path}: was written to while the model is served; what this sweep read is not used")
+
+    def renew(self) -> set[Path]:
+        """Goes on with files that were written to, or have taken the place of those that are open, and hold the same.
+
+        Returns which. Descriptors stay: whoever reads knows them.
+
+        Raises:
+            StreamError: what stands there now is laid out otherwise, or has other weights, or is not known to have the
+                same: half of it may be overwritten.
+        """
+        renewed = set()
+        for path, file in self._files.items():
+            before, found = self._states[path], _state_of(path, file)
+            if found == before:
+                continue
+            self._require_same(path, before, found)
+            if found.inode != before.inode:
+                new = open_file(path)
+                os.dup2(new.descriptor, file.descriptor)
+                os.close(new.descriptor)
+                self._files[path] = new._replace(descriptor=file.descriptor)
+            self._states[path] = found
+            self.require_unchanged()
+            renewed.add(path)
+        return renewed
+
+    def _require_same(self, path: Path, before: FileState, found: FileState) -> None:
+        """By checksums, which are compared with what is then read; by a digest, where one was known before; by samples,
+        where another file is there, which nobody would have renamed before it was whole. Raises StreamError.
+        """
+        if found.size != before.size:
+            raise StreamError(
+                f"{path}: has {found.size} bytes, and had {before.size} when the model was opened; the file that was "
+                "there, or starting again, would do"
+            )
+        if _layout_of(path) != self._layouts[path]:
+            raise StreamError(
+                f"{path}: another file stands here than when the model was opened, with other tensors or places; "
+                "the one that was there, or starting again, would do"
+            )
+        if path not in self._unchecked:
+            return
+        digest = known_digest(path, before)
+        if digest is not None:
+            if self._digest_of(path, found) != digest:
+                raise StreamError(
+                    f"{path}: has other bytes than when the model was opened; sessions have begun with those that were "
+                    "there: put these back, or start again"
+                )
+        elif found.inode == before.inode:
+            raise StreamError(
+                f"{path}: was written to in place since the model was opened, and whether it holds the same is not "
+                "known; sessions have begun with what was there: start again"
+            )
+        elif self._contents_of(path) != self._contents[path]:
+            raise StreamError(
+                f"{path}: another file stands here than when the model was opened, with other weights; sessions "
+                "have begun with those that were there: put these back, or start again"
+            )
+
+    def _digest_of(self, path: Path, state: FileState) -> str:
+        try:
+            return known_digest(path, state) or file_digest(path, state)
+        except CheckpointError as exc:
+            raise StreamError(str(exc)) from exc
+
+    def place_of(self, piece: Piece) -> tuple[int, int, int, int, int]:
+        """Descriptor, offset, bytes, how many of them are needed, and where they belong in the layer's slab."""
+        extent = piece.extent
+        needed = min(piece.num_bytes, extent.needed_bytes - piece.begin)
+        descriptor = self._files[extent.file].descriptor
+        return descriptor, extent.offset + piece.begin, piece.num_bytes, needed, extent.slab_offset + piece.begin
+
+    def read(self, piece: Piece, slab: Slab) -> None:
+        """Reads a piece to its place in a slab.
+
+        Raises:
+            ReadError: with the offset that could not be read.
+        """
+        descriptor, offset, num_bytes, needed, begin = self.place_of(piece)
+        target, done = slab.view[begin : begin + num_bytes], 0
+        while done < needed:
+            count = _read_twice(descriptor, target[done:], offset + done)
+            if count == 0:
+                raise ReadError(offset + done, "the file ends here")
+            done += count
+
+    def _contents_of(self, file: Path) -> str:
+        """Samples of the tensors of a file that have no checksums, one of each."""
+        try:
+            return samples_digest(self._unchecked.get(file, ()), num_samples=1)
+        except CheckpointError as exc:
+            raise StreamError(str(exc)) from exc
+
+    def load(self, layers: Sequence[LayerWeights], slabs: Sequence[Slab], num_threads: int) -> None:
+        """Reads whole layers, several reads at a time.
+
+        Raises:
+            StreamError: naming the file, the layer and the tensor.
+        """
+
+        def read(job: tuple[LayerWeights, Slab, Piece]) -> None:
+            layer, slab, piece = job
+            try:
+                self.read(piece, slab)
+            except ReadError as exc:
+                raise stream_error(exc, layer, piece.extent) from exc
+
+        jobs = [(layer, slab, p) for layer, slab in zip(layers, slabs, strict=True) for p in cut(layer.extents)]
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as threads:
+            for _ in threads.map(read, jobs):
+                pass
+
+
+def _read_twice(descriptor: int, target: memoryview, offset: int) -> int:
+    """Bytes that were read. A disk or a network may fail once, and a sweep of seconds would be lost with it."""
+    try:
+        return os.preadv(descriptor, [target], offset)
+    except OSError as exc:
+        logger.warning("a read failed and is tried again: %s", exc)
+    try:
+        return os.preadv(descriptor, [target], offset)
+    except OSError as exc:
+        raise ReadError(offset, str(exc)) from exc
+
+
+class ReadError(Exception):
+    """Bytes that could not be read."""
+
+    def __init__(self, offset: int, reason: str) -> None:
+        super().__init__(reason)
+        self.offset = offset
+
+
+def stream_error(error: ReadError, layer: LayerWeights, extent: Extent) -> StreamError:
+    """The same in terms of files and tensors."""
+    tensor = layer.tensor_at(extent.file, error.offset)
+    return StreamError(f"{extent.file}: {layer.name}, tensor {tensor}, byte {error.offset}: {error}")
+
+
+def cut(extents: Sequence[Extent]) -> list[Piece]:
+    """Extents in pieces of one read each."""
+    return [
+        Piece(extent, begin, min(PIECE_BYTES, extent.num_bytes - begin))
+        for extent in extents
+        for begin in range(0, extent.num_bytes, PIECE_BYTES)
+    ]
+
+
+def _state_of(path: Path, file: OpenFile) -> FileState:
+    """Of what stands at a path; of what is open, where nothing does."""
+    try:
+        return FileState.of(path)
+    except OSError:
+        return FileState.of(file.descriptor)
+
+
+def _layout_of(file: Path) -> int:
+    """A checksum of the header: it changes if tensors are elsewhere."""
+    with file.open("rb") as stream:
+        (num_bytes,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
+        return zlib.crc32(stream.read(min(num_bytes, MAX_HEADER_BYTES)))

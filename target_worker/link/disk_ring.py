@@ -1,0 +1,173 @@
+"""The link: layers read from disk by threads into a ring of aligned slabs, ahead of the sweep and across its end.
+
+The ring goes round the layers for ever: after the last comes the first again, so that the next sweep's first layers
+arrive while trees are being grown. Knows nothing of models; a layer is a list of extents.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from bough.errors import StreamError
+from bough.model.cpu.huge_pages import large_pages
+from target_worker.link.direct_io import Allocate, Disk, ReadError, Slab, cut, stream_error
+from target_worker.link.disk_reader import (
+    CLOSED,
+    IS_CLOSED,
+    Link,
+    Read,
+    consume,
+    end_read,
+    has_arrived,
+    read_on,
+    restart,
+    stop,
+)
+from target_worker.link.disk_stats import Traffic, bytes_and_busy_ns
+from target_worker.link.layer_extents import LayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What the link has done since the start."""
+
+    num_bytes: int  # read
+    busy_ns: int  # with at least one read under way
+    wait_ns: int  # sweeps waited for a layer
+
+    @classmethod
+    def of(cls, traffic: Traffic, wait_ns: int) -> LinkFigures:
+        """Of all who read, and what sweeps waited for them."""
+        num_bytes, busy_ns = bytes_and_busy_ns(traffic)
+        return cls(num_bytes, busy_ns, wait_ns)
+
+
+class BestSpeed:
+    """The best that a link has shown over at least so many bytes.
+
+    A read counts when it ends, and its time as it passes: over few bytes, those that began before would count for much.
+    """
+
+    def __init__(self, since: LinkFigures, least_bytes: int) -> None:
+        self._since = since
+        self._least_bytes = least_bytes
+        self._best = 0.0
+
+    def seen(self, figures: LinkFigures) -> float:
+        """In bytes per nanosecond, with what the link has done by now; 0 before it has done anything."""
+        num_bytes, busy_ns = figures.num_bytes - self._since.num_bytes, figures.busy_ns - self._since.busy_ns
+        speed = num_bytes / busy_ns if busy_ns else 0.0
+        if num_bytes < self._least_bytes:
+            return self._best or speed
+        self._since, self._best = figures, max(self._best, speed)
+        return self._best
+
+
+class Ring:
+    """Delivers layers in order, round and round. Threads read; one consumer takes layers with `layer()`.
+
+    Sequence number s stands for layer s % num_layers, in slab s % num_slabs.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        disk: Disk,
+        num_slabs: int,
+        num_threads: int,
+        allocate: Allocate = large_pages,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """Counts with others over the same link, where their `traffic` is given."""
+        self.layers = tuple(layers)
+        self.num_slabs = num_slabs
+        self._disk = disk
+        slab_bytes = max(layer.num_bytes for layer in layers)
+        memory = allocate(slab_bytes * num_slabs)
+        self._slabs = [Slab.over(memory[i * slab_bytes : (i + 1) * slab_bytes]) for i in range(num_slabs)]
+        self._pieces = [(index, piece) for index, layer in enumerate(layers) for piece in cut(layer.extents)]
+        reads = [Read(index, *disk.place_of(piece)) for index, piece in self._pieces]
+        (self._room, self._more_room), self._arrived = os.pipe(), os.eventfd(0)
+        first, traffic = self._slabs[0].bytes.data_ptr(), traffic or Traffic.none_yet()
+        self._link = Link.of(reads, num_slabs, first, slab_bytes, self._room, self._arrived, traffic)
+        self._consumed = 0  # sequence number of the layer that is wanted next
+        self._error: StreamError | None = None
+        self._failed = sys.maxsize  # sequence number of the first layer that could not be read
+        self._failing = threading.Lock()
+        self._wait_ns = 0
+        self._threads = [threading.Thread(target=self._read, name=f"link-{i}", daemon=True) for i in range(num_threads)]
+
+    def __enter__(self) -> Ring:
+        self.restart()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._link.counts[IS_CLOSED] = 1
+        os.write(self._more_room, bytes(len(self._threads)))
+        for thread in self._threads:
+            thread.join()
+        for descriptor in (self._room, self._more_room, self._arrived):
+            os.close(descriptor)
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[torch.Tensor]:
+        """The next layer's slab, (slab_bytes,) uint8, valid until the block ends.
+
+        `index` must be the layer that is next.
+
+        Raises:
+            StreamError: where it could not be read; call `restart` before the next sweep.
+        """
+        sequence = self._consumed
+        assert sequence % len(self.layers) == index, "layers are taken in order"
+        began = time.perf_counter_ns()
+        while sequence < self._failed and not has_arrived(self._link, sequence):
+            os.eventfd_read(self._arrived)
+        if sequence >= self._failed:
+            assert self._error is not None
+            raise self._error
+        self._wait_ns += time.perf_counter_ns() - began
+        yield self._slabs[sequence % self.num_slabs].bytes
+        self._consumed += 1
+        os.write(self._more_room, bytes(consume(self._link)))
+
+    def restart(self) -> None:
+        """Begins again with layer 0, after an error or a sweep that was given up."""
+        while stop(self._link):
+            os.eventfd_read(self._arrived)  # nobody may still write into a slab
+        self._consumed, self._error, self._failed = 0, None, sys.maxsize
+        os.write(self._more_room, bytes(restart(self._link)))
+
+    def figures(self) -> LinkFigures:
+        """Counters since the start."""
+        return LinkFigures.of(self._link.traffic, self._wait_ns)
+
+    def _read(self) -> None:
+        """Compiled code reads; what it could not is tried here, to know what is wrong."""
+        while (number := read_on(self._link)) != CLOSED:
+            index, piece = self._pieces[number % len(self._pieces)]
+            sequence = number // len(self._pieces) * len(self.layers) + index
+            try:
+                self._disk.read(piece, self._slabs[sequence % self.num_slabs])
+            except ReadError as exc:
+                self._fail(sequence, stream_error(exc, self.layers[index], piece.extent))
+            end_read(self._link, number, self._error is None)
+
+    def _fail(self, sequence: int, error: StreamError) -> None:
+        """A layer that comes ahead of its turn fails only the sweep that wants it: those before it are read already."""
+        with self._failing:
+            if sequence < self._failed:
+                self._error, self._failed = error, sequence

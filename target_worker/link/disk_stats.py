@@ -1,0 +1,66 @@
+"""What crosses the link, whoever reads: bytes, and the time in which at least one read is under way."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from bough.model.cpu.atomics import APART, compiled, hold, let_go
+
+NUM_BYTES, IN_FLIGHT, BUSY_NS, BUSY_SINCE_NS = range(4)
+_CLOCK_MONOTONIC = 1  # which time.perf_counter_ns reads
+_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.uintp))
+
+
+class Traffic(NamedTuple):
+    """Counters, changed under the lock by all who read over one link."""
+
+    lock: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def none_yet(cls) -> Traffic:
+        """Before the first read."""
+        return cls(np.zeros(2 * APART, np.int64), np.zeros(4, np.int64))
+
+
+@compiled
+def _now():  # type: ignore[no-untyped-def]
+    time = np.empty(2, np.int64)  # seconds, nanoseconds
+    _clock_gettime(_CLOCK_MONOTONIC, time.ctypes.data)
+    return time[0] * 1_000_000_000 + time[1]
+
+
+@compiled
+def read_begins(traffic):  # type: ignore[no-untyped-def]
+    """Before a read."""
+    hold(traffic.lock)
+    traffic.counts[IN_FLIGHT] += 1
+    if traffic.counts[IN_FLIGHT] == 1:
+        traffic.counts[BUSY_SINCE_NS] = _now()
+    let_go(traffic.lock)
+
+
+@compiled
+def read_ends(traffic, num_bytes):  # type: ignore[no-untyped-def]
+    """After it, whether or not it went well."""
+    hold(traffic.lock)
+    traffic.counts[NUM_BYTES] += num_bytes
+    traffic.counts[IN_FLIGHT] -= 1
+    if traffic.counts[IN_FLIGHT] == 0:
+        traffic.counts[BUSY_NS] += _now() - traffic.counts[BUSY_SINCE_NS]
+    let_go(traffic.lock)
+
+
+@compiled
+def bytes_and_busy_ns(traffic):  # type: ignore[no-untyped-def]
+    """Read so far, and with at least one read under way."""
+    hold(traffic.lock)
+    num_bytes, busy_ns = traffic.counts[NUM_BYTES], traffic.counts[BUSY_NS]
+    if traffic.counts[IN_FLIGHT]:
+        busy_ns += _now() - traffic.counts[BUSY_SINCE_NS]
+    let_go(traffic.lock)
+    return num_bytes, busy_ns

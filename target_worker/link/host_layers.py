@@ -1,0 +1,159 @@
+"""Layers in the host's memory: those that stay there, and those that come through it from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+
+import torch
+
+from bough.errors import StreamError
+from target_worker.link.direct_io import Allocate, Disk, Slab
+from target_worker.link.disk_ring import LinkFigures, Ring
+from target_worker.link.disk_stats import Traffic
+from target_worker.link.layer_extents import LayerWeights
+
+
+class HostLayers:
+    """Layers that stay are read once, by `fill`; the others come through a ring, round after round."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        staying: Sequence[int],
+        streamed: Sequence[int],
+        num_slabs: int,
+        num_threads: int,
+        checksums: Mapping[str, int],
+        allocate: Allocate,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """`checksums` (crc32 by tensor name) are compared when a layer is seen for the first time; `traffic` counts
+        what streams, with what others read over the same link.
+        """
+        self._layers = tuple(layers)
+        self._staying = tuple(staying)
+        self._streamed = tuple(streamed)
+        self._place_in_ring = {index: number for number, index in enumerate(streamed)}
+        self._num_slabs = num_slabs
+        self._num_threads = num_threads
+        self._checksums = checksums
+        self._unseen = set(range(len(layers))) if checksums else set()
+        self._allocate = allocate
+        self._traffic = traffic or Traffic.none_yet()
+        self._resources = ExitStack()
+        self._disk = Disk(
+            (extent.file for layer in layers for extent in layer.extents),
+            (place for layer in layers for place in layer.begins if place.name not in checksums),
+        )
+        self._slabs: dict[int, Slab] = {}
+        self._ring: Ring | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all reads go past the page cache."""
+        return self._disk.is_direct
+
+    def stays(self, index: int) -> bool:
+        """Whether a layer's bytes stay where they are."""
+        return index in self._slabs
+
+    def __enter__(self) -> HostLayers:
+        self._resources.callback(self._disk.close)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    def fill(self) -> None:
+        """Takes the memory, reads what stays and starts the ring.
+
+        Raises:
+            StreamError: a layer that stays could not be read.
+        """
+        layers, sizes = self._layers, [self._layers[index].num_bytes for index in self._staying]
+        slab_bytes = max((layers[index].num_bytes for index in self._streamed), default=0)
+        total = sum(sizes) + self._num_slabs * slab_bytes
+        if not total:
+            return
+        memory, used = self._allocate(total), 0  # in one piece: pinning has a price for each
+        for index, size in zip(self._staying, sizes, strict=True):
+            self._slabs[index] = Slab.over(memory[used : used + size])
+            used += size
+        self._disk.load([layers[index] for index in self._staying], list(self._slabs.values()), self._num_threads)
+        if self._streamed:
+            streamed = [layers[index] for index in self._streamed]
+            room = memory[used:]
+            ring = Ring(streamed, self._disk, self._num_slabs, self._num_threads, lambda _: room, self._traffic)
+            self._ring = self._resources.enter_context(ring)
+
+    def read(self, index: int, slab: Slab) -> torch.Tensor:
+        """A layer's bytes, (num_bytes,) uint8, read into a slab of the caller's; `fill` is not needed.
+
+        Raises:
+            StreamError: they could not be read, or are not what was written.
+        """
+        layer = self._layers[index]
+        self._disk.load([layer], [slab], self._num_threads)
+        self._check(index, slab.bytes)
+        return slab.bytes[: layer.num_bytes]
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[torch.Tensor]:
+        """A layer's slab, uint8, valid until the block ends. Layers that stream are taken in order.
+
+        Raises:
+            StreamError: it could not be read, or is not what was written; call `restart` before the next sweep.
+        """
+        if index in self._slabs:
+            self._check_staying(index)
+            yield self._slabs[index].bytes
+            return
+        assert self._ring is not None, "a layer that does not stay streams"
+        with self._ring.layer(self._place_in_ring[index]) as slab:
+            self._check(index, slab)
+            yield slab
+
+    def restart(self) -> None:
+        """Begins again with the first layer, after an error or a sweep that was given up."""
+        if self._ring is not None:
+            self._ring.restart()
+
+    def require_unchanged(self) -> None:
+        """Raises StreamError where what streams has come from files that were written to meanwhile."""
+        if self._ring is not None:
+            self._disk.require_unchanged()
+
+    def renew(self) -> bool:
+        """As `Disk.renew`; the layers of those files are compared again. Whether there are any.
+
+        Call `restart` then: what has come ahead is of what was there before.
+
+        Raises:
+            StreamError: as `Disk.renew`.
+        """
+        renewed = self._disk.renew()
+        if self._checksums:
+            self._unseen |= {i for i, layer in enumerate(self._layers) if any(e.file in renewed for e in layer.extents)}
+        return bool(renewed)
+
+    def figures(self) -> LinkFigures:
+        """Counters since the start."""
+        return self._ring.figures() if self._ring is not None else LinkFigures.of(self._traffic, 0)
+
+    def _check_staying(self, index: int) -> None:
+        """Reads a layer anew that is not what was written: the file may have been repaired since."""
+        slab = self._slabs[index]
+        try:
+            self._check(index, slab.bytes)
+        except StreamError:
+            self._disk.load([self._layers[index]], [slab], self._num_threads)
+            self._check(index, slab.bytes)
+
+    def _check(self, index: int, slab: torch.Tensor) -> None:
+        if index in self._unseen:
+            self._layers[index].verify(slab, self._checksums)
+            self._unseen.discard(index)

@@ -1,0 +1,54 @@
+"""Files of a checkpoint: opened past the page cache where the file system lets us, and told from what they were."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from bough.errors import CheckpointError
+from target_worker.link.layer_extents import ALIGNMENT
+
+logger = logging.getLogger(__name__)
+
+
+class FileState(NamedTuple):
+    """Which file it is, and when it was last written to: nobody writes to a file, or replaces it, and leaves these."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> FileState:
+        """Of a path, or of what a descriptor has open. Raises OSError."""
+        status = os.stat(file)
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class OpenFile(NamedTuple):
+    """A file that is open for reading."""
+
+    descriptor: int
+    is_direct: bool
+
+
+def open_file(file: Path) -> OpenFile:
+    """Opens past the page cache where the file system lets us, proved by one read. Raises CheckpointError."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, ALIGNMENT) as probe:
+                os.preadv(descriptor, [probe], 0)
+            return OpenFile(descriptor, True)
+        except OSError:
+            os.close(descriptor)
+    except OSError:
+        pass
+    logger.warning("%s: the file system refuses O_DIRECT; reading through the page cache", file)
+    try:
+        return OpenFile(os.open(file, os.O_RDONLY), False)
+    except OSError as exc:
+        raise CheckpointError(f"{file}: cannot be opened: {exc}") from exc

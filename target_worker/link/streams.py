@@ -1,0 +1,186 @@
+"""An accelerator's lanes of work: one computes, another copies meanwhile. The seam below what streams.
+
+Work is queued, not awaited: the order within a lane is the order of the calls, and between lanes only marks order it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from bough.model.cpu.huge_pages import large_pages
+
+logger = logging.getLogger(__name__)
+
+
+class Mark(Protocol):
+    """A point in a lane, reached when all that was queued there before is done. `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """Whether it is reached."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread until it is."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from here to a later mark of the same lane, both reached."""
+        ...
+
+
+class Copy(NamedTuple):
+    """A copy that is queued."""
+
+    begun: Mark
+    done: Mark
+
+
+class Lanes(Protocol):
+    """What streaming asks of an accelerator."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all of `host_memory` is pinned: copied from directly, without a stop in between."""
+        ...
+
+    def host_memory(self, num_bytes: int) -> memoryview:
+        """Page-aligned memory of the host, pinned where the system allows it; valid until `close`."""
+        ...
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        """(num_bytes,) uint8 on the accelerator."""
+        ...
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
+        """Queues a copy between host and accelerator that begins once `after` is reached."""
+        ...
+
+    def compute_after(self, mark: Mark) -> None:
+        """What is queued to compute from now on begins once a mark is reached."""
+        ...
+
+    def compute_mark(self) -> Mark:
+        """The point that the computing lane has been told to reach so far."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is queued and gives the host's memory back."""
+        ...
+
+
+class CudaLanes:
+    """A GPU's: the current stream computes, a stream of its own copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_pinned = True
+        self._copying = torch.cuda.Stream(device)
+        self._lock = threading.Lock()  # between the marks of a copy there is nothing but it, whoever else queues
+        self._pinned: list[tuple[int, memoryview]] = []  # by address; kept, or another's memory could come to be there
+
+    def host_memory(self, num_bytes: int) -> memoryview:
+        """Pinned in one piece; without pinning, and with a warning, where the system refuses."""
+        memory = large_pages(num_bytes)  # pinning goes page by page
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        with torch.cuda.device(self.device):
+            error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+            if error == 0:
+                self._pinned.append((address, memory))
+                return memory
+            self.is_pinned = False
+            logger.warning(
+                "%.2f GB of host memory could not be pinned (CUDA error %d): copies to the GPU will be slower; "
+                "a smaller --host-memory, or --kv-memory with KV on the host, may help",
+                num_bytes / 1e9,
+                error,
+            )
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self.device)  # CUDA remembers the error for the next launch: let it be this one
+        return memory
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        """From torch's allocator."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
+        """On the copying stream."""
+        begun, done = _event(), _event()
+        with self._lock, torch.cuda.stream(self._copying):
+            if after is not None:
+                self._copying.wait_event(after)  # type: ignore[arg-type]  # marks of this class are events
+            begun.record(self._copying)
+            target.copy_(source, non_blocking=True)
+            done.record(self._copying)
+        return Copy(begun, done)
+
+    def compute_after(self, mark: Mark) -> None:
+        """The current stream waits."""
+        torch.cuda.current_stream(self.device).wait_event(mark)  # type: ignore[arg-type]
+
+    def compute_mark(self) -> Mark:
+        """An event on the current stream."""
+        event = _event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def close(self) -> None:
+        """Waits for both streams, then unpins."""
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.device(self.device):
+            for address, _ in self._pinned:
+                torch.cuda.cudart().cudaHostUnregister(address)
+        self._pinned.clear()
+
+
+def _event() -> torch.cuda.Event:
+    """With time, and for a thread that waits: asleep, not spinning."""
+    return torch.cuda.Event(enable_timing=True, blocking=True)
+
+
+class Reached:
+    """A mark of lanes that do everything at once."""
+
+    def query(self) -> bool:
+        """It is."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Not measured."""
+        return 0.0
+
+
+class InlineLanes:
+    """No accelerator: memory of the host stands for its own, and copies are made at once. For tests and dry runs."""
+
+    is_pinned = True
+
+    def host_memory(self, num_bytes: int) -> memoryview:
+        """Ordinary."""
+        return large_pages(num_bytes)
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        """Ordinary."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
+        """Made before this returns."""
+        target.copy_(source)
+        return Copy(Reached(), Reached())
+
+    def compute_after(self, mark: Mark) -> None:
+        """Nothing is ever outstanding."""
+
+    def compute_mark(self) -> Mark:
+        """Reached."""
+        return Reached()
+
+    def close(self) -> None:
+        """Nothing is held."""

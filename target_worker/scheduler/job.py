@@ -1,0 +1,123 @@
+"""A call on its way through one or more sweeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.concurrency.futures import settle
+from bough.model.kv.segment import Segment
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
+from bough.trees.tree import Tree
+from target_worker.kv.session_slot import HeldSession, Text
+from target_worker.scheduler.batching import Part
+from target_worker.scheduler.sweep_figures import SweepFigures
+
+
+class SweepShare(NamedTuple):
+    """What a call is told of the sweep that verified its tree."""
+
+    num_rows: int  # of all calls
+    num_trees: int
+    cost: CostCurve | None  # what sweeps take, this one included
+
+    @classmethod
+    def of(cls, parts: Sequence[Part[Any]], cost: CostCurve | None) -> SweepShare:
+        """Of a sweep of these parts."""
+        return cls(sum(part.num_tokens for part in parts), sum(part.has_tree for part in parts), cost)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What a call still lacks, and who waits for it."""
+
+    call: VerifyCall
+    session: HeldSession
+    text: Text  # before the root
+    futures: list[Future[VerifyResult]]
+    arrived_ns: int
+    num_computed: int = 0  # tokens of the text
+    num_passed_over: int = 0  # sweeps in a row that it had no part in
+    timings: Timings = field(default_factory=Timings)
+    tree: Tree = field(init=False)  # what of its tree goes into a sweep, numbered anew
+    _kept: NDArray[np.intp] | None = None  # nodes of the call's tree that this is; None is all
+
+    def __post_init__(self) -> None:
+        self.tree = self.call.tree
+
+    def keep(self, nodes: NDArray[np.intp] | None) -> None:
+        """Leaves out all other nodes of its tree; of each its parent must be kept. None keeps all."""
+        self._kept = nodes
+        self.tree = self.call.tree if nodes is None else self.call.tree.only(nodes)
+
+    @property
+    def num_held(self) -> int:
+        """Tokens of the text whose keys and values are there."""
+        return self.session.slot.length
+
+    @property
+    def num_left(self) -> int:
+        """Those that are not."""
+        return len(self.text.tokens) - self.session.slot.length
+
+    @property
+    def num_nodes(self) -> int:
+        """Of its tree, as far as it goes into a sweep, which it does in one piece."""
+        return len(self.tree)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody still waits for it."""
+        return not all(future.cancelled() for future in self.futures)
+
+    def segments(self, num_context: int, has_tree: bool) -> list[Segment]:
+        """Its rows of a sweep."""
+        slot, begin = self.session.slot, self.num_held
+        segments = [Segment.context(slot, begin, self.text.tokens[begin : begin + num_context])]
+        return [*segments, Segment.tree(slot, len(self.text.tokens), self.tree)] if has_tree else segments
+
+    def swept(self, num_context: int, figures: SweepFigures, began_ns: int) -> None:
+        """It had a part in a sweep."""
+        before = self.timings
+        self.num_computed += num_context
+        self.num_passed_over = 0
+        self.timings = replace(
+            before,
+            queue_ns=before.queue_ns if before.num_passes else began_ns - self.arrived_ns,
+            wait_ns=before.wait_ns + figures.wait_ns,
+            compute_ns=before.compute_ns + figures.total_ns - figures.wait_ns,
+            link_ns=before.link_ns + figures.link_ns,
+            link_bytes=before.link_bytes + figures.link_bytes,
+            link_ideal_ns=before.link_ideal_ns + figures.link_ideal_ns,
+            num_passes=before.num_passes + 1,
+        )
+
+    def result(self, verdict: Verdict, share: SweepShare) -> VerifyResult:
+        """What is answered to a verdict on `tree`, in the numbers of the tree that was sent."""
+        left_out: tuple[int, ...] = ()
+        if (kept := self._kept) is not None:
+            verdict = verdict._replace(accepted_nodes=tuple(kept[list(verdict.accepted_nodes)].tolist()))
+            left_out = tuple(np.setdiff1d(np.arange(len(self.call.tree)), kept).tolist())
+        timings = replace(self.timings, total_ns=time.perf_counter_ns() - self.arrived_ns)
+        return VerifyResult(
+            verdict,
+            self.num_held,
+            timings,
+            cached_length=len(self.text.tokens) - self.num_computed,
+            left_out_nodes=left_out,
+            cost=share.cost,
+            num_rows=share.num_rows,
+            num_trees=share.num_trees,
+        )
+
+    def settle(self, outcome: VerifyResult | Exception) -> None:
+        """Tells everyone who still waits."""
+        for future in self.futures:
+            settle(future, outcome)

@@ -1,0 +1,107 @@
+"""Contexts that begin alike are computed once: one call computes, the others wait a sweep and copy whole blocks.
+
+A call waits only where that costs it nothing: where its answer would not have come out of this sweep anyhow and it will
+have at least what it would have computed itself; or where all such calls together are answered no later, by the time
+that sweeps have been seen to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from bough.protocol.prefix_hash import common_length, whole_blocks
+from target_worker.kv.session_slot import Text
+from target_worker.scheduler.batching import Part, Waiting, choose
+
+
+class Sharing(Waiting, Protocol):
+    """A call that waits for a sweep, and what it is about."""
+
+    @property
+    def text(self) -> Text:
+        """All tokens before its tree."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Leading ones whose keys and values are there."""
+        ...
+
+
+AnySharing = TypeVar("AnySharing", bound=Sharing)
+
+
+class _Follower(NamedTuple):
+    """A call that could wait for another's work."""
+
+    job: Sharing
+    leader: Sharing
+    num_common: int  # leading tokens of both, in whole blocks
+
+    def gain(self, parts: dict[int, Part[AnySharing]]) -> int:
+        """Tokens that it can copy after a sweep of these parts."""
+        part = parts.get(id(self.leader))
+        reached = self.leader.num_held + (part.num_context if part is not None else 0)
+        return max(0, whole_blocks(min(self.num_common, reached)) - self.job.num_held)
+
+
+def choose_shared(
+    jobs: Sequence[AnySharing],
+    max_tokens: int,
+    knee: float,
+    min_tokens: int,
+    sweep_seconds: Callable[[int], float],
+) -> list[Part[AnySharing]]:
+    """As `choose`, without computing the same tokens twice where they are at least `min_tokens`.
+
+    `sweep_seconds` predicts the time of a sweep from its number of tokens.
+    """
+    alone = choose(jobs, max_tokens, knee)
+    followers = _followers(jobs, min_tokens)
+    while followers:
+        waiting = {id(follower.job) for follower in followers}
+        parts = choose([job for job in jobs if id(job) not in waiting], max_tokens, knee)
+        content = _content(followers, parts, alone, sweep_seconds)
+        if len(content) == len(followers):
+            return parts
+        followers = content
+    return alone
+
+
+def _followers(jobs: Sequence[Sharing], min_tokens: int) -> list[_Follower]:
+    """Whoever has much in common with one who is further, or came before."""
+    leaders: list[Sharing] = []
+    followers = []
+    for job in sorted((job for job in jobs if job.num_left), key=lambda job: -job.num_held):
+        tokens = job.text.array
+        allowed = [leader for leader in leaders if leader.text.cache_salt == job.text.cache_salt]
+        shared = [(whole_blocks(common_length(leader.text.array, tokens)), leader) for leader in allowed]
+        num_common, leader = max(shared, key=lambda pair: pair[0], default=(0, job))
+        if num_common - job.num_held >= min_tokens:
+            followers.append(_Follower(job, leader, num_common))
+        else:
+            leaders.append(job)
+    return followers
+
+
+def _content(
+    followers: Sequence[_Follower],
+    parts: Sequence[Part[AnySharing]],
+    alone: Sequence[Part[AnySharing]],
+    sweep_seconds: Callable[[int], float],
+) -> list[_Follower]:
+    """Those whom waiting costs nothing: `parts` is the sweep that they would wait for, `alone` that without waiting."""
+    computed, own = ({id(part.job): part for part in some} for some in (parts, alone))
+    late, content = [], []
+    for follower in followers:
+        part, gain = own.get(id(follower.job)), follower.gain(computed)
+        if part is not None and part.has_tree:
+            late += [follower] if gain else []
+        elif gain >= (part.num_context if part is not None else 1):
+            content.append(follower)
+    left = sum(f.job.num_left + f.job.num_nodes - f.gain(computed) for f in late)
+    num_computed, num_alone = (sum(part.num_tokens for part in some) for some in (parts, alone))
+    if sweep_seconds(num_computed) + sweep_seconds(left) <= sweep_seconds(num_alone):
+        content += late
+    return content

@@ -1,0 +1,1 @@
+"""One pass of all layers over a batch of trees."""

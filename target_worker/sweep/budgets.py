@@ -1,0 +1,47 @@
+"""What memory a target may take, from its settings and from what is free, and where its layers then live."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from bough.config.processes import TargetConfig
+from bough.model.sizes.memory_budget import budgets, device_budget, free_device_bytes, host_budget, require_way_through
+from bough.sizing.placement import Apart, Fixed, Placement, gigabytes, place, place_apart
+
+logger = logging.getLogger(__name__)
+
+
+class Places(NamedTuple):
+    """Where layers live; and, in words, how much memory there is for it, why so much, and what takes it."""
+
+    placement: Placement
+    words: str
+
+
+def choose_places(
+    layer_bytes: Sequence[int], fixed: Fixed, config: TargetConfig, device: torch.device, apart: Apart | None = None
+) -> Places:
+    """A place for each layer, with its experts, or without where they find room of their own (`Fixed.experts`).
+
+    They do where not everything stays in memory; of an accelerator's own, if the host's has room for all of them.
+
+    Raises:
+        ConfigError: naming the setting that leaves too little room, or that has no meaning on this device.
+    """
+    free, is_gpu = free_device_bytes(device), device.type != "cpu"
+    device_bytes = device_budget(config, device)
+    allowed = budgets(config, layer_bytes, device_bytes, host_budget(config, is_gpu))
+    if apart is not None and config.experts != "all":
+        placement = place_apart(layer_bytes, apart, fixed, allowed, is_gpu, config.experts == "chosen")
+    else:
+        placement = place(layer_bytes, fixed, allowed)
+    require_way_through(placement, is_gpu, allowed.host)
+    said = "as told" if config.device_memory else f"of the {gigabytes(free)} that are free; the rest is left to others"
+    beside = f", {gigabytes(allowed.host)} of the host's" if allowed.host else ""
+    words = f"memory: {gigabytes(allowed.device)} ({said}){beside}; {placement}; {placement.fixed}"
+    logger.info("%s", words)
+    return Places(placement, words)

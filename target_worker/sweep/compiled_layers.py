@@ -1,0 +1,102 @@
+"""Llama-like layers on a CPU, each compiled whole: what transformers' modules compute, but for rounding.
+
+The residual stream stays in float32 from the first layer to the last, and between layers a batch stays where it is.
+Products are those of single rows, so that what becomes of a row depends on the row alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+
+from bough.model.batch.batch import Batch
+from bough.model.cpu.linear import numbers
+from bough.model.cpu.llvm_vectors import LANES
+from bough.model.cpu.work_stealing import counters
+from bough.model.llama.layer import LOOPS, LayerWeights, run_layer
+from bough.model.llama.rows import Floats, collect, spread
+from bough.model.llama.weights import Matrices, Vectors, sizes_of, window
+from bough.model.llama.workspace import Rooms, num_blocks, word_rows
+from bough.model.loading.loading import Skeleton
+
+LayerAt = tuple[int, int]  # a layer, and the address of the slab that it came to
+
+
+class _State(NamedTuple):
+    """Of a chunk, between layers."""
+
+    hidden: Floats  # (blocks, hidden, LANES)
+    cos: Floats  # (rows, head_dim)
+    sin: Floats
+
+
+class CompiledLayers:
+    """Takes a batch through one layer after another, as their weights come."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        """Of a model for which `bough.model.llama.weights.is_lean` holds."""
+        self._layers: Sequence[Any] = skeleton.layers
+        self._architecture = skeleton.config.model_type
+        self._sizes, self._rooms = sizes_of(skeleton), Rooms(skeleton, word_rows)
+        self._vectors: dict[int, Vectors] = {}
+        self._weights: dict[LayerAt, LayerWeights] = {}
+        self._states: list[_State] = []
+
+    def run(
+        self,
+        index: int,
+        place: LayerAt | None,
+        hidden: torch.Tensor,
+        batch: Batch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        is_last: bool,
+    ) -> torch.Tensor:
+        """What a layer with its parameters bound makes of (1, num_rows, hidden) rows.
+
+        Only the first layer looks at `hidden` and the `rotary` tables (1, num_rows, head_dim), and only the last one
+        returns what came of them. `place` is where the parameters are, None where that is not kept.
+        """
+        if index == 0:
+            self._begin(hidden, batch, rotary)
+        weights, num_threads = self._weights_of(index, place), numba.get_num_threads()
+        for chunk, state in zip(batch.chunks, self._states, strict=True):
+            room = self._rooms.of(len(state.hidden))._replace(hidden=state.hidden)
+            spans, number = chunk.spans(index)
+            taken = counters(num_threads, LOOPS)
+            run_layer(
+                taken, num_threads, chunk.num_tokens, number, weights, self._sizes, room, spans, state.cos, state.sin
+            )
+        return self._end(hidden, batch) if is_last else hidden
+
+    def _begin(self, hidden: torch.Tensor, batch: Batch, rotary: tuple[torch.Tensor, torch.Tensor]) -> None:
+        cos, sin = (table[0].float().numpy() for table in rotary)
+        rows, self._states = numbers(hidden[0]), []
+        for chunk in batch.chunks:
+            own = slice(chunk.begin, chunk.end)
+            blocks = np.empty((num_blocks(chunk.end - chunk.begin), rows.shape[1], LANES), np.float32)
+            spread(rows[own], blocks)
+            self._states.append(_State(blocks, cos[own], sin[own]))
+
+    def _end(self, like: torch.Tensor, batch: Batch) -> torch.Tensor:
+        out = torch.empty_like(like)
+        rows = numbers(out[0])
+        for chunk, state in zip(batch.chunks, self._states, strict=True):
+            collect(state.hidden, rows[chunk.begin : chunk.end])
+        self._states = []
+        return out
+
+    def _weights_of(self, index: int, place: LayerAt | None) -> LayerWeights:
+        if place in self._weights:
+            return self._weights[place]
+        layer = self._layers[index]
+        vectors = self._vectors.get(index) or Vectors.of(layer)
+        self._vectors[index] = vectors
+        matrices, own_window = map(numbers, Matrices.of(layer)), window(layer, self._architecture)
+        weights = LayerWeights._make((*vectors, *matrices, own_window))
+        if place is not None:
+            self._weights[place] = weights
+        return weights

@@ -1,0 +1,55 @@
+"""Compiles what a sweep calls on a CPU, in a process of its own (see `bough.processes.compile_once`).
+
+python -m target_worker.sweep.kernels bfloat16
+"""
+
+from __future__ import annotations
+
+# isort: off
+import bough.model  # noqa: F401  # before torch, see there
+# isort: on
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.cpu.small_model import ATTENTION, SIZES, WHOLE, write_small
+from bough.model.kv.kv_arena import KVArena
+from bough.model.loading.loading import DTYPES, build_skeleton
+from bough.model.packing.pack import pack
+from bough.sizing.placement import Budgets, Fixed, place
+from target_worker.link.layer_extents import plan_layer
+from target_worker.sweep.streamed_model import StreamedModel
+from target_worker.sweep.tiers import Tiers
+
+PACKED_BITS = (4, 8)
+
+
+def compile_here(dtype: torch.dtype) -> None:
+    """What targets in numbers of a type call, but for what only mixtures of experts do."""
+    for config in (WHOLE, ATTENTION):
+        with tempfile.TemporaryDirectory() as name:
+            whole = write_small(config, Path(name) / "whole")
+            _warm_up(whole, dtype)
+            for bits in PACKED_BITS if config is WHOLE else ():
+                pack(str(whole), bits, whole.with_name(f"packed{bits}"))
+                _warm_up(whole.with_name(f"packed{bits}"), dtype)
+
+
+def _warm_up(folder: Path, dtype: torch.dtype) -> None:
+    skeleton = build_skeleton(Checkpoint.open(folder), dtype)
+    layers = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
+    sizes, shape, device = [layer.num_bytes for layer in layers], skeleton.kv_shape(), torch.device("cpu")
+    placement = place(sizes, Fixed(0, 0, 0, 0), Budgets(4 * sum(sizes), 0, 2 * max(sizes), 0))
+    with Tiers(layers, placement, num_threads=1) as tiers:
+        model = StreamedModel(skeleton, tiers, SIZES["max_position_embeddings"], device)
+        model.warm_up(KVArena(shape, shape.empty(1, device)).take(1))
+
+
+if __name__ == "__main__":
+    disable_progress_bar()
+    compile_here(DTYPES[sys.argv[1]])

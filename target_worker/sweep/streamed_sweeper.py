@@ -1,0 +1,60 @@
+"""A streamed model as the engine's sweeper: parts become one packed batch, and its logits verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from bough.model.batch.batch import Batch
+from bough.model.kv.slot import Slot
+from bough.protocol.messages import Verdict
+from bough.sizing.row_counts import RowCounts
+from bough.sizing.sweep_times import SweepPrior
+from target_worker.scheduler.batching import Part
+from target_worker.scheduler.job import Job
+from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.sweeper import Swept
+from target_worker.verification.verdict import judge
+
+
+class SweepModel(Protocol):
+    """What runs packed batches: a streamed model, or a fake."""
+
+    rows: RowCounts
+    device: torch.device
+
+    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+        """(num_logit_rows, vocab_size) logits, and where the time went."""
+        ...
+
+    def warm_up(self, slot: Slot) -> SweepPrior | None:
+        """As a sweeper's."""
+        ...
+
+
+class StreamedSweeper:
+    """Sweeps with a model and judges by its logits."""
+
+    def __init__(self, model: SweepModel) -> None:
+        self._model = model
+        self.rows = model.rows
+
+    def sweep(self, parts: Sequence[Part[Job]]) -> Swept:
+        """One batch of all parts."""
+        segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
+        logits, figures = self._model.sweep(Batch(segments, self._model.rows, self._model.device))
+        trees = [part.job for part in parts if part.has_tree]
+        own = dict(zip(map(id, trees), torch.split(logits, [job.num_nodes for job in trees]), strict=True))
+
+        def verdict_on(job: Job) -> Verdict:
+            call, rows = replace(job.call, tree=job.tree), own[id(job)]
+            return judge(call, job.text.tokens, lambda path: rows[path[-1]].double().numpy())
+
+        return Swept(figures, verdict_on)
+
+    def warm_up(self, slot: Slot) -> SweepPrior | None:
+        """Passes rows through the model for nobody."""
+        return self._model.warm_up(slot)

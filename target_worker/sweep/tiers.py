@@ -1,0 +1,186 @@
+"""A target's layers, wherever each lives, delivered in order to a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+
+from bough.model.cpu.huge_pages import large_pages
+from bough.sizing.placement import Placement, Tier
+from target_worker.experts.expert_cache import Expert
+from target_worker.experts.expert_copies import ExpertCopies
+from target_worker.experts.expert_reads import ExpertReads
+from target_worker.experts.expert_store import Arrivals, ExpertStore
+from target_worker.link.copy_stats import LaneTraffic
+from target_worker.link.device_ring import DeviceRing
+from target_worker.link.direct_io import Slab
+from target_worker.link.disk_ring import LinkFigures
+from target_worker.link.disk_stats import Traffic
+from target_worker.link.host_layers import HostLayers
+from target_worker.link.layer_extents import LayerExperts, LayerWeights, sizes_of
+from target_worker.link.streams import CudaLanes, Lanes
+
+
+class Tiers:
+    """Resident layers are read once, when the block begins; the others come through rings, sweep after sweep.
+
+    Where the CPU computes, layers are resident in the host's memory or come from disk. An accelerator with memory of
+    its own has one more tier between: layers in pinned memory of the host, from which, as from the ring that reads
+    the disk, a second ring copies to the device.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        placement: Placement,
+        num_threads: int,
+        checksums: Mapping[str, int] | None = None,
+        lanes: Lanes | None = None,
+        experts: Mapping[int, LayerExperts] | None = None,
+    ) -> None:
+        """`checksums` (crc32 by tensor name) are compared when a layer is first seen; `lanes` are None on the CPU.
+
+        `experts`, by layer, come into `placement.fixed.experts` bytes when rows choose them: from disk, and to an
+        accelerator with memory of its own from the host's, where all of them then stay.
+        """
+        self.layers = tuple(layers)
+        self.placement = placement
+        self._lanes = lanes
+        self._traffic, self._lane_traffic = Traffic.none_yet(), LaneTraffic()
+        staying, on_host = placement.layers(Tier.RESIDENT if lanes is None else Tier.HOST), self.layers
+        numbers: dict[Expert, int] = {}
+        if experts and lanes is not None:
+            numbers, each = numbered(experts, len(self.layers))
+            staying, on_host = (*staying, *numbers.values()), (*self.layers, *each)
+        self._host = HostLayers(
+            on_host,
+            staying,
+            placement.layers(Tier.DISK),
+            placement.num_slabs if lanes is None else placement.num_host_slabs,
+            num_threads,
+            checksums or {},
+            large_pages if lanes is None else lanes.host_memory,
+            self._traffic,
+        )
+        self.experts: ExpertStore | None = None
+        if experts:
+            slab_bytes = sizes_of(experts.values()).slab_bytes
+            num_slabs = placement.fixed.experts // slab_bytes
+            arrivals: Arrivals
+            if lanes is None:
+                arrivals = ExpertReads(experts, slab_bytes, num_slabs, num_threads, checksums or {}, self._traffic)
+            else:
+                arrivals = ExpertCopies(self._host, numbers, slab_bytes, num_slabs, lanes, self._lane_traffic)
+            self.experts = ExpertStore(experts, num_slabs, arrivals)
+        self._resources = ExitStack()
+        self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8 on the device, where that has its own memory
+        self._copies: DeviceRing | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all reads go past the page cache."""
+        return self._host.is_direct and (self.experts is None or self.experts.is_direct)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the accelerator can copy the host's layers directly; so it can where there is none."""
+        return self._lanes is None or self._lanes.is_pinned
+
+    def __enter__(self) -> Tiers:
+        try:
+            if self._lanes is not None:
+                self._resources.callback(self._lanes.close)
+            self._resources.enter_context(self._host)
+            if self._lanes is not None:
+                self._upload(self._lanes)
+            self._host.fill()
+            if self.experts is not None:
+                self._resources.enter_context(self.experts)
+            if self._lanes is not None and self.placement.num_slabs:
+                self._copies = self._resources.enter_context(self._device_ring(self._lanes))
+        except BaseException:
+            self._resources.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    def _upload(self, lanes: Lanes) -> None:
+        """Puts resident layers on the device, one by one through a slab that is not kept."""
+        resident = self.placement.layers(Tier.RESIDENT)
+        if resident:
+            staging = Slab.over(large_pages(max(self.layers[index].num_bytes for index in resident)))
+            for index in resident:
+                data = self._host.read(index, staging)
+                self._resident[index] = lanes.device_memory(len(data)).copy_(data)
+
+    def _device_ring(self, lanes: Lanes) -> DeviceRing:
+        streamed = [index for index in range(len(self.layers)) if index not in self._resident]
+        sizes = [self.layers[index].num_bytes for index in streamed]
+        return DeviceRing(streamed, sizes, self._host, lanes, self.placement.num_slabs, self._lane_traffic)
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[torch.Tensor]:
+        """A layer's slab, uint8 where it is computed on, valid until the block ends. What streams is taken in order.
+
+        Raises:
+            StreamError: it could not be read, or is not what was written; call `restart` before the next sweep.
+        """
+        if self.experts is not None:
+            self.experts.begin(index)
+        if index in self._resident:
+            yield self._resident[index]
+            return
+        with (self._host if self._copies is None else self._copies).layer(index) as slab:
+            yield slab
+
+    def restart(self) -> None:
+        """Begins again with layer 0, after an error or a sweep that was given up."""
+        if self.experts is not None:
+            self.experts.restart()
+        (self._host if self._copies is None else self._copies).restart()
+
+    def require_unchanged(self) -> None:
+        """After a sweep. Raises StreamError where its weights may be of two checkpoints: a file was overwritten."""
+        self._host.require_unchanged()
+        if self.experts is not None:
+            self.experts.require_unchanged()
+
+    def renew(self) -> None:
+        """After a sweep that failed: as `Disk.renew`.
+
+        Raises:
+            StreamError: as `Disk.renew`.
+        """
+        is_renewed = self._host.renew()
+        if self.experts is not None:
+            self.experts.renew()
+        if is_renewed:
+            self.restart()
+
+    def figures(self) -> LinkFigures:
+        """Counters, since the start, of the link over which the weights reach what computes."""
+        if self._lanes is not None:
+            return self._lane_traffic.figures()
+        figures = self._host.figures()
+        if self.experts is None:
+            return figures
+        return replace(figures, wait_ns=figures.wait_ns + self.experts.wait_ns)
+
+
+def numbered(experts: Mapping[int, LayerExperts], begin: int) -> tuple[dict[Expert, int], list[LayerWeights]]:
+    """Experts in a row, and where each is in it, counted from `begin` on."""
+    row = [(Expert(index, number), each) for index in experts for number, each in enumerate(experts[index].each)]
+    return {expert: begin + place for place, (expert, _) in enumerate(row)}, [each for _, each in row]
+
+
+def lanes_of(device: torch.device) -> Lanes | None:
+    """The lanes of an accelerator with memory of its own; None for the CPU."""
+    return None if device.type == "cpu" else CudaLanes(device)

@@ -1,0 +1,1 @@
+"""What a target makes of a tree, from its logits."""

@@ -1,0 +1,62 @@
+"""What a target makes of a tree, from its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bough.model.sampling.sampler import Row, adjusted, draw, draw_by, position_logprobs, probabilities, require_numbers
+from bough.model.sampling.token_counts import TokenCounts
+from bough.protocol.messages import Verdict, VerifyCall
+from bough.protocol.prefix_hash import Tokens
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Scheme
+from target_worker.verification.traversal import Traversal
+from target_worker.verification.verify import draws_at, law_given, walk
+
+
+def judge(call: VerifyCall, held: Tokens, logits_after: Callable[[Sequence[int]], Row]) -> Verdict:
+    """The verdict on a tree; `held` are the tokens before the root.
+
+    `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes. Few paths are ever asked for, by
+    Scheme.TRAVERSAL all that have something below them.
+    """
+    tree, params, base = call.tree, call.sampling, call.context.base_length
+    children, logprobs, prompt_length = tree.children(), [], call.context.prompt_length
+    counts = TokenCounts.of(held if params.has_penalties else (), prompt_length)
+
+    def row_after(path: Sequence[int], raw: Row) -> Row:
+        if not params.has_penalties:
+            return adjusted(raw, params, counts)
+        tokens = [int(tree.tokens[node]) for node in path]
+        return adjusted(raw, params, counts.after(tokens, max(0, prompt_length - len(held))))
+
+    def target_probs(node: int) -> Row:
+        path = tree.path(node)
+        row = row_after(path, logits_after(path))
+        require_numbers(row, base + len(path))
+        return probabilities(row, params)
+
+    law = laws_of(tree, call.scheme, target_probs)
+
+    def next_token(path: Sequence[int]) -> int:
+        raw, position = logits_after(path), base + len(path)
+        row = row_after(path, raw)
+        if call.scheme is Scheme.TARGET or not children[path[-1]]:
+            token = draw(row, params, position)
+        else:
+            token = draw_by(lambda probs: law(path[-1], probs), row, params, position)
+        if params.logprobs is not None:
+            logprobs.append(position_logprobs(raw, token, params.logprobs))
+        return token
+
+    return walk(tree, next_token)._replace(logprobs=tuple(logprobs))
+
+
+def laws_of(tree: Tree, scheme: Scheme, target_probs: Callable[[int], Row]) -> Callable[[int, Row], Row]:
+    """From a node that a walk comes to, and the target's probabilities there, to those of the token that comes next.
+
+    `target_probs` gives the target's probabilities after any node, for schemes that look ahead.
+    """
+    if scheme is Scheme.TRAVERSAL:
+        return Traversal(tree, target_probs).law
+    return lambda node, probs: law_given(probs, draws_at(tree, node, scheme, len(probs)))

@@ -1,0 +1,92 @@
+"""Which guesses the target agrees with.
+
+All schemes are one walk. They differ in the law that the token after a node is drawn from: the target's own, or the
+target's given what the draft has drawn there. A law given the draft's draws is exact if its average over them is the
+target's; the more of it falls on the draws, the more is accepted. By Scheme.TRAVERSAL it is given what the draft has
+drawn in the whole tree, and exact are the walks (`target_worker.verification.traversal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.protocol.messages import Verdict
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Scheme
+
+Row = NDArray[np.float64]
+
+
+class Draw(NamedTuple):
+    """One token that a draft has drawn, and what from."""
+
+    token: int
+    tokens: NDArray[np.int32]  # (num_entries,)
+    probs: Row  # (num_entries,) their sum is 1
+
+    @property
+    def prob(self) -> float:
+        """Of the token that was drawn."""
+        return float(self.probs[self.tokens == self.token].sum())
+
+
+def walk(tree: Tree, draw: Callable[[Sequence[int]], int]) -> Verdict:
+    """Walks down while the token drawn is among the children (SpecExec, arXiv 2406.02532, algorithm 1).
+
+    `draw` takes a path of nodes from the root and returns the token that comes after it.
+    """
+    children = tree.children()
+    path = [0]
+    token = draw(path)
+    while token in children[path[-1]]:
+        path.append(children[path[-1]][token])
+        token = draw(path)
+    return Verdict(tuple(path[1:]), token)
+
+
+def draws_at(tree: Tree, node: int, scheme: Scheme, vocab_size: int) -> Iterator[Draw]:
+    """What the draft has drawn below a node, one after another; nothing where the scheme does not ask for it."""
+    if scheme is Scheme.TARGET:
+        return
+    drawn_tokens = tree.tokens[tree.drawn_below(node, scheme)]
+    if len(drawn_tokens) == 0:
+        return
+    assert tree.draft_probs is not None, "checked with the tree"
+    tokens, probs = tree.draft_probs.of(node)
+    for index, token in enumerate(drawn_tokens.tolist()):
+        yield Draw(token, tokens, probs)
+        if scheme.is_without_replacement:
+            is_left = tokens != token
+            tokens, probs = tokens[is_left], probs[is_left]
+            if len(tokens) == 0:
+                others = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), drawn_tokens[: index + 1])
+                tokens, probs = others, np.ones(len(others))
+            probs = probs / probs.sum()
+
+
+def law_given(target_probs: Row, draws: Iterable[Draw]) -> Row:
+    """(vocab_size,) probabilities of the next token, given what a draft has drawn.
+
+    Rejection sampling, draw after draw, with the random numbers integrated out: a token is accepted with probability
+    min(1, target's / draft's), or else the target's becomes what of it the draft's does not cover. With `draws_at` this
+    is Sequoia's algorithm 2 (arXiv 2402.12374) or SpecInfer's multi-round verification (arXiv 2305.09781).
+    """
+    law, left, rest = np.zeros_like(target_probs), target_probs.copy(), 1.0
+    for draw in draws:
+        token, tokens, probs = draw
+        acceptance = min(1.0, left[token] / draw.prob)
+        law[token] += rest * acceptance
+        rest *= 1.0 - acceptance
+        before = left[tokens]
+        left[tokens] = np.maximum(before - probs, 0.0)
+        total = left.sum()
+        if total > 0.0:
+            left /= total
+        else:  # all of it was covered, so that nothing is rejected but by rounding
+            left[tokens] = before
+    law += rest * left
+    return law

@@ -1,0 +1,66 @@
+"""Commands whose output nobody reads to its end, as in `bough doctor | head`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bough.cli.closed_pipe import EXIT_PIPE
+
+LONGEST_SECONDS = 120
+COMMAND = "from bough.cli.main import main; main()"
+PRINTS_MUCH = """
+import bough.cli.main
+async def much(arguments):
+    for number in range(10**6):
+        print(number)
+    return 0
+bough.cli.main._command = lambda name: much
+bough.cli.main.main(["doctor"])
+"""  # more than a pipe holds, so that it is in the middle of it when its reader goes
+
+
+def left(program: str, *arguments: str, num_read: int = 0) -> tuple[int, bytes]:
+    """Exit status and standard error of a command whose reader goes after so many bytes."""
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    try:
+        while num_read:
+            found = os.read(reader, num_read)
+            assert found, "there was more to read"
+            num_read -= len(found)
+        os.close(reader)
+        _, errors = process.communicate(timeout=LONGEST_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_reader_that_is_gone_ends_a_command_without_a_word(buffered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What little it has to say is written at its end, or line by line."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "" if buffered else "1")
+    assert left(COMMAND, "doctor", "--address", "127.0.0.1:1") == (EXIT_PIPE, b"")
+
+
+def test_help_that_nobody_reads_is_no_error() -> None:
+    """argparse itself takes no notice of what it could not write."""
+    status, errors = left(COMMAND, "--help")
+    assert status in (0, EXIT_PIPE)
+    assert errors == b""
+
+
+def test_a_reader_that_has_read_enough_does_too() -> None:
+    assert left(PRINTS_MUCH, num_read=100) == (EXIT_PIPE, b"")
+
+
+def test_an_output_that_is_read_ends_as_it_should() -> None:
+    arguments = ["doctor", "--address", "127.0.0.1:1"]
+    ended = subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+    assert b"problem: is it running?" in ended.stdout

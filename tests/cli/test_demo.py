@@ -1,0 +1,143 @@
+"""`bough demo`: what its runs are summed up to, and the whole of it on simulated workers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bough.cli.demo import demo
+from bough.cli.demo_runs import Contest, Run, Side
+from bough.cli.main import argument_parser
+from bough.errors import ConfigError
+from bough.processes.exit_with_parent import MODULE
+from bough.protocol.decision import Decision, Mode
+from bough.protocol.generation import Tokens
+from bough.protocol.messages import RoundTimings
+from tests.fakes.simulated import write_profile
+
+
+def a_run(rounds: Sequence[Sequence[int]], seconds: float, nodes: Sequence[int] = ()) -> Run:
+    """A request each of whose rounds took so many seconds."""
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    run = Run(clock)
+    for tokens in rounds:
+        now += seconds
+        count = len(tokens)
+        timings = RoundTimings(total_ns=int(seconds * 1e9), draft_ns=int(seconds * 1e8))
+        run.add(Tokens(tuple(tokens), (True,) * count, ("x",) * count, (), 4, 2, timings))
+    run.decisions = [Decision(1, Mode.DRAFT, num_sent=count + 1, num_left_out=1) for count in nodes]
+    return run
+
+
+WARM = Side("self-sized, warm", [a_run([[1], [2, 3, 4]], 1.0, [5, 9]), a_run([[1], [2, 3, 4]], 2.0, [5, 11])])
+FIXED = {
+    4: Side("best fixed: 4", [a_run([[1], [2], [3], [4]], 1.0)]),
+    16: Side("best fixed: 16", [a_run([[1], [2, 3], [4]], 1.0)]),
+}
+FIRST = Side("self-sized, cold", [a_run([[1, 2], [3, 4, 5], [6, 7, 8]], 2.0, [3, 7])])
+PLAIN = Side("plain", [a_run([[token] for token in range(1, 9)], 1.5)])
+
+
+def test_a_rate_leaves_out_the_round_that_reads_the_prompt() -> None:
+    assert FIRST.tokens_per_second == 6 / 4
+    assert FIRST.first_token_seconds == 2.0
+    assert FIRST.tokens_per_round == 8 / 3
+    assert FIRST.mean_seconds("draft_ns") == pytest.approx(0.2)
+    assert Side("one round", [a_run([[1, 2]], 1.0)]).tokens_per_second == 0.0
+
+
+def test_runs_of_a_side_count_by_their_time() -> None:
+    """Not the mean of rates, which a fast moment would win."""
+    assert WARM.tokens_per_second == 6 / 3
+    assert WARM.mean_nodes == 7.5
+    assert WARM.first_token_seconds == 1.5
+
+
+def test_self_sized_is_compared_with_the_best_in_hindsight() -> None:
+    contest = Contest(FIRST, PLAIN, WARM, FIXED)
+    assert contest.best_fixed == 16
+    assert contest.self_sized_over_best_fixed == pytest.approx(2 / 1.5)
+    assert contest.speedup == pytest.approx(1.5 / (1 / 1.5))
+    summary = contest.summary()
+    assert summary["self_sized_over_best_fixed"] == 1.333
+    assert summary["best_fixed_nodes"] == 16
+    assert summary["fixed_tokens_per_second"] == {"4": 1.0, "16": 1.5}
+    assert summary["nodes"] == [3, 7]
+    assert summary["warm_nodes"] == [[5, 9], [5, 11]]
+    text = "\n".join(contest.table())
+    assert next(contest.table()).split("  ")[-1].strip() == "plain"
+    assert "best fixed: 16" in text
+    assert "best fixed: 4" not in text
+    assert "over the best of 4, 16 nodes, chosen in hindsight: 1.33; both on the first 4 tokens only, 2 times" in text
+
+
+def test_a_size_that_was_asked_for_is_compared_with_plain_alone() -> None:
+    contest = Contest(FIRST, PLAIN)
+    assert "best_fixed_nodes" not in contest.summary()
+    assert contest.best_fixed == 0
+    assert contest.self_sized_over_best_fixed == 0.0
+    assert "hindsight" not in "\n".join(contest.table())
+
+
+@pytest.mark.parametrize("wrong", ["first", "warm", "fixed"])
+def test_one_other_token_anywhere_is_told(wrong: str) -> None:
+    other = Side("other", [a_run([[1], [2, 9]], 1.0)])
+    right = Contest(FIRST, PLAIN, WARM, FIXED)
+    assert right.is_same
+    contest = replace(right, **{wrong: {4: other} if wrong == "fixed" else other})
+    assert not contest.is_same
+    assert contest.summary()["same_tokens"] is False
+    assert "NO" in "\n".join(contest.table())
+
+
+def test_a_first_run_that_is_cut_short_is_not_the_same() -> None:
+    short = Side("short", [a_run([[1, 2], [3]], 1.0)])
+    assert not Contest(short, PLAIN).is_same
+
+
+def ran(tmp_path: Path, *flags: str) -> tuple[str, dict[str, object]]:
+    """What the command printed, and its last line's JSON."""
+    command = [sys.executable, *MODULE, "bough.cli.main", "demo", "--simulate", str(write_profile(tmp_path)), *flags]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert outcome.returncode == 0, outcome.stderr
+    return outcome.stdout, json.loads(outcome.stdout.splitlines()[-1])
+
+
+def test_the_demonstration_runs_on_simulated_workers(tmp_path: Path) -> None:
+    text, summary = ran(tmp_path, "--max-tokens", "32")
+    assert summary["same_tokens"] is True
+    assert summary["num_tokens"] == 32
+    assert summary["best_fixed_nodes"] in (4, 16, 64)
+    assert isinstance(summary["self_sized_over_best_fixed"], float)
+    assert isinstance(summary["nodes"], list)
+    assert max(summary["nodes"]) > 1
+    assert "Workers were simulated" in text
+    assert "2.1 GB" not in text.splitlines()[-2]
+
+
+def test_a_size_can_be_asked_for(tmp_path: Path) -> None:
+    _, summary = ran(tmp_path, "--max-tokens", "20", "--budget", "4")
+    nodes = summary["nodes"]
+    assert isinstance(nodes, list)
+    assert max(nodes) == 4
+    assert "best_fixed_nodes" not in summary
+
+
+async def test_too_short_an_answer_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="--max-tokens: 8"):
+        await demo(argument_parser().parse_args(["demo", "--max-tokens", "8"]))
+
+
+async def test_a_profile_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no-such-profile"):
+        await demo(argument_parser().parse_args(["demo", "--simulate", "no-such-profile"]))

@@ -1,0 +1,100 @@
+"""The README's calls, as pasted: curl, OpenAI's client, gRPC and the shell, against a bough at its default ports.
+
+In a network namespace of the test's own, so that the ports which the README names are free whatever else runs here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+IN_NAMESPACE = ("nsenter", "--net", "--target")
+START_SECONDS = 60.0
+CALL_SECONDS = 60.0
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+ENVIRONMENT = {**os.environ, "PATH": PATH, "PYTHONPATH": str(ROOT)}
+
+
+def blocks(language: str) -> list[str]:
+    """Code of the README in a language, as it would be copied."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def can_make_namespaces() -> bool:
+    tools = all(shutil.which(tool) for tool in ("unshare", "nsenter", "ip", "curl"))
+    return tools and subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def namespace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The id of a process in a network namespace where `bough up` serves without weights at its default ports."""
+    if not can_make_namespaces():
+        pytest.skip("no network namespaces here, or no curl")
+    log = tmp_path_factory.mktemp("readme") / "up.log"
+    command = "ip link set lo up && exec bough up --simulate l40-70b-4bit"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            ["unshare", "--net", "bash", "-c", command], stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while "ready:" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield str(process.pid)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def pasted(namespace: str, *command: str) -> str:
+    """What a command prints that is run beside the server."""
+    done = subprocess.run(
+        [*IN_NAMESPACE, namespace, *command], capture_output=True, text=True, timeout=CALL_SECONDS, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_curl(namespace: str) -> None:
+    (block,) = blocks("bash")
+    answer = pasted(namespace, "bash", "-c", block)
+    assert re.search(r'"finish_reason": ?"(length|stop)"', answer), answer
+
+
+@pytest.mark.parametrize("number", range(2), ids=["openai", "grpc"])
+def test_python(namespace: str, number: int) -> None:
+    block = blocks("python")[number]
+    if "from openai" in block:
+        pytest.importorskip("openai")
+    assert pasted(namespace, sys.executable, "-c", block).strip()
+
+
+def test_commands_of_the_shell(namespace: str) -> None:
+    """Those that ask a running bough; each is the README's own line."""
+    lines = [line.split("  ")[0] for line in README.splitlines() if line.startswith("bough ")]
+    for start in ("bough generate", "bough doctor", "bough explain"):
+        (line,) = [line for line in lines if line.startswith(start)]
+        assert pasted(namespace, "bash", "-c", line).strip(), line
+
+
+def test_pages_that_the_readme_names_exist() -> None:
+    for name in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / name).exists(), name
+
+
+def test_targets_of_make_that_the_readme_names_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for name in re.findall(r"^make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{name}:", makefile, re.MULTILINE), name

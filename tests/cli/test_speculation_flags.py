@@ -1,0 +1,102 @@
+"""How to speculate, from the flags of `bough generate` and `bough chat`: one parser for both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bough.cli.main import argument_parser, main, options_from
+from bough.errors import BoughError
+from bough.protocol.generation import Speculation
+from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape
+
+COMMANDS = (["generate", "hello"], ["chat"])
+
+
+def speculation(*flags: str) -> Speculation:
+    """The same from both commands."""
+    generate, chat = (options_from(argument_parser().parse_args([*command, *flags])) for command in COMMANDS)
+    assert generate == chat
+    return generate.speculation
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], Speculation()),
+        (["--growth", "best-first", "--budget", "32", "--width", "4"], Speculation(budget=32, width=4)),
+        (
+            ["--growth", "chain:5", "--guess", "distribution"],
+            Speculation(growth=Chains(1, 5), guess=Guess.DISTRIBUTION),
+        ),
+        (["--growth", "chains:4x6", "--lookup", "3"], Speculation(growth=Chains(4, 6), lookup=3)),
+        (
+            ["--growth", "chains:4x6", "--scheme", "multi-round", "--lookup", "0"],
+            Speculation(growth=Chains(4, 6), scheme=Scheme.MULTI_ROUND, lookup=0),
+        ),
+        (
+            ["--growth", "chain:4", "--scheme", "without-replacement", "--lookup", "2"],
+            Speculation(growth=Chains(1, 4), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=2),
+        ),
+        (["--no-speculation", "--depth", "3"], Speculation(disabled=True, depth=3)),
+    ],
+)
+def test_flags_say_how_to_speculate(flags: list[str], expected: Speculation) -> None:
+    assert speculation(*flags) == expected
+
+
+def test_what_bough_shape_prints_is_a_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vector, file = tmp_path / "vector.json", tmp_path / "shape.json"
+    vector.write_text("[0.6, 0.2, 0.1]")
+    with pytest.raises(SystemExit, match="0"):
+        main(["shape", "--vector", str(vector), "--nodes", "8"])
+    file.write_text(capsys.readouterr().out)
+    chosen = speculation("--growth", str(file), "--scheme", "without-replacement")
+    assert chosen.scheme is Scheme.WITHOUT_REPLACEMENT
+    assert isinstance(chosen.growth, StaticShape)
+    assert list(chosen.growth.parents) == json.loads(file.read_text())["parents"]
+    assert chosen.growth.budget == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--growth", "chains:4"], r"--growth: chains:4; a chain such as chain:5, or chains such as chains:4x5"),
+        (["--growth", "chains:0x4"], r"--growth chains:0x4\.num: 0; 1 to 4096"),
+        (["--growth", "chains:99x99"], "--growth chains:99x99: 9802 nodes; at most 4096"),
+        (["--growth", "bestfirst"], "--growth: bestfirst cannot be read: No such file or directory; best-first,"),
+        (["--growth", "chain:4", "--budget", "9"], "--budget: 9, but --growth chain:4 says already how large"),
+        (["--scheme", "multi-round"], "--scheme: multi-round verifies samples, and growing best first takes none"),
+        (
+            ["--scheme", "multi-round", "--growth", "chain:4", "--guess", "sample"],
+            "--guess: sample, but by --scheme multi-round a draft samples",
+        ),
+    ],
+)
+def test_flags_that_cannot_be_used_are_refused_by_name(flags: list[str], message: str) -> None:
+    with pytest.raises(BoughError, match=message):
+        speculation(*flags)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[0, 0, 1]", "has no list `parents` of nodes"),
+        ('{"parents": [0, true]}', "has no list `parents` of nodes"),
+        ('{"parents": [0, 2]}', r"parents\[1\]: 2; level by level a parent comes before its children"),
+    ],
+)
+def test_a_file_that_holds_no_shape_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "shape.json"
+    file.write_text(content)
+    with pytest.raises(BoughError, match=rf"--growth: .*shape\.json.*{message}"):
+        speculation("--growth", str(file))
+
+
+def test_a_command_ends_with_one_line_that_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "hello", "--scheme", "multi-round"])
+    assert capsys.readouterr().err.startswith("error: --scheme: multi-round verifies samples")

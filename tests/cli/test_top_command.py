@@ -1,0 +1,41 @@
+"""`bough top`, over real processes without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bough.cli.main import argument_parser
+from bough.cli.top import top
+from bough.client import Client
+from bough.processes.launch import launched
+from bough.protocol.generation import GenerateOptions, TextPrompt
+from tests.fakes.simulated import simulated_settings, write_profile
+
+
+async def test_it_shows_workers_rates_and_the_last_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = write_profile(tmp_path)
+    async with launched(simulated_settings(profile, profile), lambda _: None) as cluster:
+        flags = ["top", "--address", cluster.address, "--interval", "0.05"]
+        assert await top(argument_parser().parse_args([*flags, "--count", "1"])) == 0
+        before = capsys.readouterr().out
+        assert "0 running, 0 waiting\n" in before
+        assert "why" not in before, "nothing has run yet"
+        async with Client(cluster.address) as client:
+            async for _ in client.generate(TextPrompt("Once upon"), GenerateOptions(max_tokens=12, ignore_eos=True)):
+                pass
+        assert await top(argument_parser().parse_args([*flags, "--count", "2"])) == 0
+    first, second = capsys.readouterr().out.split(cluster.address + ":")[1:]
+    assert "tokens/s" not in first.splitlines()[0], "there is nothing yet to compare with"
+    assert "tokens/s" in second.splitlines()[0]
+    for text in (first, second):
+        assert text.count("in use") == 2
+        assert "why" in text
+    assert "\x1b" not in first, "a file is no terminal"
+
+
+async def test_where_nobody_answers_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = argument_parser().parse_args(["top", "--address", "127.0.0.1:1", "--count", "3"])
+    assert await top(arguments) == 1
+    assert capsys.readouterr().out.startswith("127.0.0.1:1: ")

@@ -1,0 +1,249 @@
+"""Streams that break: the rest comes from wherever it can be had, and joins without a seam."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from bough.client import Client
+from bough.errors import ConfigError, InvalidRequest, StaleEpoch, Unavailable
+from bough.pb import generation_pb2, generation_pb2_grpc
+from bough.protocol import codec_generation as wire
+from bough.protocol.generation import GenerateOptions, Resume, Started, TextPrompt
+from bough.rpc.server import serving
+from tests.fakes.fleet import Fleet
+from tests.fakes.streams import OPTIONS, expected, once, read, read_rounds, renamed, until
+
+
+@pytest.mark.parametrize("stop", [(), ("tr",), ("y 木",), ("🌳b", "bb"), ("never",)])
+async def test_a_finished_request_from_every_token(fakes: Fleet, stop: tuple[str, ...]) -> None:
+    """On another orchestrator, with the tokens or without: texts, stops and lengths join."""
+    await fakes.target("t1")
+    (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+    async with Client(first.address) as one, Client(second.address) as other:
+        for seed in (5, 6):
+            options = replace(OPTIONS, stop=stop, seed=seed, request_id=f"r{seed}", max_tokens=40)
+            whole = await read(one, options)
+            await fakes.written(options.request_id)
+            for cut in range(len(whole.token_ids) + 1):
+                for token_ids in ((), tuple(whole.token_ids[:cut])):
+                    rest = await read(other, replace(options, resume=Resume(cut, token_ids)))
+                    assert rest.started.resumed_tokens == cut
+                    assert whole.token_ids[:cut] + rest.token_ids == whole.token_ids
+                    assert "".join(whole.texts[:cut]) + rest.text == whole.text
+                    assert rest.ending == whole.ending
+
+
+@pytest.mark.parametrize("stop", [(), ("b木",)])
+async def test_a_request_of_which_only_the_client_knows(fakes: Fleet, stop: tuple[str, ...]) -> None:
+    """The index has lost everything: what the client sends back is all there is."""
+    target, _ = await fakes.target("t1")
+    _, server = await fakes.orchestrator()
+    options = replace(OPTIONS, stop=stop, max_tokens=40)
+    async with Client(server.address) as client:
+        whole = await read(client, options)
+        for cut in range(len(whole.token_ids) + 1):
+            unknown = replace(options, request_id=f"r{cut}", resume=Resume(cut, tuple(whole.token_ids[:cut])))
+            rest = await read(client, unknown)
+            assert whole.token_ids[:cut] + rest.token_ids == whole.token_ids
+            assert "".join(whole.texts[:cut]) + rest.text == whole.text
+            assert rest.ending == whole.ending
+    assert all(call.max_length == whole.started.prompt_tokens + 40 for call in target.calls)
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 4, 9])
+async def test_a_stream_that_was_left_is_gone_on_with(fakes: Fleet, num_rounds: int) -> None:
+    """The transcript may be behind what the client has seen, or ahead of it."""
+    await fakes.target("t1")
+    (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+    async with Client(first.address) as one, Client(second.address) as other:
+        begun = await read_rounds(one, num_rounds)
+        for cut in {0, len(begun.token_ids) // 2, len(begun.token_ids)}:
+            resume = Resume(cut, tuple(begun.token_ids[:cut]))
+            rest = await read(other, replace(OPTIONS, resume=resume))
+            assert begun.token_ids[:cut] + rest.token_ids == expected(fakes)
+
+
+async def test_what_was_generated_is_not_computed_again(fakes: Fleet) -> None:
+    target, _ = await fakes.target("t1")
+    _, server = await fakes.orchestrator()
+    async with Client(server.address) as client:
+        whole = await read(client)
+        await fakes.written("r")
+        num_calls = len(target.calls)
+        rest = await read(client, replace(OPTIONS, resume=Resume(10)))
+        assert len(target.calls) == num_calls
+        assert [event.num_nodes for event in rest.rounds] == [0]
+        again = await read(client, replace(OPTIONS, logprobs=0, request_id="with"))
+        await fakes.written("with")
+        num_calls = len(target.calls)
+        rest = await read(client, replace(OPTIONS, logprobs=0, request_id="with", resume=Resume(10)))
+    assert len(target.calls) > num_calls  # log-probabilities are in no transcript
+    assert again.token_ids[:10] + rest.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["same orchestrator", "another"])
+async def test_a_resumed_request_takes_over_from_a_stream_that_still_runs(fakes: Fleet, is_same: bool) -> None:
+    """Its place too: where no other was free, it was refused for the very place that the stream was about to leave."""
+    target, _ = await fakes.target("t1")
+    flags = ("--max-running", "1", "--max-waiting", "0")
+    (_, first), (_, second) = await fakes.orchestrator(*flags), await fakes.orchestrator(*flags)
+    gate = asyncio.Event()
+    target.before = once(gate.wait, 5)
+    address = first.address if is_same else second.address
+    async with Client(first.address) as old, Client(address, patience_seconds=0.0) as new:
+        running = asyncio.create_task(read(old))
+        await until(lambda: len(target.calls) == 4)
+        while await fakes.registry.load_request("r") is None:
+            await asyncio.sleep(0.01)
+        seen = await read(new, replace(OPTIONS, resume=Resume(0)))
+        gate.set()
+        with pytest.raises(StaleEpoch, match="has been resumed by another call" if is_same else "is over"):
+            await running
+    assert seen.token_ids == expected(fakes)
+
+
+async def test_what_was_aborted_stays_so(fakes: Fleet) -> None:
+    target, _ = await fakes.target("t1")
+    _, server = await fakes.orchestrator()
+    gate = asyncio.Event()
+    target.before = once(gate.wait, 5)
+    async with Client(server.address) as client:
+        running = asyncio.create_task(read(client))
+        await until(lambda: len(target.calls) == 4)
+        await client.abort("r")
+        seen = await running
+        gate.set()
+        await fakes.written("r")
+        rest = await read(client, replace(OPTIONS, resume=Resume(1)))
+    assert seen.ending == rest.ending == ("abort", "", len(seen.token_ids))
+    assert seen.token_ids[:1] + rest.token_ids == seen.token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"resume": Resume(3), "request_id": "unknown"},
+            r"resume\.num_tokens: 3, but 0 tokens of request_id 'unknown'",
+        ),
+        ({"resume": Resume(61)}, r"resume\.num_tokens: 61, but 60 tokens of request_id 'r' are known"),
+        ({"resume": Resume(2, (1, 2, 3))}, r"resume\.token_ids: 3 tokens; 2, as resume\.num_tokens says"),
+        ({"resume": Resume(1, (999,))}, r"resume\.token_ids\[0\]: 999 is outside the vocabulary"),
+        ({"resume": Resume(61, (1,) * 61)}, r"resume\.num_tokens: 61, but the request ends after 60"),
+        ({"resume": Resume(3), "seed": 6}, "request_id 'r' was begun with another sampling parameters"),
+        ({"resume": Resume(3), "max_tokens": 61}, "request_id 'r' was begun with another stop conditions"),
+        ({"resume": Resume(3), "session_id": "s"}, "session_id: 's', but request_id 'r' was begun in another session"),
+    ],
+)
+async def test_resuming_what_makes_no_sense(fakes: Fleet, changes: dict[str, object], message: str) -> None:
+    await fakes.target("t1")
+    _, server = await fakes.orchestrator()
+    async with Client(server.address) as client:
+        await read(client)
+        await fakes.written("r")
+        with pytest.raises(InvalidRequest, match=message):
+            await read(client, replace(OPTIONS, **changes))  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="request_id 'r' was begun with another prompt"):
+            await read(client, replace(OPTIONS, resume=Resume(3)), TextPrompt("other"))
+        rest = await read(client, replace(OPTIONS, resume=Resume(58)))
+    assert rest.token_ids == expected(fakes)[58:]
+
+
+async def test_the_client_hides_that_its_orchestrator_died(fakes: Fleet) -> None:
+    """One Started, every token once, one Finished, which tells."""
+    target, _ = await fakes.target("t1")
+    (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+
+    async def die() -> None:
+        asyncio.get_running_loop().create_task(first.kill())
+        await asyncio.sleep(60)
+
+    target.before = once(die, 5)
+    async with Client(first.address, second.address) as client:
+        seen = await asyncio.wait_for(read(client), 30)
+        assert client.address == second.address
+    assert seen.token_ids == expected(fakes)
+    assert [type(event).__name__ for event in seen.events].count("Started") == 1
+    assert [warning[:22] for warning in seen.end.warnings] == ["the stream broke after"], "once, not for every attempt"
+    assert seen.end.usage.completion_tokens == 60
+
+
+async def test_a_client_without_anyone_there_says_so_soon(fakes: Fleet) -> None:
+    async with Client("127.0.0.1:1", "127.0.0.1:2") as client:
+        with pytest.raises(Unavailable, match="does not answer"):
+            await asyncio.wait_for(read(client), 15)
+        with pytest.raises(Unavailable, match="does not answer"):
+            await client.model_info()
+
+
+async def test_one_of_several_addresses_is_enough(fakes: Fleet) -> None:
+    await fakes.target("t1")
+    _, server = await fakes.orchestrator()
+    async with Client("127.0.0.1:1", server.address) as client:
+        assert (await client.model_info()).model_name == "fake"
+    async with Client("127.0.0.1:1", server.address) as client:
+        assert (await read(client, renamed(OPTIONS, ""))).token_ids == expected(fakes)
+
+
+async def test_requests_without_names_get_one(fakes: Fleet) -> None:
+    await fakes.target("t1")
+    _, server = await fakes.orchestrator()
+    async with Client(server.address) as client:
+        options = GenerateOptions(max_tokens=5, ignore_eos=True)
+        seen = await read(client, options)
+        again = await read(client, replace(options, seed=seen.started.seed))
+    assert seen.started.request_id != again.started.request_id
+    assert seen.token_ids == again.token_ids
+
+
+def test_a_client_needs_an_address() -> None:
+    with pytest.raises(ConfigError, match="addresses: ''; one or more"):
+        Client("")
+
+
+def test_an_address_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"addresses: .*; one such as 127\.0\.0\.1:7411 would do"):
+        Client("caf\udce9:7411")
+
+
+async def test_a_stream_that_breaks_after_a_long_sweep_is_gone_on_with(fakes: Fleet) -> None:
+    """Patience is with what follows the break, not with the sweep before it."""
+    target, _ = await fakes.target("t1")
+    (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+
+    async def sweep_long_and_die() -> None:
+        await asyncio.sleep(2.0)
+        asyncio.get_running_loop().create_task(first.kill())
+        await asyncio.sleep(60)
+
+    target.before = once(sweep_long_and_die, 5)
+    async with Client(first.address, second.address, patience_seconds=1.5) as client:
+        seen = await asyncio.wait_for(read(client), 30)
+    assert seen.token_ids == expected(fakes)
+
+
+class AlwaysBreaking(generation_pb2_grpc.GenerationServicer):
+    """An orchestrator whose streams begin, and no more."""
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: object) -> AsyncIterator[object]:
+        yield wire.event_to_wire(Started(request.request_id, 1, 5, "fake"))
+        raise Unavailable("as always")
+
+
+async def test_a_request_that_always_breaks_is_given_up() -> None:
+    """That its stream begins again is no sign of anything to come."""
+
+    def add(server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServicer_to_server(AlwaysBreaking(), server)
+
+    async with (
+        serving("127.0.0.1", 0, "bough.v1.Generation", add, grace_seconds=0.0) as served,
+        Client(f"127.0.0.1:{served.port}", patience_seconds=1.0) as client,
+    ):
+        with pytest.raises(Unavailable, match="as always"):
+            await asyncio.wait_for(read(client), 10)

@@ -1,0 +1,222 @@
+"""Settings: from flags and environment, refused by name where they are unknown or malformed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bough.cli.demo import UP_DEFAULTS
+from bough.cli.main import argument_parser
+from bough.cli.up import settings_from
+from bough.client import Client
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import parse_bytes, parse_layers
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
+from bough.errors import ConfigError
+from bough.processes.exit_with_parent import MODULE
+
+
+def test_flags_win_over_the_environment_and_both_over_defaults() -> None:
+    environ = {"BOUGH_TARGET_MODEL": "a", "BOUGH_TARGET_ROWS": "32", "BOUGH_DRAFT_BRANCH": "3", "HOME": "/"}
+    config = parse(TargetConfig, "target_worker", ["--model", "b"], environ)
+    assert (config.model, config.rows, config.dtype) == ("b", 32, "auto")
+
+
+def test_flags_make_an_equal_value() -> None:
+    config = parse(DraftConfig, "draft_worker", ["--model", "m", "--drop-layers", "1-3,9", "--kv-memory", "1GiB"], {})
+    assert config.drop_layers == (1, 2, 3, 9)
+    assert config.kv_memory == 2**30
+    assert parse(DraftConfig, "draft_worker", to_flags(config), {}) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "message"),
+    [
+        ([], {}, "--model: missing; the flag or BOUGH_TARGET_MODEL"),
+        (["--model", "m", "--row", "3"], {}, "--row"),
+        (["--model", "m", "--rows", "many"], {}, "--rows: 'many': int of 0 or more"),
+        (["--model", "m", "--rows", "-1"], {}, "--rows: '-1'"),
+        (["--model", "m", "--port", "70000"], {}, "--port: '70000': int of 0 to 65535"),
+        (["--model", "m", "--dtype", "int3"], {}, "--dtype: 'int3': auto, bfloat16"),
+        (["--model", "m", "--kv-memory", "lots"], {}, "--kv-memory: 'lots': a size such as"),
+        (["--model", "m", "--device", "gpu"], {}, "--device: 'gpu': auto, cpu, cuda or cuda:1"),
+        (["--model", "m", "--lease-seconds", "nan"], {}, "--lease-seconds: 'nan'"),
+        (["--model", "m"], {"BOUGH_TARGET_PROT": "1"}, "BOUGH_TARGET_PROT: no such setting"),
+        (["--model", "m"], {"BOUGH_TARGET_PORT": "x"}, "BOUGH_TARGET_PORT: 'x'"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(argv: list[str], environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(TargetConfig, "target_worker", argv, environ)
+
+
+def test_bytes_and_layers() -> None:
+    assert parse_bytes("1.5GB") == 1_500_000_000
+    assert parse_bytes("512 MiB") == 512 * 2**20
+    assert parse_layers("") == ()
+    assert parse_layers("12-14,3") == (12, 13, 14, 3)
+    for wrong in ("a-b", "3-2", ",", "3,"):
+        with pytest.raises(ValueError, match="12-15"):
+            parse_layers(wrong)
+
+
+def test_the_orchestrator_has_a_known_port() -> None:
+    assert parse(OrchestratorConfig, "orchestrator", [], {}).port == 7411
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "target", "draft", "drops"),
+    [
+        ([], {}, "x10", "x10", (3, 14)),
+        (["--drop-layers", "3,14"], {}, "x10", "x10", (3, 14)),
+        (["--target", "T", "--draft", "D"], {}, "T", "D", ()),
+        (["--target", "T"], {"BOUGH_DRAFT_DROP_LAYERS": "1"}, "T", "T", (1,)),
+        ([], {"BOUGH_TARGET_MODEL": "T", "BOUGH_DRAFT_MODEL": "D"}, "T", "D", ()),
+        (["--draft", "D"], {"BOUGH_DRAFT_MODEL": "E"}, "x10", "D", ()),
+    ],
+)
+def test_bough_up_takes_models_from_flags_then_environment(
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    environ: dict[str, str],
+    target: str,
+    draft: str,
+    drops: tuple[int, ...],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    settings = settings_from(argument_parser().parse_args(["up", *flags]))
+    assert settings.target.model.endswith(target)
+    assert settings.draft is not None
+    assert settings.draft.model.endswith(draft)
+    assert settings.draft.drop_layers == drops
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ"),
+    [
+        (["--draft", "none"], {}),
+        (["--draft", "none", "--target", "T"], {}),
+        ([], {"BOUGH_DRAFT_MODEL": "none"}),
+        (["--target", "T"], {"BOUGH_ORCHESTRATOR_DRAFT": "none"}),
+    ],
+)
+def test_bough_up_needs_no_draft(monkeypatch: pytest.MonkeyPatch, flags: list[str], environ: dict[str, str]) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    settings = settings_from(argument_parser().parse_args(["up", *flags]))
+    assert settings.draft is None
+    assert settings.orchestrator.draft == "none"
+
+
+def test_a_draft_that_is_asked_for_is_used_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOUGH_ORCHESTRATOR_DRAFT", "none")
+    settings = settings_from(argument_parser().parse_args(["up", "--draft", "D"]))
+    assert settings.draft is not None
+    assert settings.orchestrator.draft == "workers"
+
+
+def test_no_draft_with_layers_left_out_is_a_contradiction() -> None:
+    with pytest.raises(ConfigError, match=r"--drop-layers: value was 3; must not be given beside --draft none"):
+        settings_from(argument_parser().parse_args(["up", "--draft", "none", "--drop-layers", "3"]))
+
+
+def test_bough_up_asks_for_a_draft_where_it_cannot_guess_one() -> None:
+    with pytest.raises(ConfigError, match="--draft: a target of your own needs a draft"):
+        settings_from(argument_parser().parse_args(["up", "--target", "T"]))
+
+
+def test_memory_and_draft_ahead_are_flags_of_up() -> None:
+    flags = ["--device-memory", "3GB", "--kv-memory", "1GB", "--host-memory", "9GB", "--ahead-steps", "16"]
+    settings = settings_from(argument_parser().parse_args(["up", *flags]))
+    assert (settings.target.device_memory, settings.target.host_memory) == (3 * 10**9, 9 * 10**9)
+    assert settings.target.kv_memory == 10**9
+    assert settings.draft is not None
+    assert settings.draft.ahead_steps == 16
+    with pytest.raises(ConfigError, match="--device-memory: 'plenty'"):
+        settings_from(argument_parser().parse_args(["up", "--device-memory", "plenty"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "ahead_steps"),
+    [
+        ([], 0),
+        (["--draft-device", "cuda:0"], 0),
+        (["--draft-device", "cuda:1"], -1),
+        (["--draft-device", "cpu"], -1),
+        (["--ahead-steps", "5"], 5),
+        (["--ahead-steps", "0", "--draft-device", "cuda:1"], 0),
+    ],
+)
+def test_a_draft_goes_ahead_where_that_takes_nothing_from_the_target(flags: list[str], ahead_steps: int) -> None:
+    """-1 leaves it to the worker, which knows whether it has a GPU."""
+    settings = settings_from(argument_parser().parse_args(["up", *flags]))
+    assert settings.draft is not None
+    assert settings.draft.ahead_steps == ahead_steps
+
+
+def test_the_demonstration_starts_what_up_starts() -> None:
+    """An option that `up` had gained once broke `make demo`, which no test runs whole."""
+    settings = settings_from(UP_DEFAULTS)
+    assert settings.target.model == str(demonstration_folder())
+    assert settings.draft is not None
+    assert settings.orchestrator.port == 0
+
+
+@pytest.mark.parametrize("workers", [[], ["--simulate", "two-cores"]])
+def test_trees_size_themselves_unless_up_is_told_otherwise(workers: list[str]) -> None:
+    parser = argument_parser()
+    assert settings_from(parser.parse_args(["up", *workers])).orchestrator.planner == "self"
+    assert settings_from(parser.parse_args(["up", *workers, "--planner", "fixed"])).orchestrator.planner == "fixed"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["up", "--planner", "guess"])
+
+
+def test_the_demonstration_drafts_with_itself_less_two_layers() -> None:
+    settings = settings_from(argument_parser().parse_args(["up"]))
+    assert settings.draft is not None
+    assert settings.draft.model == str(demonstration_folder())
+    assert settings.draft.drop_layers == (3, 14)
+
+
+def test_a_draft_sees_as_much_as_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had a context of its own that no flag of `up` reached, and saw half of longer sessions."""
+    flags = ["up", "--max-context", "9000", "--draft-device", "cuda:1"]
+    settings = settings_from(argument_parser().parse_args(flags))
+    assert settings.draft is not None
+    assert (settings.target.max_context, settings.draft.max_context) == (9000, 9000)
+    assert (settings.target.device, settings.draft.device) == ("auto", "cuda:1")
+    monkeypatch.setenv("BOUGH_DRAFT_MAX_CONTEXT", "500")
+    settings = settings_from(argument_parser().parse_args(flags))
+    assert settings.draft is not None
+    assert settings.draft.max_context == 500
+
+
+@pytest.mark.parametrize(("flags", "bits"), [([], "auto"), (["--draft-bits", "16"], "16")])
+def test_bits_of_a_drafts_products(flags: list[str], bits: str) -> None:
+    draft = settings_from(argument_parser().parse_args(["up", *flags])).draft
+    assert draft is not None
+    assert draft.bits == bits
+    with pytest.raises(ConfigError, match=r"--bits: '4': .*16"):
+        parse(DraftConfig, "draft_worker", [*to_flags(draft), "--bits", "4"], {})
+
+
+def test_a_port_that_is_none_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="--port: '99999': int of 0 to 65535 would do"):
+        settings_from(argument_parser().parse_args(["up", "--port", "99999"]))
+
+
+def test_an_address_whose_port_is_none_is_refused() -> None:
+    """gRPC would call the port that is left when 65536 is taken off."""
+    with pytest.raises(ConfigError, match=r"addresses: '127\.0\.0\.1:99999'; a port from 1 to 65535 would do"):
+        Client("127.0.0.1:7411", "127.0.0.1:99999")
+
+
+def test_what_is_started_does_not_depend_on_the_folder_one_is_in(tmp_path: Path) -> None:
+    """Beside a clone of ours, its folder was taken for the package."""
+    (tmp_path / "bough").mkdir()
+    command = [sys.executable, *MODULE, "orchestrator", "--help"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0

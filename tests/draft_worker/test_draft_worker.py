@@ -1,0 +1,152 @@
+"""A real draft worker on a tiny model: its thread, many callers at once, and what it says of itself."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bough.config.processes import DraftConfig, parse
+from bough.errors import ConfigError, NotFound
+from bough.protocol.messages import GrowCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree_plan import BestFirst, Chains, Scheme, StaticShape, TreePlan
+from draft_worker.candidates import candidates
+from draft_worker.expansions import cached_growth, child_index
+from draft_worker.growth import best_first, grower
+from draft_worker.worker import DraftWorker
+from tests.fakes.draft import grow_call
+
+PLANS = (
+    TreePlan(BestFirst(16, 4, 4)),
+    TreePlan(StaticShape((0, 0, 1, 1, 2, 3)), Scheme.WITHOUT_REPLACEMENT),
+    TreePlan(Chains(3, 3), Scheme.MULTI_ROUND),
+    TreePlan(Chains(2, 3), Scheme.TRAVERSAL),
+)
+
+
+@contextmanager
+def worker(model: Path, *flags: str) -> Iterator[DraftWorker]:
+    config = parse(DraftConfig, "d", ["--model", str(model), "--dtype", "float32", "--threads", "1", *flags], {})
+    draft = DraftWorker(config, "test")
+    try:
+        yield draft
+    finally:
+        draft.close()
+
+
+def calls(num: int) -> list[GrowCall]:
+    rng = np.random.default_rng(1)
+    return [
+        grow_call(
+            rng.integers(0, 256, 5 + 7 * number).tolist(),
+            sampling=SamplingParams(temperature=0.7, seed=number),
+            plan=PLANS[number % len(PLANS)],
+            session_id=f"session {number}",
+        )
+        for number in range(num)
+    ]
+
+
+def test_callers_at_once_get_the_trees_that_they_would_get_alone(tiny: Path) -> None:
+    """Rows of other sessions in a step change the rounding of one's own, and nothing else."""
+    with worker(tiny) as draft:
+        together = [future.result() for future in [draft.grow(call) for call in calls(9)]]
+        assert draft.info().num_sessions == 9
+    with worker(tiny) as draft:
+        for call, result in zip(calls(9), together, strict=True):
+            alone = draft.grow(call).result()
+            assert result.tree.tokens.tolist() == alone.tree.tokens.tolist()
+            assert result.tree.parents.tolist() == alone.tree.parents.tolist()
+            assert result.tree.log_probs == pytest.approx(alone.tree.log_probs, abs=1e-3)
+            assert result.held_length == alone.held_length == call.context.base_length
+
+
+def test_what_it_has_done_is_told_to_prometheus(tiny: Path) -> None:
+    with worker(tiny) as draft:
+        trees = [draft.grow(call).result().tree for call in calls(3)]
+        with urllib.request.urlopen(f"http://127.0.0.1:{draft.metrics_port}/metrics", timeout=5) as reply:
+            lines = reply.read().decode().splitlines()
+        assert f"metrics at http://127.0.0.1:{draft.metrics_port}/metrics" in draft.info().notes
+    told = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+    assert told["bough_draft_trees_total"] == 3
+    assert told["bough_draft_nodes_total"] == sum(len(tree) for tree in trees)
+    assert told["bough_draft_sessions"] == 3
+    assert told["bough_draft_steps_total"] >= 3
+    assert told["bough_draft_step_seconds_total"] > 0
+    assert told["vllm:num_requests_running"] == told["vllm:num_requests_waiting"] == 0
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{draft.metrics_port}/metrics", timeout=5)
+
+
+def test_a_port_for_metrics_that_is_in_use_is_named(tiny: Path) -> None:
+    with (
+        worker(tiny) as draft,
+        pytest.raises(ConfigError, match="--metrics-port: cannot listen on"),
+        worker(tiny, "--metrics-port", str(draft.metrics_port)),
+    ):
+        pass
+
+
+def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
+    """What chooses nodes is compiled at the start, for all types that calls and draft-ahead bring."""
+    kernels: list[Any] = [
+        child_index.link,
+        child_index.place,
+        child_index.find,
+        child_index.find_tree,
+        cached_growth._places_of,
+        grower._append,
+    ]
+    kernels += [best_first._best_open, best_first._promising, candidates._log_probs]
+    with worker(tiny, "--ahead-steps", "4") as draft:
+        compiled = [len(kernel.signatures) for kernel in kernels]
+        for plan, root, temperature in itertools.product(PLANS, (7, 8), (0.0, 0.7)):
+            sampling = SamplingParams(temperature=temperature, seed=1)
+            call = replace(grow_call([1, 2, 3], plan=plan, sampling=sampling, session_id="one"), root_token=root)
+            assert len(draft.grow(call).result().tree) > 1
+            ends = time.monotonic() + 60
+            while draft._engine.can_go_ahead and time.monotonic() < ends:
+                time.sleep(0.01)
+        assert [len(kernel.signatures) for kernel in kernels] == compiled
+
+
+def test_a_caller_that_gives_up_and_one_that_releases_leave_the_others_alone(tiny: Path) -> None:
+    with worker(tiny) as draft:
+        gone, kept = (draft.grow(call) for call in calls(2))
+        gone.cancel()
+        assert len(kept.result().tree) > 1
+        draft.release("session 1").result()
+        with pytest.raises(NotFound, match="'session 1' is not held here"):
+            draft.release("session 1").result()
+
+
+def test_a_session_goes_on_past_the_drafts_context(tiny: Path) -> None:
+    """A target with a longer context is no reason to refuse."""
+    with worker(tiny, "--max-context", "24") as draft:
+        for length in (20, 23, 24, 25, 60, 61):
+            result = draft.grow(grow_call(list(range(length)))).result()
+            assert (len(result.tree), result.held_length) == (12, length - 1)
+
+
+def test_growing_ahead_is_told_of_and_changes_no_tree(tiny: Path) -> None:
+    """The draft as its own target, greedy: outcomes are what decoding goes on with."""
+    with worker(tiny, "--ahead-steps", "20") as ahead, worker(tiny) as cold:
+        tokens = [3, 1, 4]
+        for _ in range(6):
+            result = ahead.grow(grow_call(tokens)).result()
+            assert result.tree.tokens.tolist() == cold.grow(grow_call(tokens)).result().tree.tokens.tolist()
+            node = int(np.argmax(result.tree.depths()))
+            tokens = [*tokens, *(int(result.tree.tokens[step]) for step in result.tree.path(node)[1:]), 7]
+        assert ahead.info().notes[0].startswith("draft-ahead: ")
+        assert ahead.info().notes[0].endswith(" of 6 trees were known in part")
+        assert cold.info().notes[:-1] == ahead.info().notes[1:-1]  # the last is where metrics are served
+        assert cold.info().notes[0].startswith("guesses at temperature 0 are judged by the draft's probabilities to ")

@@ -1,0 +1,152 @@
+"""A draft worker that answers with nonsense costs a round its guesses (docs/design.md, rule 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from bough.client import Client
+from bough.errors import BoughError, InvalidRequest
+from bough.protocol import codec
+from bough.protocol.generation import Speculation
+from bough.protocol.messages import GrowResult, Timings
+from bough.rpc.status_map import ERROR_KEY, HASH_KEY, LENGTH_KEY
+from bough.trees.draft_probs import MOST_ENTRIES, DraftProbs
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Chains, Scheme
+from orchestrator.cluster.worker_clients import DraftClient
+from orchestrator.sessions.session import MAX_WARNING_LENGTH, MAX_WARNINGS
+from tests.fakes.fleet import FakeDraft, Fleet
+from tests.fakes.streams import OPTIONS, expected, read
+
+
+@pytest.mark.parametrize("length", ["-5", "many", "", "9" * 30])
+async def test_a_draft_that_holds_what_cannot_be(fakes: Fleet, length: str) -> None:
+    await fakes.target("t1")
+    draft = FakeDraft("d1", fakes.tokenizer)
+
+    async def grow(request: Any, context: Any) -> None:
+        metadata = ((ERROR_KEY, "PrefixMissing"), (LENGTH_KEY, length), (HASH_KEY, "x"))
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no", metadata)
+
+    draft.Grow = grow  # type: ignore[method-assign,assignment]
+    await fakes.worker(draft)
+    requests, server = await fakes.orchestrator("--draft", "workers")
+    async with Client(server.address) as client:
+        seen = await read(client)
+    assert seen.token_ids == expected(fakes)
+    assert requests.directory.find("d1") is None or seen.end.speculation.num_degraded_rounds
+
+
+async def test_an_answer_that_is_no_message() -> None:
+    """gRPC makes None of it, and tells nobody but the log."""
+
+    async def call(_request: object, **_options: float) -> None:
+        return None
+
+    client = DraftClient("127.0.0.1:1")
+    with pytest.raises(BoughError, match=r"127\.0\.0\.1:1: its answer is no such message"):
+        await client._ask(call, None, 1.0)
+    await client.close()
+
+
+def chain(root: int, depth: int) -> Tree:
+    """A path of guesses below a root."""
+    return Tree.of([root, *[5] * depth], [-1, *range(depth)], [0.0] + [-0.5] * depth)
+
+
+def sampled_from(num_entries: int, num_nodes: int = 1) -> DraftProbs:
+    """What the children of the first nodes were sampled from: so many tokens."""
+    tokens, weights = np.arange(num_entries, dtype=np.int32), np.ones(num_entries, np.float32)
+    return DraftProbs.joined(dict.fromkeys(range(num_nodes), (tokens, weights)))
+
+
+def drawn(tree: Tree, draws: list[int], draft_probs: DraftProbs) -> Tree:
+    """As a sample."""
+    return replace(tree, draft_probs=draft_probs, draws=np.array(draws, np.int32))
+
+
+def unwanted(root: int) -> Tree:
+    """With draws, where the target draws for itself."""
+    return replace(chain(root, 2), draws=np.array([1, 2], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("answer", "scheme", "why"),
+    [
+        (lambda root: replace(chain(root, 2), draft_probs=sampled_from(8)), Scheme.TARGET, "no sample was asked for"),
+        (unwanted, Scheme.TARGET, "no sample was asked for"),
+        (lambda root: chain(root, 6), Scheme.TARGET, "tree: 6 levels; at most 4 were asked for"),
+        (
+            lambda root: drawn(chain(root, 1), [1], sampled_from(MOST_ENTRIES + 1)),
+            Scheme.MULTI_ROUND,
+            f"tree.draft_probs: {MOST_ENTRIES + 1} tokens of node 0; at most {MOST_ENTRIES}",
+        ),
+        (lambda root: drawn(chain(root, 1), [1] * 20_000, sampled_from(8)), Scheme.MULTI_ROUND, "tree.draws: 20000;"),
+        (
+            lambda root: drawn(chain(root, 2), [2], sampled_from(8, 2)),
+            Scheme.MULTI_ROUND,
+            "tree.draws: node 2, but not its parent 1",
+        ),
+    ],
+)
+async def test_a_tree_that_was_not_asked_for(
+    fakes: Fleet, answer: Callable[[int], Tree], scheme: Scheme, why: str
+) -> None:
+    """Samples were merged with what was looked up, beyond the budget; draws kept the thread that sweeps busy."""
+    target, _ = await fakes.target("t1")
+    draft = FakeDraft("d1", fakes.tokenizer)
+
+    async def grow(request: Any, context: Any) -> Any:
+        return codec.grow_result_to_wire(GrowResult(answer(request.root_token), 0, Timings()))
+
+    draft.Grow = grow  # type: ignore[method-assign]
+    await fakes.worker(draft)
+    _, server = await fakes.orchestrator("--draft", "workers", "--lookup", "0")
+    async with Client(server.address) as client:
+        speculation = Speculation(growth=Chains(2, 4), scheme=scheme)
+        seen = await read(client, replace(OPTIONS, speculation=speculation))
+    assert seen.token_ids == expected(fakes)
+    assert seen.end.speculation.num_degraded_rounds
+    assert why in seen.end.warnings[0]
+    assert {len(call.tree) for call in target.calls} == {1}
+
+
+async def test_no_tree_is_asked_for_that_reaches_beyond_the_output(fakes: Fleet) -> None:
+    """Whatever way of growing a request names: deeper nodes may have no place in the target's context."""
+    await fakes.target("t1")
+    draft = FakeDraft("d1", fakes.tokenizer)
+    await fakes.worker(draft)
+    _, server = await fakes.orchestrator("--draft", "workers", "--lookup", "0")
+    async with Client(server.address) as client:
+        options = replace(OPTIONS, max_tokens=6, speculation=Speculation(growth=Chains(2, 4)))
+        await read(client, options)
+    assert [growth.depth for growth in draft.growths] == [4, 4, 3, 2, 1]
+
+
+async def test_a_draft_with_something_new_to_say_in_each_round_does_not_fill_the_last_event(fakes: Fleet) -> None:
+    """The last event once grew past what a message may have, and the end of the answer was lost."""
+    await fakes.target("t1")
+    draft = FakeDraft("d1", fakes.tokenizer)
+
+    async def grow(request: Any, context: Any) -> Any:
+        draft.rounds.append(request.round)
+        raise InvalidRequest(f"round {request.round}: {'x' * 4000}")
+
+    draft.Grow = grow  # type: ignore[method-assign]
+    await fakes.worker(draft)
+    _, server = await fakes.orchestrator("--draft", "workers", "--lookup", "0")
+    async with Client(server.address) as client:
+        seen = await read(client)
+    assert len(draft.rounds) > MAX_WARNINGS + 3
+    *first, last = seen.end.warnings
+    assert [warning[:40] for warning in first] == [
+        f"a draft worker failed (round {number}: {'x' * 40}"[:40] for number in draft.rounds[:MAX_WARNINGS]
+    ]
+    assert all(len(warning) < MAX_WARNING_LENGTH + 40 for warning in first)
+    assert last == f"{len(draft.rounds) - MAX_WARNINGS} more warnings came after these {MAX_WARNINGS}"

@@ -1,0 +1,78 @@
+"""The largest logits of a row: the compiled search against sorting all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from draft_worker.candidates import top_k
+from draft_worker.candidates.top_k import ROOM, SPAN, largest
+from draft_worker.model.warm_up import warm_up_choosing
+
+SIZES = [300, 16 * SPAN, 16 * SPAN + 37]  # left to torch; in whole spans; with a rest that no vector holds
+
+
+def sorted_best(row: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """The lower token first where logits are equal."""
+    best = np.argsort(-row, kind="stable")[:num]
+    return row[best], best
+
+
+@pytest.mark.parametrize("vocab_size", SIZES)
+@pytest.mark.parametrize("num", [1, 64, 256])
+def test_they_are_those_that_sorting_finds(vocab_size: int, num: int) -> None:
+    """Also of rows that stand apart in memory, as a model leaves them, and with banned tokens among them."""
+    rng = np.random.default_rng(vocab_size + num)
+    room = torch.from_numpy(rng.normal(size=(5, vocab_size + 11)).astype(np.float32))
+    room[1] *= 1e30
+    room[2, rng.choice(vocab_size, vocab_size // 2, replace=False)] = -torch.inf
+    room[3, vocab_size - 1], room[4, 0] = 50.0, 50.0
+    logits = room[:, :vocab_size]
+    values, tokens = largest(logits, num)
+    assert (values.dtype, tokens.dtype) == (np.float32, np.int32)
+    for row in range(5):
+        wanted, best = sorted_best(logits[row].numpy(), num)
+        np.testing.assert_array_equal(values[row], wanted)
+        assert tokens[row][np.isfinite(wanted)].tolist() == best[np.isfinite(wanted)].tolist()
+
+
+def test_of_equal_ones_the_lower_tokens_are_taken() -> None:
+    logits = torch.from_numpy(np.random.default_rng(1).integers(-500, 500, (3, 16 * SPAN)).astype(np.float32))
+    values, tokens = largest(logits, 100)
+    for row in range(3):
+        wanted, best = sorted_best(logits[row].numpy(), 100)
+        np.testing.assert_array_equal(values[row], wanted)
+        assert tokens[row].tolist() == best.tolist()
+
+
+@pytest.mark.parametrize("same", [0.0, -np.inf])
+def test_more_alike_than_there_is_room_for(same: float) -> None:
+    """Torch is asked for these rows; those beside them are none the wiser."""
+    logits = torch.full((3, 48 * SPAN), same)
+    logits[1, 7] = 3.0
+    logits[2] = torch.from_numpy(np.random.default_rng(1).integers(-500, 500, 48 * SPAN).astype(np.float32))
+    assert logits.shape[1] > ROOM * 256
+    values, tokens = largest(logits, 256)
+    assert (values[0] == same).all()
+    assert (values[1, 0], tokens[1, 0], set(values[1, 1:])) == (3.0, 7, {same})
+    assert all(len(set(row)) == 256 for row in tokens.tolist())
+    assert tokens[2].tolist() == sorted_best(logits[2].numpy(), 256)[1].tolist()
+
+
+def test_a_row_of_no_numbers_says_so_and_harms_no_other() -> None:
+    logits = torch.full((2, 16 * SPAN), torch.nan)
+    logits[1] = torch.randn(16 * SPAN, generator=torch.Generator().manual_seed(1))
+    values, _ = largest(logits, 64)
+    assert np.isnan(values[0]).all()
+    np.testing.assert_array_equal(values[1], sorted_best(logits[1].numpy(), 64)[0])
+
+
+def test_rows_that_stand_apart_and_those_that_do_not_are_compiled_for_at_the_start() -> None:
+    vocab_size = 16 * SPAN + 37
+    warm_up_choosing(vocab_size, torch.device("cpu"))
+    compiled = len(top_k._find.signatures)
+    for width in (vocab_size, vocab_size + 11):
+        for num_rows in (1, 3):
+            largest(torch.zeros(num_rows, width)[:, :vocab_size], 256)
+    assert len(top_k._find.signatures) == compiled

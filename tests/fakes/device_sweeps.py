@@ -1,0 +1,98 @@
+"""Sweeps of a streamed model on the pretended device, and the same on the CPU to compare them with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bough.model.batch.batch import Batch, Segment
+from bough.model.kv.kv_arena import KVArena
+from bough.trees.tree import Tree
+from target_worker.sweep.streamed_model import StreamedModel
+from tests.fakes.models import CPU, streamed
+from tests.fakes.pretend import device, notes, pretending
+from tests.fakes.pretend_lanes import ALWAYS, PretendedLanes
+from tests.model.test_reproducible import random_tree
+
+NUM_ROWS = 200
+
+
+@dataclass(frozen=True)
+class Where:
+    """On a device: how many of the layers stay there, how many in the host's memory, and how its copies are made."""
+
+    max_resident: int = 1
+    host_layers: int = 2
+    kv_on_host: bool = False
+    expert_slabs: int = 0
+    chance: float = ALWAYS
+    seed: int = 0
+
+
+@contextmanager
+def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16) -> Iterator[StreamedModel]:
+    """A model on the pretended device, whose layers' begins and ends are noted."""
+    lanes, kv_lanes = (PretendedLanes(where.chance, where.seed + lane) for lane in range(2))
+    host = 99 if where.expert_slabs else where.host_layers
+    staged = NUM_ROWS if where.kv_on_host else 0
+    with streamed(
+        folder, dtype, rows, where.max_resident, lanes, host, staged, where.expert_slabs, device(), kv_lanes
+    ) as model:
+        layer = model.tiers.layer
+
+        @contextmanager
+        def noted(index: int) -> Iterator[torch.Tensor]:
+            with layer(index) as slab:
+                notes.is_in_layer = True
+                try:
+                    yield slab
+                finally:
+                    notes.is_in_layer = False
+
+        model.tiers.layer = noted  # type: ignore[method-assign]
+        try:
+            yield model
+        finally:
+            kv_lanes.close()
+
+
+def three_sweeps(model: StreamedModel, kv: torch.device, counting: bool = False) -> torch.Tensor:
+    """Logits of a tree beside another session's root, and of what follows when a path of it is committed."""
+    shape = model.skeleton.kv_shape()
+    arena = KVArena(shape, shape.empty(NUM_ROWS, kv))
+    first, second = arena.take(NUM_ROWS // 2), arena.take(NUM_ROWS // 2)
+
+    def sweep(*segments: Segment) -> torch.Tensor:
+        return model.sweep(Batch(segments, model.rows, model.device))[0]
+
+    sweep(Segment.context(first, 0, [5, 6, 7, 8]), Segment.tree(second, 0, Tree.root(3)))
+    first.compact(range(4), [5, 6, 7, 8])
+    second.compact([0], [3])
+    tree = random_tree(np.random.default_rng(1), 30, 9)
+    if counting:
+        notes.clear()
+    logits = sweep(Segment.tree(first, 4, tree), Segment.tree(second, 1, Tree.root(4)))
+    if counting:
+        return logits
+    path = tree.path(29)
+    first.compact([4 + node for node in path], [int(tree.tokens[node]) for node in path])
+    return torch.cat((logits, sweep(Segment.tree(first, first.length, Tree.root(11)))))
+
+
+def on_cpu(folder: Path, dtype: torch.dtype, rows: int = 16) -> torch.Tensor:
+    """What is right."""
+    with streamed(folder, dtype, rows) as model:
+        return three_sweeps(model, CPU).float()
+
+
+def on_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16) -> torch.Tensor:
+    """What comes of the path over the device, without a race."""
+    with pretending(), on_the_device(folder, where, dtype, rows) as model:
+        logits = three_sweeps(model, CPU if where.kv_on_host else device())
+    assert not notes.order.races, notes.order.races[:3]
+    return logits.float()

@@ -1,0 +1,104 @@
+"""A draft without a model, and an engine on it, for tests of growing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cache
+
+import numpy as np
+import torch
+
+from bough.model.batch.batch import Batch
+from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVShape
+from bough.protocol.messages import Context, GrowCall, GrowResult
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree_plan import BestFirst, TreePlan
+from draft_worker.candidates.temperature_scaling import Sharpnesses
+from draft_worker.engine.engine import Engine, Request
+from draft_worker.engine.session import Window
+from draft_worker.engine.session_pool import SessionPool
+from draft_worker.model.model_draft import ModelDraft
+
+VOCAB = 6
+PLAN = TreePlan(BestFirst(12, 3, 4))
+
+
+def fake_log_probs(path: Sequence[int]) -> np.ndarray:
+    """(VOCAB,) log-probabilities that depend on the whole path."""
+    return _log_probs(tuple(path))
+
+
+@cache
+def _log_probs(path: tuple[int, ...]) -> np.ndarray:
+    logits = np.random.default_rng([len(path), *path]).normal(size=VOCAB) * 2
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+
+class FakeModel:
+    """A draft whose logits are a function of the path that the KV slot spells; a key is its token."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, before_pass: Callable[[Batch], None] = lambda _: None) -> None:
+        self.rows_run: list[int] = []
+        self._before_pass = before_pass
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        self._before_pass(batch)
+        self.rows_run.append(batch.num_tokens)
+        rows = []
+        for segment in batch.segments:
+            keys = segment.slot.keys
+            for i in range(len(segment)):
+                keys[0, segment.rows[i], 0, 0] = float(segment.tokens[i])
+            for i in range(len(segment) if segment.wants_logits else 0):
+                before = [int(keys[0, row, 0, 0]) for row in range(segment.base)]
+                depth = int(segment.positions[i]) - segment.base
+                path = [int(keys[0, row, 0, 0]) for row in segment.tail[i, : depth + 1]]
+                rows.append(fake_log_probs([*before, *path]))
+        return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
+
+
+def new_engine(
+    model: FakeModel, num_rows: int = 0, window: Window | None = None, ahead_steps: int = 0, power: float = 1.0
+) -> Engine:
+    """With windows of 100 tokens, and room for a hundred of the longest by default. Power 0 is learnt."""
+    window = window or Window(100, 200)
+    shape, num_rows = KVShape(1, 1, 1, torch.float32), num_rows or 100 * window.max_rows
+    arena = KVArena(shape, shape.empty(num_rows, model.device), rows_to_keep=lambda slot: slot.num_rows)
+    return Engine(ModelDraft(model, VOCAB), VOCAB, 4, SessionPool(arena, window), ahead_steps, Sharpnesses(power))
+
+
+def grow_call(
+    tokens: list[int],
+    held: int = 0,
+    sampling: SamplingParams | None = None,
+    plan: TreePlan = PLAN,
+    session_id: str = "s",
+    round_: int | None = None,
+) -> GrowCall:
+    """For a session of these tokens, the last of which is the root; greedy by default, and numbered as in service."""
+    context = Context.of(session_id, tokens, held, prompt_length=3)
+    round_ = context.base_length if round_ is None else round_
+    return GrowCall(context, tokens[-1], sampling or SamplingParams(temperature=0.0), round_, plan)
+
+
+def started(engine: Engine, call: GrowCall) -> Future[GrowResult]:
+    future: Future[GrowResult] = Future()
+    engine.start(Request(call, future, 0))
+    return future
+
+
+def grow_now(engine: Engine, call: GrowCall) -> GrowResult:
+    """Steps until the call has its tree, or raises its error."""
+    future = started(engine, call)
+    while engine.is_growing:
+        engine.step()
+    return future.result(0)
+
+
+def grown_alone(call: GrowCall) -> GrowResult:
+    """On an engine of its own."""
+    return grow_now(new_engine(FakeModel()), call)

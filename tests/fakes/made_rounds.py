@@ -1,0 +1,155 @@
+"""Rounds whose workers are numbers: what a sizer is asked and told, without processes, clocks or models.
+
+A draft says of the children of every node that they are as probable as `claimed`; the target's text has the child of
+rank r with the probability `true[r]`, and otherwise a token that no draft guesses. Seconds are those of two curves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.decision import Decision
+from bough.protocol.generation import Speculation
+from bough.protocol.messages import GrowResult, RoundTimings, Timings, VerifyResult
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import BestFirst, TreePlan
+from draft_worker.growth.best_first import BestFirstGrower
+from draft_worker.growth.grower import Candidates
+from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
+from orchestrator.sizing.tree_sizer import TreeSizer
+from target_worker.verification.verify import walk
+
+ROOT, UNGUESSED = 500, 999
+SECOND = 1_000_000_000
+GOOD = (0.7, 0.1, 0.05, 0.03, 0.02, 0.01)
+WRONG = (0.0,) * 6
+FLAT = CostCurve((1, 64, 65, 1025), (1.0, 1.0, 1.01, 10.61))  # seconds of a sweep: level up to 64 rows
+STEEP = CostCurve((1, 257), (0.1, 2.66))  # weights that are resident: every row costs
+STEP = CostCurve((1, 65), (0.01, 0.0164))
+DEFAULT = BestFirst(64, 16, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a round came to."""
+
+    plan: RoundPlan
+    drafted: Tree
+    proposal: Proposal
+    outcome: RoundOutcome
+    decision: Decision | None  # as it is recorded
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.proposal.tree)
+
+
+def new_sizer() -> TreeSizer:
+    """As the orchestrator makes it."""
+    return TreeSizer(DEFAULT, max_depth=24)
+
+
+def situation(**changes: Any) -> Situation:
+    """A session with one target and one draft, that tell what they cost, and a thousand tokens to come."""
+    facts = Situation(
+        "s", Speculation(), 0.0, WorkerFacts("target", "target", 1024, FLAT), WorkerFacts("draft", "draft", 1024, STEP),
+        1000,
+    )  # fmt: skip
+    return replace(facts, **changes)
+
+
+@dataclass(slots=True)
+class MadeRounds:
+    """A session's rounds; fields may be changed from one to the next."""
+
+    sizer: Sizer = field(default_factory=new_sizer)
+    sweep: CostCurve = FLAT
+    step: CostCurve = STEP
+    claimed: Sequence[float] = GOOD
+    true: Sequence[float] = GOOD
+    seed: int = 0
+    noise: float = 0.0  # standard deviation of the logarithm of a sweep's seconds
+    network: float = 0.0  # seconds of a call
+    queue: float = 0.0  # seconds that a call waits at the target
+    other_rows: int = 0
+    other_trees: int = 0
+    draft_fails: bool = False
+    base: Situation = field(default_factory=situation)
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        target, draft = self.base.target, self.base.draft
+        self.base = replace(
+            self.base,
+            target=replace(target, cost=self.sweep),
+            draft=replace(draft, cost=self.step) if draft is not None else None,
+        )
+
+    def play(self, num_rounds: int = 1, **changes: Any) -> list[Played]:
+        """So many rounds, each in a situation with these changes."""
+        return [self.round(replace(self.base, **changes)) for _ in range(num_rounds)]
+
+    def round(self, facts: Situation, tree: Tree | None = None, left_out: Sequence[int] = ()) -> Played:
+        """One round; the draft grows what it is asked for, or `tree`."""
+        plan = self.sizer.plan(facts)
+        grown = self.grown(plan.tree, tree) if plan.asks_draft and not self.draft_fails else None
+        drafted = grown.tree if grown is not None else Tree.root(ROOT)
+        proposal = self.sizer.propose(facts.session_id, drafted, Tree.root(ROOT))
+        outcome = self.outcome(facts, proposal, grown, tuple(left_out))
+        self.sizer.observe(facts.session_id, outcome)
+        decisions = self.sizer.decisions(facts.session_id)
+        return Played(plan, drafted, proposal, outcome, decisions[-1] if decisions else None)
+
+    def grown(self, plan: TreePlan, tree: Tree | None = None) -> GrowResult:
+        """What the draft answers: the tree that it grows, or this one, as if in one step."""
+        num_passes, seconds = 1, self.step(1)
+        if tree is None:
+            assert isinstance(plan.growth, BestFirst)
+            grower = BestFirstGrower(ROOT, plan.growth, len(self.claimed), np.zeros(0, np.int32))
+            num_passes, seconds = 0, 0.0
+            while len(frontier := grower.frontier()):
+                tokens = np.tile(np.arange(len(self.claimed), dtype=np.int32), (len(frontier), 1))
+                log_probs = np.tile(np.log(np.array(self.claimed, np.float32)), (len(frontier), 1))
+                grower.take(frontier, Candidates(tokens, log_probs))
+                num_passes, seconds = num_passes + 1, seconds + self.step(len(frontier))
+            tree = grower.finished()
+        total = round(seconds * SECOND)
+        return GrowResult(tree, 0, Timings(total, 0, compute_ns=total, num_passes=num_passes), 0, self.step)
+
+    def outcome(
+        self, facts: Situation, proposal: Proposal, grown: GrowResult | None, left_out: tuple[int, ...] = ()
+    ) -> RoundOutcome:
+        """What the target answers, and when."""
+        ranks = [*range(len(self.true)), UNGUESSED]
+        text = self.rng.choice(ranks, 64, p=[*self.true, 1 - sum(self.true)]).tolist()
+        kept = np.setdiff1d(np.arange(len(proposal.tree)), left_out)
+        verdict = walk(proposal.tree.only(kept), lambda path: text[len(path)])
+        verdict = verdict._replace(accepted_nodes=tuple(kept[list(verdict.accepted_nodes)].tolist()))
+        rows = len(kept) + facts.num_context + self.other_rows
+        sweep = self.sweep(rows) * float(np.exp(self.noise * self.rng.standard_normal()))
+        queue, network = round(self.queue * SECOND), round(self.network * SECOND)
+        target_ns, draft_ns = round(sweep * SECOND) + queue, grown.timings.total_ns if grown is not None else 0
+        network_ns = network * (2 if grown is not None else 1)
+        timings = RoundTimings(draft_ns + network_ns + target_ns, draft_ns, network_ns, target_ns, queue)
+        of_target = Timings(target_ns, queue, num_passes=1)
+        num_trees = 1 + self.other_trees
+        result = VerifyResult(verdict, 0, of_target, 0, left_out, self.sweep, rows, num_trees)
+        chosen = verdict.tokens_of(proposal.tree)
+        return RoundOutcome(len(proposal.tree), chosen, result, grown, network, network, timings)
+
+
+def mean_nodes(rounds: Sequence[Played]) -> float:
+    """Of the trees that were sent."""
+    return sum(played.num_nodes for played in rounds) / len(rounds)
+
+
+def seconds_per_token(rounds: Sequence[Played]) -> float:
+    """Over all of them."""
+    seconds = sum(played.outcome.timings.total_ns for played in rounds) / SECOND
+    return seconds / sum(len(played.outcome.tokens) for played in rounds)

@@ -1,0 +1,76 @@
+"""A streamed model as the target worker puts it together, for tests that look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.pack_manifest import read_checksums
+from bough.model.kv.session_kv import KVSlot
+from bough.model.loading.loading import build_skeleton
+from bough.sizing.placement import Budgets, Fixed, place
+from bough.trees.tree import Tree
+from target_worker.kv.kv_offload import KVStage
+from target_worker.link.layer_extents import LayerExperts, LayerWeights, plan_apart, plan_layer, sizes_of
+from target_worker.link.streams import InlineLanes, Lanes
+from target_worker.sweep.streamed_model import StreamedModel
+from target_worker.sweep.tiers import Tiers
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def streamed(
+    folder: Path,
+    dtype: torch.dtype,
+    rows: int = 16,
+    max_resident: int = 0,
+    lanes: Lanes | None = None,
+    host_layers: int = 0,
+    staged_rows: int = 0,
+    expert_slabs: int = 0,
+    device: torch.device = CPU,
+    kv_lanes: Lanes | None = None,
+) -> Iterator[StreamedModel]:
+    """A model whose layers stream through two slabs, but for `max_resident` of them.
+
+    With `lanes` there is a `device` with memory of its own, and in the host's room for `host_layers`. With
+    `staged_rows` keys and values of so many come to it with their layer. With `expert_slabs` experts are read when they
+    are chosen.
+    """
+    skeleton = build_skeleton(Checkpoint.open(folder), dtype)
+    layers: Sequence[LayerWeights] = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
+    experts: dict[int, LayerExperts] = {}
+    if expert_slabs:
+        layers, experts = plan_apart(skeleton.layer_slots)
+    sizes = [layer.num_bytes for layer in layers]
+    host = host_layers * max(sizes)
+    budgets = Budgets(device=sum(sizes) * 2, host=host, ring=2 * max(sizes), max_resident=max_resident)
+    placement = place(sizes, Fixed(0, 0, 0, 0), budgets)
+    if experts:
+        room = expert_slabs * sizes_of(experts.values()).slab_bytes
+        placement = replace(placement, fixed=replace(placement.fixed, experts=room))
+    with Tiers(layers, placement, 2, read_checksums(folder), lanes, experts) as tiers:
+        kv = KVStage(skeleton.kv_shape(), staged_rows, kv_lanes or InlineLanes()) if staged_rows else None
+        yield StreamedModel(skeleton, tiers, rows, device, kv)
+
+
+def new_slot(model: StreamedModel) -> KVSlot:
+    """Room for a session of a few hundred tokens."""
+    return KVSlot(model.skeleton.kv_shape(), 400, CPU)
+
+
+def plain_logits(model: StreamedModel, tokens: list[int]) -> list[torch.Tensor]:
+    """Decoding one token at a time; entry i is what follows tokens[: i + 1]."""
+    slot, logits = new_slot(model), []
+    for position, token in enumerate(tokens):
+        batch = Batch([Segment.tree(slot, position, Tree.root(token))], model.rows, CPU)
+        logits.append(model.sweep(batch)[0][0].clone())
+        slot.compact([position], [token])
+    return logits

@@ -1,0 +1,254 @@
+"""A device that pretends to be a GPU: its tensors' bytes are out of the CPU's reach, and all that happens is noted.
+
+torch's Python backend for PrivateUse1 gives it a device type of its own. What a GPU would refuse is refused (operands
+of two devices, numpy), what it would leave to chance is 0xFF (uninitialised memory), and what would stop a stream of
+work is counted (numbers asked for, copies from pageable memory). Operators run at once, one lane; copies run when
+`pretend_lanes` says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from bough.model.architecture import attention
+from bough.model.gpu import kernels, unpack_triton
+from tests.fakes.pretend_order import Order
+
+NAME = "pretend"
+UNWRITTEN = 0xFF  # NaN in every floating type
+ASKING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
+MAKING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+VIEWING = {"view", "slice", "select", "unsqueeze", "expand", "t", "transpose", "alias", "detach", "permute", "split"}
+VIEWING |= {"squeeze", "as_strided", "split_with_sizes", "_unsafe_view", "unbind", "chunk", "diagonal", "unfold"}
+WHOLE = {"linear", "matmul", "pad"}  # that a GPU's library has in one piece, whatever torch could take them apart to
+
+
+@dataclass
+class Notes:
+    """What has happened since `clear`."""
+
+    launches: Counter[str] = field(default_factory=Counter)  # by operator; views are none
+    stops: list[str] = field(default_factory=list)  # the host waited for the device
+    sends: list[str] = field(default_factory=list)  # copies to the device outside its copying lane: it waits as well
+    inside: list[str] = field(default_factory=list)  # of these two, within a layer
+    is_in_layer: bool = False
+    is_capturing: bool = False
+    order: Order = field(default_factory=Order)
+
+    def begin(self) -> None:
+        """As if nothing had ever happened."""
+        vars(self).update(vars(Notes()))
+
+    def clear(self) -> None:
+        """Forgets what has happened, but not in which order."""
+        self.launches.clear()
+        for notes in (self.stops, self.sends, self.inside):
+            notes.clear()
+
+    def stop(self, what: str) -> None:
+        """The host waits until all is done."""
+        self._note(self.stops, what)
+        self.order.host_waits()
+
+    def send(self, what: str) -> None:
+        """A tensor comes from pageable memory."""
+        self._note(self.sends, what)
+
+    def _note(self, notes: list[str], what: str) -> None:
+        if self.is_capturing:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+        notes.append(what)
+        if self.is_in_layer:
+            self.inside.append(what)
+
+
+notes = Notes()  # of the process: a device is one
+
+
+class Pretended(torch.Tensor):
+    """A tensor of the device; `raw` is the CPU's that stands for its memory."""
+
+    raw: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, raw: torch.Tensor) -> Pretended:
+        with torch.inference_mode(False):
+            made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                raw.shape,
+                strides=raw.stride(),
+                storage_offset=raw.storage_offset(),
+                dtype=raw.dtype,
+                device=device(),
+            )
+        made.raw = raw
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Pretended({tuple(self.shape)}, {self.dtype})"
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        return self.raw.is_contiguous(*args, **kwargs)
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy")
+
+    def tolist(self) -> Any:
+        notes.stop("tolist")
+        return self.raw.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+@cache
+def device() -> torch.device:
+    """Registered when it is first wanted; a process has it from then on."""
+    _setup_privateuseone_for_python_backend(NAME)
+    return torch.device(NAME, 0)
+
+
+def raw(value: Any) -> Any:
+    """What stands for a tensor of the device; anything else as it is."""
+    return value.raw if isinstance(value, Pretended) else value
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator, where a tensor of the device is among its operands or it makes one."""
+    name, where = func.overloadpacket.__name__, kwargs.get("device")
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    mine = [x for x in tensors if isinstance(x, Pretended)]
+    makes_mine = where is not None and torch.device(where).type == NAME
+    if not mine and not makes_mine:
+        return func(*args, **kwargs)
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    if is_composite and name not in WHOLE:
+        with _Making():
+            taken_apart = func.decompose(*args, **kwargs)
+        if taken_apart is not NotImplemented:
+            return taken_apart
+    if name in {"_to_copy", "copy_"} and (made := _copied(func, name, args, kwargs)) is not None:
+        return made
+    _refuse_mixing(func, name, mine, [x for x in tensors if not isinstance(x, Pretended) and x.dim()])
+    return _launched(func, name, args, kwargs, makes_mine)
+
+
+def _copied(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What copies between the two memories; None for what does not."""
+    source = args[1] if name == "copy_" else args[0]
+    where = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
+    if source.device.type == where.type:
+        return None
+    notes.order.computes([raw(source)], [raw(args[0])] if name == "copy_" else [])
+    (notes.stop if where.type == "cpu" else notes.send)(f"{name} {tuple(source.shape)}")
+    if name == "copy_":
+        raw(args[0]).copy_(raw(source))
+        return args[0]
+    made = func(raw(source), **{key: value for key, value in kwargs.items() if key != "device"})
+    made = made.clone() if made.data_ptr() == raw(source).data_ptr() else made
+    return made if where.type == "cpu" else Pretended(made)
+
+
+def _refuse_mixing(func: Any, name: str, mine: list[Pretended], others: list[torch.Tensor]) -> None:
+    if not mine or not others:
+        return
+    if name in {"index", "index_put_"}:  # which take their numbers from either memory
+        notes.send(f"{name} by numbers of the host's")
+        return
+    places = {str(x.device) for x in (*mine, *others)}
+    raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found {sorted(places)}")
+
+
+def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], makes_mine: bool) -> Any:
+    if name in ASKING:
+        notes.stop(name)
+    raws = {key: raw(value) for key, value in kwargs.items()}
+    if makes_mine:
+        raws["device"] = torch.device("cpu")
+    out = func(*tree_map(raw, args), **tree_map(raw, raws))
+    written = _written(func, args, kwargs)
+    if name not in VIEWING | MAKING:
+        notes.launches[name] += 1
+        read = [raw(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Pretended)]
+        notes.order.computes(read, [raw(x) for x in written])
+    if name in MAKING and out.dtype != torch.bool and out.is_contiguous():
+        out.flatten().view(torch.uint8).fill_(UNWRITTEN)
+    if written and isinstance(out, torch.Tensor):
+        return written[0]
+    return tree_map(lambda x: Pretended(x) if isinstance(x, torch.Tensor) and not isinstance(x, Pretended) else x, out)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Operands that it writes to."""
+    named = func._schema.arguments
+    given = [*zip(named, args, strict=False), *((a, kwargs[a.name]) for a in named if a.name in kwargs)]
+    return [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
+
+
+class _Making(TorchDispatchMode):
+    """Sees operators that have no tensor among their operands."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+class _Sending(TorchFunctionMode):
+    """`torch.tensor` makes a tensor of the host's, and sends it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.tensor and str(kwargs.get("device", "cpu")).startswith(NAME):
+            del kwargs["device"]
+            return torch.tensor(*args, **kwargs).to(device())
+        return func(*args, **kwargs)
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One launch of a function over the tensors' memory: it returns another tensor, or writes to the last of them."""
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        assert all(isinstance(x, Pretended) for x in tensors), "a kernel takes what is on the device"
+        notes.launches[function.__name__] += 1
+        out = function(*tree_map(raw, args), **tree_map(raw, kwargs))
+        notes.order.computes([raw(x) for x in tensors], [raw(tensors[-1])] if out is None else [])
+        return Pretended(out) if isinstance(out, torch.Tensor) else out
+
+    return launch
+
+
+def attend(queries: torch.Tensor, *others: Any) -> torch.Tensor:
+    """In place of the kernel for GPUs, which the interpreter takes long for: the reference, in its data type."""
+    return attention.attend_by_mask(queries, *others).to(queries.dtype)
+
+
+@contextmanager
+def pretending(attends: Callable[..., torch.Tensor] = attend) -> Iterator[Notes]:
+    """Within the block this thread may make tensors of the device; `attends` stands for its attention kernel.
+
+    Its other kernels are those for GPUs, interpreted.
+    """
+    device()
+    notes.begin()
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        unpack = unpack_triton.write_own, unpack_triton.write_down, unpack_triton.write_across
+        patch.setattr(kernels, "of_gpus", lambda: kernels.Kernels(*map(kernel, (attends, *unpack))))
+        stack.enter_context(_Sending())
+        stack.enter_context(_Making())
+        yield notes

@@ -1,0 +1,132 @@
+"""A sizer and a target that decide by chance: whatever sizes are, tokens stay the same (docs/design.md, rule 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.decision import Decision, DraftCalibration
+from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.sizing.division import Price
+from bough.trees.merge import merged, union
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
+from orchestrator.serving.requests import Requests
+from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan
+from target_worker.scheduler.batching import Part
+from target_worker.scheduler.job import Job
+from target_worker.scheduler.row_division import may_leave_out
+from tests.fakes.fleet import FakeTarget
+
+LARGEST = BestFirst(32, 16, 8)
+
+
+def random_part(tree: Tree, most: int, rng: Random) -> NDArray[np.intp]:
+    """Nodes of any part of a tree that has its root, ascending: as often the root alone as any other size."""
+    kept, parents = {0}, tree.parents.tolist()
+    for _ in range(rng.randint(0, min(most, len(tree)) - 1)):
+        kept.add(rng.choice([node for node in range(1, len(tree)) if node not in kept and parents[node] in kept]))
+    return np.array(sorted(kept), np.intp)
+
+
+class RandomSizer:
+    """Any size, price, depth and cut that the protocol allows, of any round; learns nothing."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = Random(seed)
+        self._plans: dict[str, RoundPlan] = {}
+        self.sizes: set[int] = set()  # of trees that were sent
+        self.num_cut = 0  # rounds in which a part of what had grown was sent
+        self.num_left_out = 0  # nodes, by the target
+
+    def plan(self, situation: Situation) -> RoundPlan:
+        """The request's own where it leaves nothing to decide; else by chance."""
+        self._plans[situation.session_id] = plan = requested_plan(situation, LARGEST) or self._random_plan(situation)
+        return plan
+
+    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+        """Any part of both trees together; samples stay whole."""
+        plan, rng = self._plans[session_id], self._rng
+        if drafted.draft_probs is not None:
+            tree = merged(drafted, looked_up, plan.max_nodes) if len(looked_up) > 1 else drafted
+            return Proposal(tree, False, np.arange(len(drafted)))
+        both = union(drafted, looked_up)
+        kept = random_part(both, plan.max_nodes, rng)
+        self.sizes.add(len(kept))
+        self.num_cut += len(kept) < len(both)
+        places = np.full(len(both), -1, np.intp)
+        places[kept] = np.arange(len(kept))
+        return Proposal(both.only(kept), rng.random() < 0.7, places[: len(drafted)])
+
+    def observe(self, session_id: str, outcome: RoundOutcome) -> None:
+        """Counts."""
+        self.num_left_out += len(outcome.result.left_out_nodes)
+
+    def forget(self, session_id: str) -> None:
+        """Its plan."""
+        self._plans.pop(session_id, None)
+
+    def decisions(self, session_id: str) -> Sequence[Decision]:
+        """None are recorded."""
+        return ()
+
+    def calibrations(self) -> tuple[DraftCalibration, ...]:
+        """Nothing is predicted."""
+        return ()
+
+    def _random_plan(self, situation: Situation) -> RoundPlan:
+        rng = self._rng
+        lookup = rng.randint(0, situation.lookup)
+        if rng.random() < 0.2:
+            return RoundPlan(NO_TREE, rng.randint(1, 1 + lookup), lookup)
+        growth = BestFirst(
+            rng.randint(1, LARGEST.budget),
+            rng.randint(1, LARGEST.width),
+            rng.randint(1, LARGEST.depth),
+            node_price=rng.choice((0.0, 0.0, 0.01, 0.3)),
+            step_price=rng.choice((0.0, 0.0, 0.1, 0.7, 1.5)),
+        )
+        plan = limited(TreePlan(growth, Scheme.TARGET, situation.speculation.guess), situation)
+        return replace(plan, max_nodes=rng.randint(1, plan.max_nodes), lookup=lookup)
+
+
+def use_random_sizes(requests: Requests, seed: int) -> RandomSizer:
+    """In place of an orchestrator's own sizer."""
+    sizer = RandomSizer(seed)
+    requests.sizer = requests._rounds.sizer = sizer
+    return sizer
+
+
+class RandomDivision:
+    """In place of `target_worker.scheduler.engine.share_rows`: any nodes are left out, also of trees that are alone."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = Random(seed)
+
+    def __call__(self, parts: Sequence[Part[Job]], cost: CostCurve | None, price: Price, most_rows: int) -> None:
+        for job in (part.job for part in parts if part.has_tree and may_leave_out(part.job)):
+            nodes = random_part(job.tree, len(job.tree), self._rng)
+            job.keep(nodes if len(nodes) < len(job.tree) else None)
+
+
+class RandomlyDividingTarget(FakeTarget):
+    """A fake that leaves out any nodes of a tree, where it may; asked again it answers what it has answered."""
+
+    rng = Random(0)
+
+    def _verify(self, call: VerifyCall) -> VerifyResult:
+        key = (call.context.session_id, call.epoch, call.round)
+        if not call.may_leave_out or key in self.answers:
+            return super()._verify(call)
+        kept = random_part(call.tree, len(call.tree), self.rng)
+        result = super()._verify(replace(call, tree=call.tree.only(kept)))
+        accepted = tuple(kept[list(result.verdict.accepted_nodes)].tolist())
+        left_out = tuple(np.setdiff1d(np.arange(len(call.tree)), kept).tolist())
+        result = replace(result, verdict=result.verdict._replace(accepted_nodes=accepted), left_out_nodes=left_out)
+        self.answers[key] = result
+        return result

@@ -1,0 +1,61 @@
+"""Profiles that take milliseconds, and the text that simulated workers must say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.processes.launch import Settings
+from bough.simulation.clock import SimulatedClock
+from bough.simulation.pair import SimulatedPair, simulated_pair
+
+QUICK: dict[str, Any] = {
+    "source": "made up for tests",
+    "target": {"link_seconds": 0.4, "compute_base_seconds": 0.1, "compute_row_seconds": 0.01, "kv_tokens": 16384},
+    "draft": {"base_seconds": 0.01, "row_seconds": 0.001, "prefill_token_seconds": 0.001},
+    "acceptance": {"kind": "by_rank", "vector": [0.6, 0.15, 0.08, 0.04, 0.02, 0.01], "spread": 0.5},
+    "network": {"one_way_seconds": 0.05},
+    "clock_scale": 100,
+}
+
+
+def write_profile(folder: Path, name: str = "quick", **changes: Any) -> Path:
+    """A profile's file: QUICK, with other values for some of its fields."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(QUICK | changes))
+    return path
+
+
+def simulated_settings(target: Path | str, draft: Path | str | None) -> Settings:
+    """Workers of these profiles on free ports."""
+    return Settings(
+        target=parse(TargetConfig, "t", ["--simulate", str(target)], {}),
+        draft=parse(DraftConfig, "d", ["--simulate", str(draft)], {}) if draft else None,
+        orchestrator=parse(OrchestratorConfig, "o", ["--port", "0"], {}),
+    )
+
+
+def pair_of(folder: Path, **changes: Any) -> SimulatedPair:
+    """What workers of such a profile have in common."""
+    return simulated_pair(str(write_profile(folder, **changes)))
+
+
+def text_of(pair: SimulatedPair, seed: int, begin: int, num: int) -> list[int]:
+    """The tokens from an absolute position on."""
+    return [int(token) for token in pair.law.truth(seed, np.arange(begin, begin + num))]
+
+
+class TurnedClock(SimulatedClock):
+    """Sleeping turns it, and nothing else does; at its scale a hundred seconds are a real one."""
+
+    def __init__(self) -> None:
+        self.real_now = 0.0
+        super().__init__(100.0, lambda: self.real_now, self.turn)
+
+    def turn(self, seconds: float) -> None:
+        """Real seconds pass."""
+        self.real_now += seconds

@@ -1,0 +1,56 @@
+"""Trees of a simulated draft. Imports no torch: `python tests/fakes/simulated_growth.py FOLDER` grows one without numba."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+if __name__ == "__main__":
+    from bough.model.cpu import jit
+
+    jit.interpret()
+
+from bough.model.kv.arena import Arena
+from bough.protocol.messages import Context, GrowCall, GrowResult
+from bough.protocol.sampling_params import SamplingParams
+from bough.simulation.clock import SimulatedClock
+from bough.simulation.pair import SimulatedPair
+from bough.trees.tree_plan import BestFirst, TreePlan
+from draft_worker.candidates.temperature_scaling import Sharpnesses
+from draft_worker.engine.engine import Engine, Request
+from draft_worker.engine.session import Window
+from draft_worker.engine.session_pool import SessionPool
+from draft_worker.simulated import SimulatedDraft
+from tests.fakes.simulated import TurnedClock, pair_of
+
+
+def grown(
+    pair: SimulatedPair, clock: SimulatedClock, calls: Sequence[GrowCall], power: float = 1.0
+) -> list[GrowResult]:
+    """Trees that grow together."""
+    window = Window(1000, 2000)
+    arena = Arena(len(calls) * window.max_rows, 1, rows_to_keep=lambda slot: slot.num_rows)
+    draft, pool = SimulatedDraft(pair, clock), SessionPool(arena, window)
+    engine = Engine(draft, pair.vocab_size, 16, pool, 0, Sharpnesses(power))
+    requests = [Request(call, Future(), 0) for call in calls]
+    for request in requests:
+        engine.start(request)
+    while engine.is_growing:
+        engine.step()
+    return [request.future.result(0) for request in requests]
+
+
+def wide_tree(folder: Path) -> list[list[float]]:
+    """Tokens, parents and log-probabilities of a tree whose guesses are taken to a power."""
+    context = Context.of("s", [*range(300, 340)], 0, 3)
+    plan = TreePlan(BestFirst(40, 8, 5, node_price=1e-4))
+    call = GrowCall(context, 339, SamplingParams(temperature=0.8, seed=11), context.base_length, plan)
+    tree = grown(pair_of(folder), TurnedClock(), [call], power=1.7)[0].tree
+    return [tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()]
+
+
+if __name__ == "__main__":
+    print(json.dumps([sorted({"numba", "torch"} & set(sys.modules)), wide_tree(Path(sys.argv[1]))]))

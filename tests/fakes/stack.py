@@ -1,0 +1,156 @@
+"""All three services in this process, over real gRPC and a real index, on the smallest model: for tests of many calls.
+
+The seams are those of the processes' own `__main__`: settings in, servicers and workers out. What is missing is only
+that each runs in a process of its own, which is what `tests/loadtest/test_chaos.py` is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import LlamaConfig
+
+from bough.concurrency.futures import settle
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.pb import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
+from bough.processes.launch import Cluster, Settings
+from bough.registry.heartbeat import registered
+from bough.registry.records import WorkerRecord
+from bough.registry.registry import Registry
+from bough.rpc.drain import SessionGate
+from bough.rpc.server import service_name, serving
+from bough.simulation.clock import SimulatedClock
+from bough.simulation.pair import SimulatedPair
+from draft_worker.service import DraftService
+from draft_worker.simulated import SimulatedDraftWorker
+from draft_worker.worker import DraftWorker
+from loadtest.tiny_model import save_model
+from orchestrator.cluster.directory import Directory
+from orchestrator.service import GenerationService
+from orchestrator.serving.requests import Requests
+from orchestrator.serving.tenants import Callers
+from target_worker.service import TargetService
+from target_worker.simulated import SimulatedTarget
+from target_worker.worker import TargetWorker
+
+MAX_CONTEXT = 64
+SMALLEST = LlamaConfig(
+    vocab_size=262,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=128,
+    bos_token_id=260,
+    eos_token_id=261,
+    initializer_range=0.3,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What runs, and where."""
+
+    target: TargetWorker | SimulatedTarget
+    draft: DraftWorker | SimulatedDraftWorker
+    requests: Requests
+    registry: Registry
+    index_url: str
+    addresses: dict[str, str]  # "target", "draft", "orchestrator"
+
+    def check_integrity(self) -> None:
+        """Asserts what must hold between any two calls, on the thread that answers them."""
+        engine, future = self.target._engine, Future[None]()
+
+        def check() -> None:
+            engine.pool.check_integrity()
+            settle(future, None)
+
+        engine._post(future, check)
+        future.result(timeout=60)
+
+
+@asynccontextmanager
+async def stack(
+    folder: Path, *target_flags: str, model: Path | None = None, draft_model: Path | None = None
+) -> AsyncIterator[Stack]:
+    """Everything, ready; ended with the block. The draft is the target's own model by default."""
+    model = model or save_model(folder / "smallest", SMALLEST)
+    flags = ["--dtype", "float32", "--threads", "1", "--max-nodes", "32", "--max-context", str(MAX_CONTEXT)]
+    of_target = ["--model", str(model), "--resident-layers", "0", "--metrics-port", "-1", *target_flags]
+    target_config = parse(TargetConfig, "t", [*flags, *of_target], {})
+    draft_config = parse(DraftConfig, "d", [*flags, "--model", str(draft_model or model)], {})
+    async with _around(
+        lambda: TargetWorker(target_config, "target"), lambda: DraftWorker(draft_config, "draft"), folder, target_config
+    ) as running:
+        yield running
+
+
+@asynccontextmanager
+async def simulated_stack(folder: Path, pair: SimulatedPair) -> AsyncIterator[Stack]:
+    """The same around workers without weights."""
+    clock, simulate = SimulatedClock(pair.profile.clock_scale), ["--simulate", "given", "--metrics-port", "-1"]
+    target_config, draft_config = parse(TargetConfig, "t", simulate, {}), parse(DraftConfig, "d", simulate[:2], {})
+    async with _around(
+        lambda: SimulatedTarget(target_config, "target", pair, clock),
+        lambda: SimulatedDraftWorker(draft_config, "draft", pair, clock),
+        folder,
+        target_config,
+    ) as running:
+        yield running
+
+
+@asynccontextmanager
+async def _around(
+    make_target: Callable[[], TargetWorker | SimulatedTarget],
+    make_draft: Callable[[], DraftWorker | SimulatedDraftWorker],
+    folder: Path,
+    target_config: TargetConfig,
+) -> AsyncIterator[Stack]:
+    """An index, an orchestrator and services around these two workers."""
+    config = parse(OrchestratorConfig, "o", ["--port", "0", "--budget", "8", "--draft-timeout", "5"], {})
+    cluster = Cluster(Settings(target_config, None, config), folder)
+    async with AsyncExitStack() as exits:
+        exits.callback(cluster.stop_all)
+        cluster.start_index()
+        registry = Registry(cluster.index_url)
+        exits.push_async_callback(registry.close)
+        await registry.wait()
+        target, draft = make_target(), make_draft()
+        exits.callback(target.close)
+        exits.callback(draft.close)
+        target_service, draft_service = TargetService(), DraftService()
+        target_service.loaded, draft_service.loaded = target, draft
+        directory = Directory(registry)
+        requests = Requests(config, directory, "orchestrator")
+        services = {
+            "target": (target_pb2, target_pb2_grpc.add_TargetServicer_to_server, target_service),
+            "draft": (draft_pb2, draft_pb2_grpc.add_DraftServicer_to_server, draft_service),
+            "orchestrator": (
+                generation_pb2,
+                generation_pb2_grpc.add_GenerationServicer_to_server,
+                GenerationService(Callers(requests)),
+            ),
+        }
+        addresses = {}
+        for kind, (module, add, service) in services.items():
+            name = service_name(module.DESCRIPTOR, "Generation" if kind == "orchestrator" else kind.capitalize())
+            gate = None if kind == "orchestrator" else SessionGate("Verify", "Grow")
+            served = await exits.enter_async_context(
+                serving("127.0.0.1", 0, name, lambda server, add=add, service=service: add(service, server), gate)
+            )
+            addresses[kind] = f"127.0.0.1:{served.port}"
+            if kind != "orchestrator":
+                record = WorkerRecord(kind, kind, addresses[kind])
+                await exits.enter_async_context(registered(registry, lambda record=record: record))
+        await exits.enter_async_context(directory.running())
+        await exits.enter_async_context(requests.running())
+        while len(directory.statuses()) < 2:
+            await asyncio.sleep(0.05)
+        yield Stack(target, draft, requests, registry, cluster.index_url, addresses)

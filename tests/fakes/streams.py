@@ -1,0 +1,121 @@
+"""What a client sees of a stream, and what it should see, for tests on a fake fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from bough.client import Client
+from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, Started, TextPrompt, Tokens
+from bough.protocol.messages import VerifyCall
+from bough.tokenization.tokenizer import Tokenizer
+from tests.fakes.fleet import FakeTarget, Fleet, Law, Process
+
+PROMPT = TextPrompt("say: try try ")
+OPTIONS = GenerateOptions(seed=5, max_tokens=60, ignore_eos=True, request_id="r")
+
+
+class Seen:
+    """Events of one stream, or of the beginning of one."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self.events = events
+        self.rounds = [event for event in events if isinstance(event, Tokens)]
+        self.token_ids = [token for event in self.rounds for token in event.token_ids]
+        self.texts = [text for event in self.rounds for text in event.texts]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts) + (self.events[-1].text if isinstance(self.events[-1], Finished) else "")
+
+    @property
+    def started(self) -> Started:
+        assert isinstance(self.events[0], Started)
+        return self.events[0]
+
+    @property
+    def end(self) -> Finished:
+        assert isinstance(self.events[-1], Finished)
+        return self.events[-1]
+
+    @property
+    def ending(self) -> tuple[str, str, int]:
+        """How it ended, and after how many tokens."""
+        return self.end.finish_reason, self.end.stop_reason, self.end.usage.completion_tokens
+
+
+async def read(client: Client, options: GenerateOptions = OPTIONS, prompt: Prompt = PROMPT) -> Seen:
+    """A whole stream."""
+    return Seen([event async for event in client.generate(prompt, options)])
+
+
+async def read_rounds(client: Client, num_rounds: int, options: GenerateOptions = OPTIONS) -> Seen:
+    """The beginning of a stream, which its reader then leaves."""
+    events: list[Event] = []
+    stream = client.generate(PROMPT, options)
+    async for event in stream:
+        events.append(event)
+        if len(events) > num_rounds:
+            break
+    await stream.aclose()
+    return Seen(events)
+
+
+def expected(fakes: Fleet, options: GenerateOptions = OPTIONS) -> list[int]:
+    """Plain decoding, without any of this."""
+    tokenizer = Tokenizer(fakes.tokenizer)
+    return Law(tokenizer).output(tokenizer.encode(PROMPT.text), options.seed or 0, options.max_tokens)
+
+
+def once(act: Callable[[], Awaitable[object]], at_call: int) -> Callable[[VerifyCall], Awaitable[None]]:
+    """Acts at one of a target's calls."""
+    num_calls = 0
+
+    async def hook(call: VerifyCall) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at_call:
+            await act()
+
+    return hook
+
+
+def failing(error: Exception) -> Callable[[], Awaitable[None]]:
+    """What raises."""
+
+    async def act() -> None:
+        raise error
+
+    return act
+
+
+def kill_the_one_that_gets(call_number: int, targets: list[tuple[FakeTarget, Process]]) -> None:
+    """Of several targets the one that is asked at some call of all of them; it does not answer."""
+    num_calls = 0
+
+    def hook_of(server: Process) -> Callable[[VerifyCall], Awaitable[None]]:
+        async def hook(call: VerifyCall) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == call_number:
+                asyncio.get_running_loop().create_task(server.kill())
+                await asyncio.sleep(60)
+
+        return hook
+
+    for target, server in targets:
+        target.before = hook_of(server)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for it, not for ever."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def renamed(options: GenerateOptions, request_id: str) -> GenerateOptions:
+    """The same for another request."""
+    return replace(options, request_id=request_id)

@@ -1,0 +1,124 @@
+"""A target without a model, and an engine on it, for tests of slots, sweeps and sessions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from bough.model.batch.batch import Batch
+from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVShape, KVSlot
+from bough.model.sizes.target_limits import Limits
+from bough.protocol.messages import Context, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.sizing.row_counts import RowCounts
+from bough.sizing.sweep_times import SweepPrior
+from bough.trees.tree import Tree
+from target_worker.kv.slot_pool import SlotPool
+from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.sweep.streamed_sweeper import StreamedSweeper
+
+VOCAB = 50
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+SHAPE = KVShape(1, 1, 1, torch.float32)
+LIMITS = Limits(rows=8, max_sweep_tokens=16, max_nodes=16, max_context=48)
+ROWS = RowCounts(LIMITS.rows, LIMITS.rows)
+FIGURES = SweepFigures(100, 40, 80, 1000, 60)
+
+
+class FakeModel:
+    """Says that token t is followed by t + 1; holds each sweep until it is let go.
+
+    A key is its token, so that it sees to it that every slot spells the text which its session is taken to hold.
+    """
+
+    device = CPU
+
+    def __init__(self, rows: RowCounts = ROWS, figures: SweepFigures = FIGURES) -> None:
+        self.rows = rows
+        self.figures = figures
+        self.batches: list[Batch] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.prior: SweepPrior | None = None
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens in all sweeps."""
+        return sum(batch.num_tokens for batch in self.batches)
+
+    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+        self.batches.append(batch)
+        assert self.gate.wait(10)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        for segment in batch.segments:
+            slot, before = segment.slot, int(segment.positions[0])
+            context = [token for s in batch.segments if s.slot is slot and not s.wants_logits for token in s.tokens]
+            spelled = slot.keys[0, :before, 0, 0].tolist()
+            assert spelled == [*slot.tokens, *context][:before], "keys are not those of the session's text"
+            for keys in (slot.keys, slot.values):
+                keys[0, torch.from_numpy(segment.rows), 0, 0] = torch.from_numpy(segment.tokens).float()
+        tokens = batch.input_ids[0, batch.logit_rows]
+        return torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float(), self.figures
+
+    def warm_up(self, slot: KVSlot) -> SweepPrior | None:
+        if self.error is not None:
+            raise self.error
+        return self.prior
+
+    def wait_for_sweep(self, number: int = 1) -> None:
+        """Until so many sweeps have begun."""
+        while len(self.batches) < number:
+            pass
+
+
+class Clock:
+    """Seconds that a test turns."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new_pool(
+    clock: Clock, num_rows: int = 2 * LIMITS.slot_rows, lease_seconds: float = 60.0, step_rows: int = 0
+) -> SlotPool:
+    """With room for two of the longest sessions."""
+    return SlotPool(KVArena(SHAPE, SHAPE.empty(num_rows, CPU)), lease_seconds, clock, step_rows)
+
+
+@contextmanager
+def running(
+    model: FakeModel, pool: SlotPool, limits: Limits = LIMITS, max_waiting: int = 100, patience: float = 0.0
+) -> Iterator[Engine]:
+    """An engine whose thread ends with the block."""
+    engine = Engine(StreamedSweeper(model), pool, limits, max_waiting, patience)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        model.gate.set()
+        engine.stop()
+
+
+def verify_call(
+    session: str,
+    tokens: Sequence[int],
+    held: int = 0,
+    round_: int = 0,
+    epoch: int = 1,
+    tree: Tree | None = None,
+    max_length: int = 0,
+) -> VerifyCall:
+    """For a session of these tokens, the last of which is the root."""
+    context = Context.of(session, tokens, held, len(tokens))
+    return VerifyCall(context, epoch, round_, tree or Tree.root(tokens[-1]), GREEDY, max_length=max_length)

@@ -1,0 +1,121 @@
+"""Devices and the memory beside them: chosen by name, refused by name."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import bough.model.running.device
+from bough.config.processes import DraftConfig, TargetConfig, parse
+from bough.errors import ConfigError
+from bough.model.architecture.architecture import load_config
+from bough.model.kv.session_kv import KVShape
+from bough.model.running.device import choose_device, device_name
+from bough.model.sizes.memory_budget import fixed_bytes
+from bough.sizing.placement import Fixed, Tier
+from draft_worker.worker import DraftWorker
+from target_worker.sweep import budgets
+from target_worker.sweep.budgets import choose_places
+from target_worker.worker import TargetWorker
+
+GB = 1000**3
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_auto_takes_a_gpu_where_there_is_one(two_gpus: None) -> None:
+    assert [choose_device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == [
+        GPU,
+        torch.device("cpu"),
+        GPU,
+        torch.device("cuda", 1),
+    ]
+    with pytest.raises(ConfigError, match="--device: cuda:2; torch finds cuda:0 to cuda:1"):
+        choose_device("cuda:2")
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_workers_refuse_to_be_told_otherwise(no_gpu: None, tiny: Path) -> None:
+    assert choose_device("auto") == torch.device("cpu")
+    flags = ["--model", str(tiny), "--device", "cuda"]
+    with pytest.raises(ConfigError, match=r"--device: cuda asks for a GPU, but torch .*; cpu or auto would do"):
+        TargetWorker(parse(TargetConfig, "t", flags, {}), "t")
+    with pytest.raises(ConfigError, match="--device: cuda asks for a GPU"):
+        DraftWorker(parse(DraftConfig, "d", flags, {}), "d")
+
+
+def test_host_memory_means_nothing_on_the_cpu(tiny: Path) -> None:
+    flags = ["--model", str(tiny), "--device", "cpu", "--host-memory", "1GB"]
+    with pytest.raises(ConfigError, match=r"--host-memory: 1\.00 GB; on the CPU .* --device-memory"):
+        TargetWorker(parse(TargetConfig, "t", flags, {}), "t")
+
+
+def gpu_settings(*flags: str) -> TargetConfig:
+    return parse(TargetConfig, "t", ["--model", "m", "--device-memory", "24GB", *flags], {})
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """140 GB free on the device, 100 GB on the host."""
+    monkeypatch.setattr(budgets, "free_device_bytes", lambda _: 140 * GB)
+    monkeypatch.setattr("bough.model.sizes.memory_budget.free_memory", lambda: 100 * GB)
+
+
+def test_a_gpu_has_three_tiers(free: None) -> None:
+    """A model of 70B in 16 bits: 80 layers of 1.7 GB."""
+    sizes, fixed = [1_700_000_000] * 80, Fixed(4 * GB, 2 * GB, GB, 0)
+    placement = choose_places(sizes, fixed, gpu_settings(), GPU).placement
+    assert placement.device_bytes <= 24 * GB
+    assert placement.host_bytes <= 80 * GB
+    assert placement.num_slabs == 2
+    assert all(placement.layers(tier) for tier in Tier)
+    all_in_ram = choose_places(sizes, fixed, gpu_settings("--host-memory", "200GB"), GPU).placement
+    assert not all_in_ram.layers(Tier.DISK)
+
+
+def test_kv_on_the_host_leaves_the_device_to_layers(free: None, tiny: Path) -> None:
+    """Of 80 layers' KV the device holds two; the host's layers make room for the rest."""
+    config, shape = load_config(tiny), KVShape(80, 8, 128, torch.bfloat16)
+    flags = ("--kv-memory", "8GB", "--kv-tier")
+    there, here = (fixed_bytes(gpu_settings(*flags, tier), True, config, shape, 0, 0) for tier in ("host", "device"))
+    assert (here.kv, here.host_kv) == (there.host_kv, 0)
+    assert there.kv == here.kv // 40
+    sizes = [1_700_000_000] * 80
+    on_host, on_device = (choose_places(sizes, fixed, gpu_settings(), GPU).placement for fixed in (there, here))
+    assert [len(placed.layers(Tier.RESIDENT)) for placed in (on_host, on_device)] == [10, 7]
+    assert len(on_host.layers(Tier.HOST)) < len(on_device.layers(Tier.HOST))
+    assert on_host.host_bytes <= 80 * GB
+    with pytest.raises(ConfigError, match=r"--host-memory: 5\.00 GB; KV slots kept there take 8\.00 GB"):
+        choose_places(sizes, there, gpu_settings("--host-memory", "5GB"), GPU)
+
+
+def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:
+    with pytest.raises(ConfigError, match=r"--host-memory: 1\.00 GB; .* must hold 2: 3\.40 GB or more would do"):
+        choose_places([1_700_000_000] * 80, Fixed(0, 0, 0, 0), gpu_settings("--host-memory", "1GB"), GPU)
+    with pytest.raises(ConfigError, match=r"--host-memory: 4\.00 GB; .* must hold 2: 5\.40 GB or more would do"):
+        choose_places([1_700_000_000] * 80, Fixed(0, 0, 0, 0, 2 * GB), gpu_settings("--host-memory", "4GB"), GPU)
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_processors_that_round_otherwise_have_other_names(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernels are chosen by an instruction that ours may do without; sessions stay where they are then."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    names = []
+    for has, by_pairs in itertools.product((False, True), repeat=2):
+        monkeypatch.setattr(bough.model.running.device, "has_feature", lambda _name, has=has: has)
+        monkeypatch.setattr(bough.model.running.device, "multiplies_pairs", lambda by_pairs=by_pairs: by_pairs)
+        names.append(device_name(torch.device("cpu")))
+    assert f"CPU with {capability} and products of bfloat16, ours by pairs" in names
+    assert len(set(names)) == 4

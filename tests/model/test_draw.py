@@ -1,0 +1,249 @@
+"""The drawing of tokens: penalties, filters and noise, each against a plain definition or by statistics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bough.errors import InvalidRequest, Unavailable
+from bough.model.sampling.sampler import (
+    adjusted,
+    draw,
+    filtered,
+    gumbel,
+    gumbel_noise,
+    position_logprobs,
+    probabilities,
+)
+from bough.model.sampling.token_counts import TokenCounts
+from bough.protocol.sampling_params import BANNED, SamplingParams, StopConditions
+
+LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    exps = np.exp(logits - logits.max())
+    return exps / exps.sum()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=1.3, top_k=3),
+        SamplingParams(temperature=1.0, top_p=0.8),
+        SamplingParams(temperature=1.0, min_p=0.2),
+    ],
+)
+def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
+    """Chi-square over 20,000 positions; the seed is fixed, and the bound is passed by chance once in 10^9."""
+    counts = np.zeros(len(LOGITS))
+    for position in range(20_000):
+        counts[draw(LOGITS, params, position)] += 1
+    probs = softmax(filtered(LOGITS, params))
+    assert counts[probs == 0].sum() == 0
+    expected = probs[probs > 0] * counts.sum()
+    assert ((counts[probs > 0] - expected) ** 2 / expected).sum() < 60
+
+
+def test_filters_keep_what_their_definitions_say() -> None:
+    probs = softmax(LOGITS)
+    kept = {
+        "top_k": np.isfinite(filtered(LOGITS, SamplingParams(top_k=2))),
+        "top_p": np.isfinite(filtered(LOGITS, SamplingParams(top_p=0.8))),
+        "min_p": np.isfinite(filtered(LOGITS, SamplingParams(min_p=0.2))),
+    }
+    assert kept["top_k"].tolist() == [True, True, False, False, False, False]
+    smallest = next(n for n in range(1, 7) if probs[:n].sum() >= 0.8)
+    assert kept["top_p"].tolist() == [True] * smallest + [False] * (6 - smallest)
+    assert kept["min_p"].tolist() == (probs >= 0.2 * probs.max()).tolist()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 4.0])
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one(spread: float) -> None:
+    """What is left out of sorting and of noise, to be quick, could not have been drawn: flat laws and ties too."""
+    logits = np.round(np.random.default_rng(0).normal(size=5000) * spread, 1)
+    for position in range(40):
+        for params in (SamplingParams(seed=position), SamplingParams(seed=position, top_p=0.0503 + 0.024 * position)):
+            order = np.argsort(-logits, kind="stable")
+            mass = np.cumsum(softmax(logits)[order])
+            inside = order[: max(1, np.searchsorted(mass, params.top_p) + 1)]
+            if params.top_p < 1:
+                assert np.flatnonzero(np.isfinite(filtered(logits, params))).tolist() == sorted(inside)
+            kept = filtered(logits, params)
+            wanted = int((kept + gumbel_noise(params.seed, position, 5000)).argmax())
+            assert draw(logits, params, position) == wanted
+
+
+def test_a_draw_from_a_large_vocabulary_sorts_little_and_makes_little_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep draws for every accepted token of every session while the others wait for their answers."""
+    sizes: list[int] = []
+
+    def counted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(numbers: np.ndarray, **kwargs: Any) -> Any:
+            sizes.append(len(numbers))
+            return work(numbers, **kwargs)
+
+        return run
+
+    monkeypatch.setattr("bough.model.sampling.sampler.gumbel", counted(gumbel))
+    monkeypatch.setattr("bough.model.sampling.sampler.np.argsort", counted(np.argsort))
+    logits = np.random.default_rng(0).normal(size=50_000) * 4
+    draw(logits, SamplingParams(top_p=0.9), 3)
+    assert sizes
+    assert max(sizes) <= 2000
+
+
+def test_greedy_takes_the_best_and_noise_depends_on_seed_and_position_alone() -> None:
+    assert draw(LOGITS, SamplingParams(temperature=0.0), 5) == 0
+    assert np.array_equal(gumbel_noise(3, 7, 10), gumbel_noise(3, 7, 20)[:10])
+    assert not np.array_equal(gumbel_noise(3, 7, 10), gumbel_noise(3, 8, 10))
+    assert not np.array_equal(gumbel_noise(3, 7, 10), gumbel_noise(4, 7, 10))
+
+
+def test_the_noise_of_a_position_is_what_it_always_was() -> None:
+    """The first values for one key: a change here changes every user's sampled output."""
+    assert gumbel_noise(42, 1, 3) == pytest.approx([-0.455803, -0.357506, 1.384255], abs=1e-6)
+
+
+def test_penalties_and_bias() -> None:
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 4.0})
+    result = adjusted(LOGITS, params, TokenCounts.of([0, 4, 1, 1], 2))
+    assert result.tolist() == [1.0, 0.5 - 0.5 - 0.5, 0.5, 4.0, -2.0, -3.0]
+    assert LOGITS[0] == 2.0, "the model's logits are not edited in place"
+
+
+def recounted(logits: np.ndarray, params: SamplingParams, history: list[int], prompt_length: int) -> np.ndarray:
+    """Penalties one token at a time, counted anew."""
+    logits = logits.copy()
+    for token in set(history):
+        value = logits[token]
+        logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+    for token, count in Counter(history[prompt_length:]).items():
+        logits[token] -= params.presence_penalty + count * params.frequency_penalty
+    return logits
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=12),
+    st.lists(st.integers(0, 5), max_size=5),
+    st.integers(0, 17),
+    st.floats(0.1, 3.0),
+    st.floats(-2.0, 2.0),
+    st.floats(-2.0, 2.0),
+)
+def test_counts_that_grow_along_a_path_are_those_counted_anew_to_the_bit(
+    held: list[int], path: list[int], prompt_length: int, repetition: float, presence: float, frequency: float
+) -> None:
+    params = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    counts = TokenCounts.of(held, prompt_length).after(path, max(0, prompt_length - len(held)))
+    if params.has_penalties:
+        expected = recounted(LOGITS, params, [*held, *path], prompt_length)
+        assert adjusted(LOGITS, params, counts).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 40, 100])
+def test_alternatives_are_those_that_sorting_the_vocabulary_gives(num_top: int) -> None:
+    """Of equals the lower token comes first, and what has no chance comes last."""
+    rng = np.random.default_rng(num_top)
+    for _ in range(200):
+        logits = rng.integers(-3, 4, 40).astype(np.float64)
+        logits[rng.random(40) < 0.2] = -np.inf
+        logits[7] = 0.0
+        entry = position_logprobs(logits, 7, num_top)
+        expected = np.argsort(-logits, kind="stable")[:num_top]
+        assert [top.token_id for top in entry.top] == expected.tolist()
+        normaliser = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+        assert [top.logprob for top in entry.top] == (logits[expected] - normaliser).tolist()
+
+
+def test_no_alternatives_need_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the sweep thread that would sort a vocabulary for every token."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("sorted")
+
+    monkeypatch.setattr(np, "argsort", refuse)
+    monkeypatch.setattr(np, "partition", refuse)
+    assert position_logprobs(LOGITS, 2, 0).top == ()
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    entry = position_logprobs(LOGITS, token=2, num_top=2)
+    expected = np.log(softmax(LOGITS))
+    assert entry.token.logprob == pytest.approx(expected[2])
+    assert [(top.token_id, pytest.approx(top.logprob)) for top in entry.top] == [(0, expected[0]), (1, expected[1])]
+
+
+@given(
+    st.lists(st.floats(-1e4, 1e4) | st.just(-np.inf), min_size=2, max_size=20).filter(lambda row: max(row) > -np.inf),
+    st.just(0.0) | st.floats(0.01, 5),
+    st.sampled_from([{}, {"top_p": 0.9, "min_p": 0.01, "top_k": 5}, {"repetition_penalty": 1.5}]),
+    st.integers(0, 99),
+)
+def test_every_draw_is_a_token_that_has_a_chance(
+    logits: list[float], temperature: float, changes: dict[str, Any], position: int
+) -> None:
+    """Whatever tails of no chance at all the logits have, before penalties and after them."""
+    params = SamplingParams(temperature=temperature, **changes)
+    row = adjusted(np.array(logits), params, TokenCounts.of([0, 1, 1], 1))
+    token = draw(row, params, position)
+    assert logits[token] > -np.inf
+    probs = probabilities(row, params)
+    assert probs.sum() == pytest.approx(1.0)
+    assert probs[token] > 0
+    top = position_logprobs(np.array(logits), token, num_top=3)
+    assert np.isfinite(top.token.logprob)
+    assert not any(np.isnan(other.logprob) for other in top.top)
+
+
+def test_a_banned_token_is_never_drawn_however_hot_it_gets() -> None:
+    params = SamplingParams(temperature=1e4, logit_bias={0: BANNED, 3: BANNED})
+    drawn = {draw(adjusted(LOGITS, params, TokenCounts.of([], 0)), params, position) for position in range(400)}
+    assert drawn == {1, 2, 4, 5}
+
+
+def test_logits_that_are_no_numbers_are_an_error_and_not_a_token() -> None:
+    with pytest.raises(Unavailable, match="not numbers"):
+        draw(np.array([np.nan, 1.0]), SamplingParams(), 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"temperature": -0.1}, "temperature: -0.1"),
+        ({"temperature": float("nan")}, "temperature: nan"),
+        ({"temperature": float("inf")}, "temperature: inf"),
+        ({"top_p": 0.0}, "top_p: 0.0"),
+        ({"top_p": 1.1}, "top_p: 1.1"),
+        ({"top_p": float("nan")}, "top_p: nan"),
+        ({"min_p": -1.0}, "min_p: -1.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty: 1e-300"),
+        ({"presence_penalty": 3.0}, "presence_penalty: 3.0"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty: nan"),
+        ({"logit_bias": {6: 1.0}}, "logit_bias: 6"),
+        ({"logit_bias": {1: float("nan")}}, r"logit_bias\[1\]: nan"),
+        ({"logit_bias": {1: float("inf")}}, r"logit_bias\[1\]: inf; .* or -inf to ban it, would do"),
+        ({"logit_bias": dict.fromkeys(range(6), BANNED)}, "logit_bias: all 6 tokens are banned"),
+        ({"logprobs": 65}, "logprobs: 65"),
+        ({"stop_token_ids": frozenset({6})}, "stop_token_ids: 6"),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(changes: dict[str, object], name: str) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        SamplingParams(**changes).validate(vocab_size=6)  # type: ignore[arg-type]
+
+
+def test_stop_conditions_out_of_range_are_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens: 0"):
+        StopConditions(max_tokens=0).validate()
+    with pytest.raises(InvalidRequest, match=r"stop\[1\]: ''"):
+        StopConditions(stop=("a", "")).validate()

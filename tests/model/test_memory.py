@@ -1,0 +1,78 @@
+"""Memory budgets, measured: the peak of a process that streams, against what it was told it may take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bough.config.parsers import parse_bytes
+
+SPARE_BYTES = 120_000_000  # tokenizer, compiled kernels, stacks of threads: nothing that grows with the model
+RING_BYTES = 40_000_000
+WARM_BYTES = 2 * 7_100_000  # two layers
+OTHER_READS = 60_000_000  # tokenizer, configuration, modules that are imported late
+
+# SmolLM2 as it is: 30 layers of 7 MB, and embeddings of 57 MB.
+MEASURE = """
+import json, sys
+from pathlib import Path
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+from bough.config.processes import TargetConfig, parse
+from bough.protocol.messages import Context, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree import Tree
+from target_worker.worker import compile_target
+from target_worker.worker import TargetWorker
+compile_target("bfloat16")  # what a process has waited for counts as read by who waited
+import numba, transformers.models.llama.modeling_llama
+numba.njit(lambda x: x + 1)(1)
+
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+before, read_before = status("VmRSS"), bytes_read()
+worker = TargetWorker(parse(TargetConfig, "t", sys.argv[1:], {}), "measured")
+read_at_start = bytes_read() - read_before
+tokens = list(range(100, 400))
+tree = Tree.of([7] + list(range(1000, 1127)), [-1] + list(range(127)), [0.0] * 128)
+call = VerifyCall(Context.of("s", [*tokens, 7], 0, 301), 1, 0, tree, SamplingParams(temperature=0.0))
+worker.verify(call).result()
+result = {"peak": status("VmHWM"), "before": before, "read_at_start": read_at_start}
+result["link_bytes"] = worker.info().link_bytes_per_pass
+worker.close()
+print(json.dumps(result))
+"""
+
+
+@pytest.mark.parametrize("budget", ["250MB", "320MB", "2GB"])
+def test_the_peak_stays_within_the_budget_and_a_constant(smollm: Path, budget: str) -> None:
+    flags = ["--model", str(smollm), "--device-memory", budget, "--kv-memory", "60MB", "--max-context", "1024"]
+    flags += [
+        "--max-nodes",
+        "128",
+        "--max-sweep-tokens",
+        "256",
+        "--ring-memory",
+        str(RING_BYTES),
+        "--metrics-port",
+        "-1",
+    ]
+    command = [sys.executable, "-c", MEASURE, *flags]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    measured = json.loads(output.splitlines()[-1])
+    taken = measured["peak"] - measured["before"]
+    assert taken <= parse_bytes(budget) + SPARE_BYTES
+    is_whole = budget == "2GB"
+    assert (measured["link_bytes"] == 0) == is_whole, "what fits stays"
+    model_bytes = sum(file.stat().st_size for file in smollm.glob("*.safetensors"))
+    stays = model_bytes - measured["link_bytes"]
+    ahead = 0 if is_whole else 2 * RING_BYTES + WARM_BYTES  # of what streams, at first and after the warm-up
+    assert measured["read_at_start"] <= stays + ahead + OTHER_READS, "what streams is not read before it is wanted"

@@ -1,0 +1,42 @@
+"""What numba has compiled is found again wherever the same files are, and not where one of them is another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from bough.model.cpu.kernel_cache import ByContents
+
+
+def folder_of(parent: Path, *, neighbour: str) -> Path:
+    folder = parent / "package"
+    folder.mkdir(parents=True)
+    (folder / "kernels.py").write_text("import numba\n")
+    (folder / "neighbour.py").write_text(neighbour)
+    return folder / "kernels.py"
+
+
+def test_a_folder_is_known_by_all_of_its_files(tmp_path: Path) -> None:
+    """A function that calls one of a neighbour's went on with what had been compiled of the old one."""
+    first, second, other = (
+        ByContents.get_suitable_cache_subpath(str(folder_of(tmp_path / name, neighbour=text)))
+        for name, text in (("first", "A = 1\n"), ("second", "A = 1\n"), ("other", "A = 2\n"))
+    )
+    assert first == second != other
+    assert first.startswith("package_")
+
+
+def test_kernels_of_ours_are_kept_there(tmp_path: Path) -> None:
+    code = "import bough.model; from bough.model import shares; print(shares.take._cache._cache_path)"
+    environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    environ.pop("NUMBA_CACHE_LOCATOR_CLASSES", None)
+    output = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, text=True)
+    assert output.stdout.strip() == str(tmp_path / ByContents.get_suitable_cache_subpath(_shares()))
+
+
+def _shares() -> str:
+    from bough.model.cpu import work_stealing
+
+    return work_stealing.__file__

@@ -1,0 +1,312 @@
+"""Places and the queue before them: never too many at once, in order, nothing lost, and an honest delay."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from bough.errors import DeadlineExceeded, Exhausted, Unavailable
+from orchestrator.admission.admission import LONGEST_RETRY_SECONDS, SHORTEST_RETRY_SECONDS, Admission, Hold
+from orchestrator.sessions.deadline import LATE_SECONDS, Patience
+
+
+class Clock:
+    """Stands still but when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def placed(
+    admission: Admission, patience: Patience | None = None, hold: Hold | None = None, earlier: Hold | None = None
+) -> AsyncIterator[None]:
+    """A place for as long as the block runs."""
+    hold = hold or Hold()
+    with admission.holding(hold, earlier):
+        await admission.place(hold, patience or Patience())
+        yield
+
+
+class Guests:
+    """Requests that take a place, and keep it until told."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.placed: list[int] = []
+        self._leaving: dict[int, asyncio.Event] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def come(self, *numbers: int, queue_seconds: float = float("inf")) -> None:
+        for number in numbers:
+            self._leaving[number] = asyncio.Event()
+            self._tasks[number] = asyncio.create_task(self._stay(number, Patience(queue_seconds=queue_seconds)))
+        await asyncio.sleep(0)
+
+    async def leave(self, number: int) -> None:
+        self._leaving[number].set()
+        await self._tasks[number]
+
+    async def cancel(self, number: int) -> None:
+        self._tasks[number].cancel()
+        await asyncio.wait({self._tasks[number]})
+
+    async def outcome(self, number: int) -> None:
+        await self._tasks[number]
+
+    async def send_away(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _stay(self, number: int, patience: Patience) -> None:
+        async with placed(self.admission, patience):
+            self.placed.append(number)
+            await self._leaving[number].wait()
+
+
+Party = Callable[[Admission], Guests]
+
+
+@pytest.fixture
+async def party() -> AsyncIterator[Party]:
+    """Makes guests who are sent away in the end."""
+    parties: list[Guests] = []
+
+    def make(admission: Admission) -> Guests:
+        parties.append(Guests(admission))
+        return parties[-1]
+
+    yield make
+    for guests in parties:
+        await guests.send_away()
+
+
+async def test_places_are_given_in_order_of_arrival(party: Party) -> None:
+    guests = party(Admission(2, 10))
+    await guests.come(0, 1, 2, 3, 4)
+    assert (guests.placed, guests.admission.num_waiting) == ([0, 1], 3)
+    await guests.leave(1)
+    await guests.come(5)  # one that comes in this moment does not overtake those who wait
+    assert guests.placed == [0, 1, 2]
+    for leaving in (0, 2, 3, 4, 5):
+        await guests.leave(leaving)
+    assert guests.placed == [0, 1, 2, 3, 4, 5]
+    await guests.come(6, 7)
+    assert guests.placed[-2:] == [6, 7]  # and all places are there again
+
+
+async def test_whoever_leaves_the_queue_is_not_waited_for(party: Party) -> None:
+    guests = party(Admission(1, 10))
+    await guests.come(0, 1, 2)
+    await guests.cancel(1)
+    assert guests.admission.num_waiting == 1
+    await guests.leave(0)
+    await asyncio.sleep(0)
+    assert guests.placed == [0, 2]
+
+
+async def test_a_turn_that_comes_as_its_caller_goes_is_not_lost(party: Party) -> None:
+    """The future has its result, and the task that waits for it is cancelled before it runs."""
+    guests = party(Admission(1, 10))
+    await guests.come(0, 1, 2)
+    leaving = asyncio.create_task(guests.leave(0))
+    while guests.admission.num_waiting == 2:
+        await asyncio.sleep(0)
+    assert guests.placed == [0]
+    await guests.cancel(1)
+    await leaving
+    await asyncio.sleep(0)
+    assert guests.placed == [0, 2]
+
+
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(party: Party) -> None:
+    clock = Clock()
+    guests = party(Admission(2, 1, clock))
+    await guests.come(0, 1, 2)
+    clock.now += 8.0
+    with pytest.raises(Exhausted, match=r"2 requests run and 1 wait.* or this one in 4\.0 s") as caught:
+        await placed(guests.admission).__aenter__()
+    assert caught.value.retry_seconds == pytest.approx(4.0)  # two places that are held for 8 s
+    assert guests.admission.num_waiting == 1
+
+
+async def test_refused_callers_are_not_told_the_same_moment(party: Party) -> None:
+    clock = Clock()
+    guests = party(Admission(1, 0, clock))
+    await guests.come(0)
+    clock.now += 10.0
+    delays = []
+    for _ in range(8):
+        with pytest.raises(Exhausted) as caught:
+            await placed(guests.admission).__aenter__()
+        delays.append(caught.value.retry_seconds)
+    assert delays == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, LONGEST_RETRY_SECONDS, LONGEST_RETRY_SECONDS]
+    clock.now += 1000.0  # long after, and the place is still held: it might never come free, but a minute is the most
+    assert guests.admission.exhausted("x").retry_seconds == LONGEST_RETRY_SECONDS
+
+
+async def test_the_delay_follows_how_long_places_are_held_lately() -> None:
+    clock = Clock()
+    admission = Admission(4, 0, clock)
+    assert admission.exhausted("nothing is known yet").retry_seconds == SHORTEST_RETRY_SECONDS
+    for seconds in (100.0, *[20.0] * 32):
+        async with placed(admission):
+            clock.now += seconds
+    assert admission.wait_seconds == 0.0  # places are free
+    async with AsyncExitStack() as stack:
+        for _ in range(4):
+            await stack.enter_async_context(placed(admission))
+        assert admission.wait_seconds == pytest.approx(5.0)
+        assert admission.exhausted("x").retry_seconds == pytest.approx(5.0)
+
+
+async def test_waiting_has_an_end(party: Party) -> None:
+    guests = party(Admission(1, 10))
+    await guests.come(0)
+    await guests.come(1, queue_seconds=0.05)
+    with pytest.raises(Exhausted, match=r"no place came free in 0\.05 s \(--queue-timeout\)") as caught:
+        await guests.outcome(1)
+    assert caught.value.retry_seconds is not None
+    assert guests.admission.num_waiting == 0
+    await guests.leave(0)
+    await guests.come(2)
+    assert guests.placed == [0, 2]
+
+
+async def test_who_closes_sends_the_queue_away_and_lets_the_others_finish(party: Party) -> None:
+    guests = party(Admission(1, 10))
+    await guests.come(0, 1)
+    guests.admission.close("draining")
+    for late in (1, 2):
+        if late == 2:
+            await guests.come(2)
+        with pytest.raises(Unavailable, match="draining"):
+            await guests.outcome(late)
+    await guests.leave(0)
+    assert guests.placed == [0]
+    assert guests.admission.is_closed
+
+
+async def test_a_call_that_resumes_a_request_has_its_place_at_once() -> None:
+    """It was refused where no other was free, or put behind all who wait, though the earlier call was about to end."""
+    admission, earlier = Admission(1, 0), Hold()
+    async with placed(admission, hold=earlier), placed(admission, Patience(queue_seconds=0.0), earlier=earlier):
+        with pytest.raises(Exhausted):
+            await placed(admission).__aenter__()
+    async with placed(admission, Patience(queue_seconds=0.0)):
+        assert admission.wait_seconds >= 0.0, "the place is there again, once"
+        with pytest.raises(Exhausted):
+            await placed(admission).__aenter__()
+
+
+async def test_a_call_that_resumes_a_request_in_the_queue_has_its_turn() -> None:
+    admission, holds, came = Admission(1, 2), [Hold() for _ in range(3)], []
+
+    async def come(number: int, earlier: Hold | None = None) -> None:
+        async with placed(admission, hold=holds[number], earlier=earlier):
+            came.append(number)
+
+    async with placed(admission):
+        waiting = [asyncio.create_task(come(number)) for number in range(2)]
+        await asyncio.sleep(0)
+        resuming = asyncio.create_task(come(2, earlier=holds[0]))
+        await asyncio.sleep(0)
+        assert admission.num_waiting == 2
+        waiting[0].cancel()
+    await asyncio.gather(resuming, waiting[1])
+    assert came == [2, 1]
+    async with placed(admission, Patience(queue_seconds=0.0)):
+        assert admission.num_waiting == 0
+
+
+async def test_never_too_many_and_nobody_forgotten() -> None:
+    """Hundreds of requests that stay, leave the queue or break off at random: places neither leak nor multiply."""
+    chance = random.Random(5)
+    admission = Admission(5, 20)
+    running = most = finished = 0
+
+    async def one() -> None:
+        nonlocal running, most, finished
+        async with placed(admission, Patience(queue_seconds=chance.choice([0.001, 10.0]))):
+            running += 1
+            most = max(most, running)
+            try:
+                await asyncio.sleep(chance.random() * 0.02)
+                if chance.random() < 0.2:
+                    raise KeyError
+                finished += 1
+            finally:
+                running -= 1
+
+    tasks = []
+    for _ in range(400):
+        tasks.append(asyncio.create_task(one()))
+        if chance.random() < 0.3:
+            chance.choice(tasks).cancel()
+        await asyncio.sleep(chance.random() * 0.001)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert most == 5
+    assert finished > 100
+    assert {type(result) for result in results} <= {
+        type(None), KeyError, Exhausted, asyncio.CancelledError,
+    }  # fmt: skip
+    async with AsyncExitStack() as stack:  # all five places are there
+        for _ in range(5):
+            await stack.enter_async_context(placed(admission, Patience(queue_seconds=0.0)))
+        assert admission.num_waiting == 0
+
+
+async def test_one_budget_for_all_that_a_request_waits_for() -> None:
+    patience = Patience(queue_seconds=60.0)
+    with patience.waiting():
+        await asyncio.sleep(0.05)
+    assert 0 < patience.queue_seconds <= 59.95
+    patience.queue_seconds = 0.05
+    with patience.waiting():
+        await asyncio.sleep(0.06)
+    assert patience.queue_seconds == 0.0
+
+
+async def test_a_workers_time_is_what_is_left_of_the_request() -> None:
+    """A little more than that: whoever is late is the request, and the worker is not blamed for it."""
+    assert Patience().within(600.0) == 600.0
+    assert Patience.of(5.0, 1.0).within(2.0) == 2.0
+    assert Patience.of(5.0, 1.0).within(600.0) == pytest.approx(5.0 + LATE_SECONDS, abs=0.1)
+    assert Patience.of(-5.0, 1.0).within(600.0) == 0.0
+
+
+class Numbers:
+    """1, and a second later 2."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.num_closed = 0
+
+    async def collect(self, patience: Patience) -> None:
+        async for number in patience.bound(self._numbers()):
+            self.seen.append(number)
+
+    async def _numbers(self) -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+            await asyncio.sleep(1.0)
+            yield 2
+        finally:
+            self.num_closed += 1
+
+
+async def test_events_end_at_the_deadline_in_the_middle_of_a_wait() -> None:
+    numbers = Numbers()
+    with pytest.raises(DeadlineExceeded, match="the time that the caller gave"):
+        await numbers.collect(Patience.of(0.1, 0.0))
+    assert (numbers.seen, numbers.num_closed) == ([1], 1)
+    await numbers.collect(Patience.of(30.0, 0.0))
+    assert (numbers.seen, numbers.num_closed) == ([1, 1, 2], 2)

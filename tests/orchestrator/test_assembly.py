@@ -1,0 +1,191 @@
+"""An orchestrator inside another program: it is told when to end, and serves callers that do not speak gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import replace
+
+import pytest
+
+from bough.client import Client
+from bough.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from bough.protocol.generation import (
+    ChatPrompt,
+    Event,
+    Finished,
+    GenerateOptions,
+    Message,
+    Prompt,
+    Started,
+    TextPrompt,
+    Tokens,
+)
+from orchestrator.assembly import Stopped, assembled
+from orchestrator.serving.tenants import Tenant
+from tests.fakes.stage import LONG, PROMPT, SHORT, Orchestrator, Stage, config_of, orchestrating, until
+
+
+async def finish(tenant: Tenant, prompt: Prompt = PROMPT, options: GenerateOptions = SHORT) -> list[Event]:
+    return [event async for event in tenant.generate(prompt, options)]
+
+
+async def kinds(stage: Stage) -> set[str]:
+    return {record.kind for record in await stage.registry.workers()}
+
+
+# A stop event ends it
+
+
+async def test_it_serves_until_the_stop_event_and_leaves_signals_alone(stage: Stage) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    stop = asyncio.Event()
+    async with assembled(config_of(stage), stop) as orchestrator:
+        await until(lambda: orchestrator.is_ready)
+        assert "orchestrator" not in await kinds(stage)  # it listens, and is not announced yet
+        serving = asyncio.create_task(orchestrator.serve(stop))
+        while "orchestrator" not in await kinds(stage):
+            await asyncio.sleep(0.02)
+        events = await finish(orchestrator.callers.tenant(()))
+        assert [type(event) for event in events] == [Started, Tokens, Tokens, Tokens, Finished]
+        async with Client(f"127.0.0.1:{orchestrator.port}", patience_seconds=0.0) as client:
+            assert isinstance([event async for event in client.generate(PROMPT, SHORT)][-1], Finished)
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+        stop.set()
+        await serving
+        assert not orchestrator.is_ready
+        assert "orchestrator" not in await kinds(stage)
+        with pytest.raises(Unavailable, match="draining; ask another orchestrator"):
+            await finish(orchestrator.callers.tenant(()))
+
+
+async def test_two_of_them_live_in_one_event_loop(stage: Stage) -> None:
+    stop = asyncio.Event()
+    async with assembled(config_of(stage), stop) as one, assembled(config_of(stage), stop) as other:
+        await until(lambda: one.is_ready and other.is_ready)
+        assert one.port != other.port
+        for orchestrator in (one, other):
+            assert isinstance((await finish(orchestrator.callers.tenant(())))[-1], Finished)
+
+
+async def test_told_to_stop_before_the_index_answers_it_does_not_begin(stage: Stage) -> None:
+    stop = asyncio.Event()
+    nowhere = replace(config_of(stage), index_url="redis://127.0.0.1:1")
+    entering = asyncio.create_task(assembled(nowhere, stop).__aenter__())
+    await asyncio.sleep(0.3)
+    assert not entering.done()
+    stop.set()
+    with pytest.raises(Stopped):
+        await entering
+
+
+# Draining
+
+
+async def test_draining_lets_a_caller_without_grpc_finish(stage: Stage) -> None:
+    stage.target.may_answer.clear()
+    stop = asyncio.Event()
+    async with assembled(config_of(stage), stop) as orchestrator:
+        await until(lambda: orchestrator.is_ready)
+        serving = asyncio.create_task(orchestrator.serve(stop))
+        running = asyncio.create_task(finish(orchestrator.callers.tenant(())))
+        await until(lambda: stage.target.asked)
+        stop.set()
+        await until(lambda: orchestrator.requests.loads().is_draining)
+        with pytest.raises(Unavailable, match="draining"):
+            await finish(orchestrator.callers.tenant(()))
+        assert not serving.done()
+        stage.target.may_answer.set()
+        assert isinstance((await running)[-1], Finished)
+        await serving
+
+
+@pytest.mark.parametrize("is_reading", [True, False])
+async def test_what_does_not_finish_in_time_is_freed_whether_it_is_read_or_not(stage: Stage, is_reading: bool) -> None:
+    stop = asyncio.Event()
+    async with assembled(config_of(stage, "--drain-seconds", "0.3"), stop) as orchestrator:
+        await until(lambda: orchestrator.is_ready)
+        serving = asyncio.create_task(orchestrator.serve(stop))
+        events = orchestrator.callers.tenant(()).generate(PROMPT, LONG)
+        for _ in range(3):
+            await anext(events)
+        stage.target.may_answer.clear()
+        reading = asyncio.ensure_future(anext(events)) if is_reading else None
+        stop.set()
+        await serving
+        assert orchestrator.requests.loads().num_requests_running == 0
+        await until(lambda: stage.target.released == stage.target.asked[:1])
+        with pytest.raises(Unavailable, match=r"draining.*; this call was cut off, and can be resumed"):
+            await (reading or anext(events))
+        with pytest.raises(StopAsyncIteration):
+            await anext(events)
+
+
+async def test_the_end_of_the_block_frees_what_nobody_drained(stage: Stage) -> None:
+    async with assembled(config_of(stage), asyncio.Event()) as orchestrator:
+        await until(lambda: orchestrator.is_ready)
+        events = orchestrator.callers.tenant(()).generate(PROMPT, LONG)
+        await anext(events)
+    assert orchestrator.requests.loads().num_requests_running == 0
+    with pytest.raises(Unavailable, match="has ended"):
+        await anext(events)
+
+
+# Readers that stop reading
+
+
+@pytest.mark.parametrize("session_id", ["", "kept"])
+async def test_a_caller_that_stops_reading_holds_nothing(stage: Stage, session_id: str) -> None:
+    async with orchestrating(stage, "--stalled-timeout", "0.3") as orchestrator:
+        events = orchestrator.callers.tenant(()).generate(PROMPT, replace(LONG, session_id=session_id))
+        for _ in range(3):
+            await anext(events)
+        await until(lambda: not orchestrator.requests.loads().num_requests_running)
+        if session_id:  # its session can be gone on with, though the generator is still in somebody's hands
+            assert isinstance(
+                (await finish(orchestrator.callers.tenant(()), options=replace(SHORT, session_id="kept")))[-1], Finished
+            )
+            assert not stage.target.released
+        else:
+            await until(lambda: stage.target.released)
+        with pytest.raises(DeadlineExceeded, match=r"has not been read for 0\.3 s; it is ended, and can be resumed"):
+            await anext(events)
+
+
+async def test_a_caller_that_reads_in_time_is_left_alone(stage: Stage) -> None:
+    async with orchestrating(stage, "--stalled-timeout", "5") as orchestrator:
+        num_events = 0
+        async for _ in orchestrator.callers.tenant(()).generate(PROMPT, replace(SHORT, max_tokens=100)):
+            num_events += 1
+            await asyncio.sleep(0.06)  # 6 s in all
+        assert num_events == 102
+
+
+# Texts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "name"),
+    [
+        (TextPrompt("a\ud800"), {}, "text"),
+        (ChatPrompt((Message("us\udcffer", "x"),)), {}, r"messages\[0\]\.role"),
+        (ChatPrompt((Message("user", "x"), Message("user", "\udfff"))), {}, r"messages\[1\]\.content"),
+        (PROMPT, {"stop": ("x", "\ud800")}, r"stop\[1\]"),
+        (PROMPT, {"session_id": "\ud800"}, "session_id"),
+        (PROMPT, {"request_id": "\ud800"}, "request_id"),
+        (PROMPT, {"model": "\ud800"}, "model"),
+    ],
+)
+async def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
+    orchestrator: Orchestrator, prompt: Prompt, changes: dict[str, object], name: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name}: .* is not UTF-8"):
+        await finish(orchestrator.callers.tenant(()), prompt, replace(SHORT, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "why"), [("\ud800", "is not UTF-8"), ("s" * 257, "257 characters")])
+async def test_a_session_whose_name_cannot_be_is_refused_and_no_fault_of_the_index(
+    orchestrator: Orchestrator, name: str, why: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"^session_id: .*{why}"):
+        await orchestrator.callers.tenant(()).close_session(name)

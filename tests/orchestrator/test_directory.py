@@ -1,0 +1,87 @@
+"""Which workers are known, from the first moment on."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest.mock import AsyncMock
+
+import pytest
+
+from bough.errors import Unavailable
+from bough.protocol.generation import GenerateOptions
+from bough.registry.records import WorkerLoad, WorkerRecord
+from orchestrator.cluster import directory as module
+from orchestrator.cluster.directory import MOST_MISSING, Directory, Known
+from orchestrator.cluster.served_models import targets_for
+from orchestrator.cluster.worker_clients import TargetClient
+from tests.fakes.fleet import FakeTarget, Fleet
+
+
+def least_busy(directory: Directory) -> Known[TargetClient]:
+    """Of those that would serve a request without a past."""
+    targets = targets_for(directory, GenerateOptions(), None, None)
+    return min(targets, key=lambda target: target.busyness)
+
+
+async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fleet) -> None:
+    """What other orchestrators run is known from what workers say of themselves, at every heartbeat anew."""
+    (_, first), (_, second) = await fakes.target("a"), await fakes.target("b")
+    requests, _ = await fakes.orchestrator(num_targets=2)
+    directory = requests.directory
+    for busy, idle in (("a", "b"), ("b", "a")):
+        async with asyncio.timeout(10):
+            while least_busy(directory).record.worker_id != idle:
+                for worker_id, used in ((busy, 80), (idle, 20)):
+                    there = first.address if worker_id == "a" else second.address
+                    load = WorkerLoad(kv_bytes=100, kv_used_bytes=used)
+                    await fakes.registry.register(WorkerRecord("target", worker_id, there, load))
+                await asyncio.sleep(0.05)
+
+
+async def test_who_is_there_already_is_known_from_the_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an orchestrator just started would send its first requests away for want of a target."""
+    monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 60.0)
+    await fakes.target("early")
+    directory = Directory(fakes.registry)
+    async with directory.running():
+        assert least_busy(directory).record.worker_id == "early"
+
+
+async def test_a_worker_that_does_not_answer_holds_up_no_start(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 0.1)
+    patient = asyncio.Event()
+
+    class Silent(FakeTarget):
+        async def GetServerInfo(self, request: object, context: object) -> object:
+            await patient.wait()
+            return await super().GetServerInfo(request, context)
+
+    await fakes.worker(Silent("silent", fakes.tokenizer))
+    directory = Directory(fakes.registry)
+    async with directory.running(), asyncio.timeout(10):
+        with pytest.raises(Unavailable, match="no target worker can be used: silent: has not said yet"):
+            least_busy(directory)
+        patient.set()
+        while not directory.has_target:
+            await asyncio.sleep(0.02)
+        assert least_busy(directory).record.worker_id == "silent"
+
+
+async def test_a_worker_is_forgotten_when_the_index_has_not_named_it_for_a_while(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks in a row count, and not the clock: an index may be away for long and come back empty before it hears of
+    the workers again, or this process may have been stopped."""
+    await fakes.target("t")
+    directory = Directory(fakes.registry)
+    await directory._refresh()
+    await asyncio.wait(directory._meetings.values())
+    assert directory.has_target
+    named = await fakes.registry.workers()
+    for answers in ([[]] * MOST_MISSING, [named], [[]] * MOST_MISSING):
+        for answer in answers:
+            monkeypatch.setattr(fakes.registry, "workers", AsyncMock(return_value=answer))
+            await directory._refresh()
+            assert directory.has_target
+    await directory._refresh()
+    assert not directory.has_target

@@ -1,0 +1,285 @@
+"""Taking leave: nothing new comes in, what runs may finish, what is left gets a status, and the process ends with 0."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bough.client import Client
+from bough.errors import BoughError, Unavailable
+from bough.processes.process import drain_worker
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt, Tokens
+from bough.rpc.drain import BETWEEN_CALLS_SECONDS, Gate, SessionGate
+from bough.rpc.server import is_serving, open_channel, serving
+from tests.conftest import pipeline, settings
+from tests.fakes.stage import Stage, until
+
+PROMPT = TextPrompt("hello")
+SHORT = GenerateOptions(max_tokens=3, temperature=0.0, ignore_eos=True)
+SERVICE = "bough.v1.Generation"
+
+
+@dataclass
+class Program:
+    """An orchestrator in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    client: Client
+
+    async def ended(self, patience_seconds: float = 10.0) -> int:
+        """Its exit status, once it has one."""
+        await until(lambda: self.process.poll() is not None, patience_seconds)
+        return self.process.returncode
+
+
+@asynccontextmanager
+async def program(stage: Stage, *flags: str) -> AsyncIterator[Program]:
+    """Started, and at its end ended."""
+    command = [sys.executable, "-m", "orchestrator", "--port", "0", "--draft", "none", "--index-url", stage.index_url]
+    process = subprocess.Popen([*command, *flags])
+    try:
+        async with Client(await address_of(stage, "orchestrator"), patience_seconds=0.0) as client:
+            await wait_for_target(client)
+            yield Program(process, client)
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def address_of(stage: Stage, kind: str) -> str:
+    for _ in range(3000):
+        for record in await stage.registry.workers():
+            if record.kind == kind:
+                return record.address
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"no {kind} came")
+
+
+async def wait_for_target(client: Client) -> None:
+    for _ in range(3000):
+        try:
+            await client.model_info()
+            return
+        except BoughError:
+            await asyncio.sleep(0.02)
+    raise AssertionError("the orchestrator never found the target")
+
+
+async def finish(client: Client, options: GenerateOptions = SHORT) -> Finished:
+    events = [event async for event in client.generate(PROMPT, options)]
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+async def begun(stage: Stage, client: Client, options: GenerateOptions = SHORT) -> asyncio.Task[Finished]:
+    """A request that the target is busy with."""
+    asked = len(stage.target.asked)
+    task = asyncio.create_task(finish(client, options))
+    await until(lambda: len(stage.target.asked) > asked)
+    return task
+
+
+async def test_an_idle_orchestrator_ends_at_once(stage: Stage) -> None:
+    async with program(stage, "--drain-seconds", "600") as orchestrator:
+        orchestrator.process.send_signal(signal.SIGTERM)
+        assert await orchestrator.ended(60.0) == 0
+    assert {record.kind for record in await stage.registry.workers()} == {"target"}
+
+
+async def test_what_runs_finishes_and_nothing_new_comes_in(stage: Stage) -> None:
+    stage.target.may_answer.clear()
+    async with (
+        program(stage, "--max-running", "1") as orchestrator,
+        open_channel(orchestrator.client.address) as channel,
+    ):
+        running = await begun(stage, orchestrator.client)
+        waiting = asyncio.create_task(finish(orchestrator.client))
+        while not (await orchestrator.client.loads()).num_requests_waiting:
+            await asyncio.sleep(0.02)
+        while not await is_serving(channel, SERVICE, 5.0):
+            await asyncio.sleep(0.05)
+        orchestrator.process.send_signal(signal.SIGTERM)
+        with pytest.raises(Unavailable, match="draining; ask another orchestrator"):
+            await waiting  # who has not begun has nothing to lose by going elsewhere
+        with pytest.raises(Unavailable, match="draining; ask another orchestrator"):
+            await finish(orchestrator.client)
+        assert not await is_serving(channel, SERVICE, 5.0)
+        assert not await is_serving(channel, "", 5.0)
+        assert (await orchestrator.client.loads()).is_draining
+        assert {record.kind for record in await stage.registry.workers()} == {"target"}
+        assert orchestrator.process.poll() is None
+        stage.target.may_answer.set()
+        assert (await running).usage.completion_tokens == 3
+        assert await orchestrator.ended() == 0
+    assert stage.target.released == stage.target.asked[:1]
+
+
+async def test_what_does_not_finish_in_time_is_told_so_and_freed(stage: Stage) -> None:
+    stage.target.may_answer.clear()
+    async with program(stage, "--drain-seconds", "0.5") as orchestrator:
+        running = await begun(stage, orchestrator.client)
+        orchestrator.process.send_signal(signal.SIGTERM)
+        with pytest.raises(Unavailable, match=r"draining.*; this call was cut off, and can be resumed"):
+            await running
+        assert await orchestrator.ended() == 0
+    assert stage.target.cancelled == stage.target.released == stage.target.asked
+
+
+async def test_a_second_signal_ends_it_at_once(stage: Stage) -> None:
+    stage.target.may_answer.clear()
+    async with program(stage, "--drain-seconds", "600") as orchestrator:
+        running = await begun(stage, orchestrator.client)
+        orchestrator.process.send_signal(signal.SIGTERM)
+        while not (await orchestrator.client.loads()).is_draining:
+            await asyncio.sleep(0.02)
+        orchestrator.process.send_signal(signal.SIGTERM)
+        assert await orchestrator.ended(60.0) == 128 + signal.SIGTERM
+        with pytest.raises(Unavailable):
+            await running
+
+
+async def is_refused_in_the_end(client: Client) -> bool:
+    """Whether new requests come to be Unavailable: once the signal has arrived."""
+    for _ in range(100):
+        try:
+            await finish(client)
+        except Unavailable:
+            return True
+    return False
+
+
+async def test_workers_let_sessions_finish_and_take_no_new_ones(tiny: Path) -> None:
+    """Both real: the stream that runs when they are told goes on to its end, and is what it would have been."""
+    impatient = ("--failover-timeout", "0.1")
+    config = settings(tiny, tiny, "--max-nodes", "8", drops="2", orchestrator=impatient)
+    options = replace(SHORT, max_tokens=150, speculation=Speculation(budget=4))
+    async with pipeline(config) as cluster, Client(cluster.address, patience_seconds=0.0) as client:
+        undisturbed = [e.token_ids async for e in client.generate(PROMPT, options) if isinstance(e, Tokens)]
+        stream = client.generate(PROMPT, options)
+        await anext(stream)
+        tokens = [(await anext(stream)).token_ids]  # type: ignore[union-attr]
+        workers = [cluster.children[name].process for name in ("target_worker", "draft_worker")]
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        assert await is_refused_in_the_end(client)
+        tokens += [event.token_ids async for event in stream if isinstance(event, Tokens)]
+        assert [t for ids in tokens for t in ids] == [t for ids in undisturbed for t in ids]
+        await until(lambda: all(worker.poll() is not None for worker in workers))
+        assert [worker.returncode for worker in workers] == [0, 0]
+
+
+class Leaver:
+    """A worker that has something to hand over."""
+
+    def __init__(self) -> None:
+        self.left: Future[None] = Future()
+        self.num_asked = 0
+
+    def drain(self) -> Future[None]:
+        self.num_asked += 1
+        return self.left
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+async def test_a_worker_with_something_to_hand_over_is_asked_to(is_done: bool) -> None:
+    """And waited for, but not for ever: what it has left to do goes on until the process closes it."""
+    worker = Leaver()
+    if is_done:
+        worker.left.set_result(None)
+    began = time.monotonic()
+    async with serving("127.0.0.1", 0, "bough.v1.Target", lambda _: None, grace_seconds=0.0) as served:
+        await drain_worker(served, worker, "target", 0.3)  # type: ignore[arg-type]
+    assert worker.num_asked == 1
+    assert worker.left.done() == is_done
+    assert is_done or time.monotonic() - began >= 0.3
+
+
+# The gate by itself
+
+
+def verify(session_id: str) -> SimpleNamespace:
+    return SimpleNamespace(context=SimpleNamespace(session_id=session_id))
+
+
+class Clock:
+    """Stands still but when told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def passing(gate: Gate, method: str, request: object = None) -> Iterator[None]:
+    with gate.passing(method, request):
+        yield
+
+
+async def test_a_gate_that_is_shut_refuses_work_and_nothing_else() -> None:
+    gate = Gate("Generate")
+    with passing(gate, "Generate"):
+        gate.shut("draining")
+        assert gate.is_busy
+        with pytest.raises(Unavailable, match="draining"):
+            gate.passing("Generate", None).__enter__()
+        with passing(gate, "GetLoads"):
+            assert not await gate.emptied(0.0)
+    assert await gate.emptied(0.0)
+
+
+async def test_a_session_in_the_middle_of_a_request_is_let_through() -> None:
+    clock = Clock()
+    gate = SessionGate("Verify", clock=clock)
+    for session_id in ("a", "b"):
+        with passing(gate, "Verify", verify(session_id)):
+            pass
+    gate.shut("draining")
+    with pytest.raises(Unavailable, match="draining"):
+        gate.passing("Verify", verify("new")).__enter__()
+    clock.now += BETWEEN_CALLS_SECONDS - 1.0
+    with passing(gate, "Verify", verify("a")):
+        pass
+    clock.now += 2.0  # b has not called for so long that it is not in the middle of anything
+    with pytest.raises(Unavailable, match="draining"):
+        gate.passing("Verify", verify("b")).__enter__()
+    assert gate.is_busy
+    with passing(gate, "Release", SimpleNamespace(session_id="a")):
+        pass
+    assert not gate.is_busy
+
+
+async def test_what_is_cut_off_is_unavailable_and_what_its_caller_leaves_is_cancelled() -> None:
+    gate = Gate("Generate")
+    freed: list[str] = []
+
+    async def call(name: str) -> None:
+        with gate.passing("Generate", None):
+            try:
+                await asyncio.sleep(60.0)
+            finally:
+                await asyncio.sleep(0.05)  # freeing takes a moment, and is waited for
+                freed.append(name)
+
+    left, cut = asyncio.create_task(call("left")), asyncio.create_task(call("cut"))
+    await asyncio.sleep(0)
+    left.cancel()
+    gate.shut("draining")
+    await asyncio.wait({left})
+    await gate.cut()
+    assert freed == ["left", "cut"]
+    assert left.cancelled()
+    with pytest.raises(Unavailable, match="draining; this call was cut off"):
+        await cut
+    assert cut.cancelling() == 0

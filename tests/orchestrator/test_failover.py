@@ -1,0 +1,255 @@
+"""Targets that fail in the middle of a stream: another takes over, and nothing is lost or comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from bough.client import Client
+from bough.errors import BoughError, StaleEpoch, Unavailable
+from bough.protocol.generation import TextPrompt
+from bough.protocol.messages import VerifyCall
+from bough.registry.records import WorkerRecord
+from orchestrator.cluster.directory import POLL_SECONDS
+from orchestrator.rounds.failover import MOST_TARGETS
+from tests.fakes.fleet import Fleet, Process
+from tests.fakes.streams import OPTIONS, expected, failing, kill_the_one_that_gets, once, read, until
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("error", [Unavailable("gone for a moment"), ValueError("a bug")])
+async def test_a_fault_that_passes_changes_nothing(fakes: Fleet, when: str, error: Exception) -> None:
+    """Whether the verdict had been reached when the answer was lost or not: the same call is made again."""
+    target, _ = await fakes.target("t1")
+    _, process = await fakes.orchestrator()
+    setattr(target, when, once(failing(error), 3))
+    async with Client(process.address) as client:
+        seen = await read(client)
+    assert seen.token_ids == expected(fakes)
+    assert (seen.end.num_failovers, seen.end.warnings) == (0, ())
+    assert len({(call.epoch, call.round) for call in target.calls}) == len(target.calls)
+
+
+@pytest.mark.parametrize("call_number", [1, 2, 5])
+async def test_another_target_takes_over(fakes: Fleet, call_number: int) -> None:
+    targets = [await fakes.target("t1"), await fakes.target("t2")]
+    _, process = await fakes.orchestrator(num_targets=2)
+    kill_the_one_that_gets(call_number, targets)
+    async with Client(process.address) as client:
+        seen = await asyncio.wait_for(read(client), 30)
+    assert seen.token_ids == expected(fakes)
+    assert seen.end.num_failovers == 1
+    assert "has taken over" in seen.end.warnings[0]
+    epochs = {call.epoch for target, _ in targets for call in target.calls}
+    assert len(epochs) == (1 if call_number == 1 else 2)
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "arithmetic"])
+async def test_a_target_with_another_model_does_not_take_over(fakes: Fleet, name: str) -> None:
+    """It would go on with another text, or with one that is rounded otherwise; for a client that resumes too."""
+    targets = [await fakes.target("t1"), await fakes.target("t2")]
+    setattr(targets[1][0], name, "other")
+    _, process = await fakes.orchestrator("--failover-timeout", "2", num_targets=2)
+    kill_the_one_that_gets(3, targets)
+    async with Client(process.address, patience_seconds=2) as client:
+        with pytest.raises(Unavailable, match="no target with this model could be used"):
+            await asyncio.wait_for(read(client), 30)
+    assert not targets[0][0].calls or not targets[1][0].calls
+
+
+async def test_a_target_that_comes_back_goes_on(fakes: Fleet) -> None:
+    """Restarted, it has another name and address and nothing in its slots."""
+    target, server = await fakes.target("t1")
+    _, process = await fakes.orchestrator()
+    kill_the_one_that_gets(4, [(target, server)])
+    async with Client(process.address) as client:
+        running = asyncio.create_task(read(client))
+        await until(lambda: len(target.calls) == 3)
+        await asyncio.sleep(1.0)
+        await fakes.target("t2")
+        seen = await asyncio.wait_for(running, 30)
+    assert seen.token_ids == expected(fakes)
+    assert seen.end.num_failovers == 1
+
+
+@pytest.mark.parametrize("fingerprint", ["fake", "other"])
+async def test_another_process_at_the_same_address_is_another_target(fakes: Fleet, fingerprint: str) -> None:
+    """A channel connects to whoever answers there; with another model the text would change in the middle."""
+    target, server = await fakes.target("t1")
+    _, process = await fakes.orchestrator("--failover-timeout", "4")
+    options = replace(OPTIONS, session_id="s", request_id="")
+    async with Client(process.address, patience_seconds=0.1) as client:
+        target.before = once(partial(asyncio.sleep, 60), 4)
+        running = asyncio.create_task(read(client, options))
+        await until(lambda: len(target.calls) == 3)
+        port = int(server.address.split(":")[1])
+        await server.kill()
+        second, _ = await fakes.target("t2", fingerprint, port)
+        if fingerprint == "fake":
+            seen = await asyncio.wait_for(running, 30)
+            assert (seen.token_ids, seen.end.num_failovers) == (expected(fakes), 1)
+        else:
+            with pytest.raises(Unavailable, match="no target"):
+                await asyncio.wait_for(running, 30)
+            assert second.calls == []
+
+
+@pytest.mark.parametrize("knows_the_dead", [True, False])
+async def test_who_takes_a_dead_ones_address_is_used(fakes: Fleet, knows_the_dead: bool) -> None:
+    """For seconds both are listed, and for good each was taken to have lost its address to the other."""
+    _, server = await fakes.target("t1")
+    if knows_the_dead:
+        requests, process = await fakes.orchestrator()
+    await server.kill()
+    await fakes.registry.register(WorkerRecord("target", "t1", server.address), lease_seconds=1.5)  # it was killed
+    await fakes.target("t2", port=int(server.address.split(":")[1]))
+    if not knows_the_dead:
+        requests, process = await fakes.orchestrator()
+    await until(lambda: requests.directory.find("t2") is not None)
+    await asyncio.sleep(2 * POLL_SECONDS)
+    async with Client(process.address, patience_seconds=0.1) as client:
+        assert (await read(client)).token_ids == expected(fakes)
+    (status,) = [status for status in requests.directory.statuses() if status.info.worker_id == "t2"]
+    assert status.problem == ""
+
+
+async def test_who_was_fenced_off_does_not_fight(fakes: Fleet) -> None:
+    """Two orchestrators on one session: the newer epoch has it, the older stream is told, and frees nothing."""
+    target, _ = await fakes.target("t1")
+    (requests, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+    options = replace(OPTIONS, session_id="s", request_id="")
+    gate = asyncio.Event()
+    target.before = once(gate.wait, 4)
+    async with Client(first.address) as old, Client(second.address) as new:
+        running = asyncio.create_task(read(old, options))
+        await until(lambda: len(target.calls) == 3)
+        seen = await read(new, options)
+        gate.set()
+        with pytest.raises(StaleEpoch, match="is over"):
+            await running
+        await until(lambda: not requests._recorder._logs)
+    assert seen.token_ids == expected(fakes)
+    assert target.held["s"]
+
+
+async def test_a_target_hears_how_many_sessions_run_there(fakes: Fleet) -> None:
+    """So that it need not wait for those that have ended."""
+    target, _ = await fakes.target("t1")
+    _, process = await fakes.orchestrator()
+    both, begun = asyncio.Barrier(2), set[str]()
+
+    async def meet(call: VerifyCall) -> None:
+        """The first calls of two sessions wait for each other."""
+        if len(begun) < 2 and call.context.session_id not in begun:
+            begun.add(call.context.session_id)
+            await both.wait()
+
+    target.before = meet
+    options = replace(OPTIONS, request_id="")
+    async with Client(process.address) as client:
+        await asyncio.wait_for(asyncio.gather(*(read(client, options) for _ in range(2))), 30)
+        num_before = len(target.calls)
+        await asyncio.wait_for(read(client, options), 30)
+    (caller,) = {call.caller for call in target.calls}
+    assert caller
+    assert max(call.num_running for call in target.calls[:num_before]) == 2
+    assert {call.num_running for call in target.calls[num_before:]} == {1}, "the others have ended"
+
+
+BAD = TextPrompt("bad")
+BAD_OPTIONS = replace(OPTIONS, request_id="bad", session_id="bad")
+
+
+async def fail_the_bad(call: VerifyCall) -> None:
+    """What a bug does to one request."""
+    if call.context.session_id == "bad":
+        raise ValueError("a bug")
+
+
+async def test_a_request_that_always_fails_takes_no_target_from_others(fakes: Fleet) -> None:
+    """183 of 193 others were refused, for a target that had nothing wrong."""
+    target, _ = await fakes.target("t1")
+    requests, process = await fakes.orchestrator()
+    target.before = fail_the_bad
+    async with Client(process.address, patience_seconds=0.0) as client:
+        bad = asyncio.create_task(read(client, BAD_OPTIONS, BAD))
+        while not bad.done():
+            assert (await read(client, replace(OPTIONS, request_id=""))).token_ids == expected(fakes)
+        with pytest.raises(BoughError, match="this request fails at every target with its model") as failure:
+            await bad
+        assert type(failure.value) is BoughError
+        assert (await read(client)).token_ids == expected(fakes)
+    assert requests.directory.has_target
+
+
+async def test_a_request_that_always_fails_is_not_led_through_the_whole_cluster(fakes: Fleet) -> None:
+    targets = [(await fakes.target(f"t{index}"))[0] for index in range(MOST_TARGETS + 2)]
+    requests, process = await fakes.orchestrator(num_targets=len(targets))
+    tried = set()
+
+    def hook_of(name: str) -> Callable[[VerifyCall], Awaitable[None]]:
+        async def hook(call: VerifyCall) -> None:
+            tried.add(name)
+            await fail_the_bad(call)
+
+        return hook
+
+    for target in targets:
+        target.before = hook_of(target.worker_id)
+    async with Client(process.address) as client:
+        with pytest.raises(BoughError, match=f"this request has failed at {MOST_TARGETS} targets in a row"):
+            await asyncio.wait_for(read(client, BAD_OPTIONS, BAD), 30)
+    assert len(tried) == MOST_TARGETS
+    assert requests.directory.num_targets == len(targets)
+
+
+async def test_a_request_that_brings_targets_down_does_not_bring_all_down(fakes: Fleet) -> None:
+    targets = [await fakes.target(f"t{index}") for index in range(MOST_TARGETS + 1)]
+    _, process = await fakes.orchestrator(num_targets=len(targets))
+    killed = []
+
+    def hook_of(server: Process) -> Callable[[VerifyCall], Awaitable[None]]:
+        async def hook(call: VerifyCall) -> None:
+            if call.context.session_id == "bad":
+                killed.append(server)
+                asyncio.get_running_loop().create_task(server.kill())
+                await asyncio.sleep(60)
+
+        return hook
+
+    for target, server in targets:
+        target.before = hook_of(server)
+    async with Client(process.address) as client:
+        with pytest.raises(BoughError, match=f"this request has failed at {MOST_TARGETS} targets in a row") as failure:
+            await asyncio.wait_for(read(client, BAD_OPTIONS, BAD), 60)
+        assert type(failure.value) is BoughError, "a client does not ask again"
+        assert len(killed) == MOST_TARGETS
+        assert (await read(client, replace(OPTIONS, request_id=""))).token_ids == expected(fakes)
+
+
+async def test_targets_that_were_dead_before_are_not_counted(fakes: Fleet) -> None:
+    """A rack that loses its power is no request's fault."""
+    targets = [await fakes.target(f"t{index}") for index in range(MOST_TARGETS + 2)]
+    requests, process = await fakes.orchestrator(num_targets=len(targets))
+    last = requests.directory.find(targets[-1][0].worker_id)
+    assert last is not None
+    last.num_running = 1  # so that the others come first
+    num_calls = 0
+
+    async def hook(call: VerifyCall) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            for _, server in targets[:-1]:
+                asyncio.get_running_loop().create_task(server.kill())
+            await asyncio.sleep(60)
+
+    for target, _ in targets[:-1]:
+        target.before = hook
+    async with Client(process.address) as client:
+        seen = await asyncio.wait_for(read(client), 60)
+    assert seen.token_ids == expected(fakes)

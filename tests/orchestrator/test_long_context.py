@@ -1,0 +1,84 @@
+"""What a round takes of the event loop does not grow with the context."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt, Tokens
+from bough.protocol.prefix_hash import MARK_TOKENS, TokenHistory
+from bough.trees.suffix_automaton import SuffixAutomaton
+from tests.fakes.stage import MAX_CONTEXT, Stage, orchestrating
+
+NUM_ROUNDS = 50
+OPTIONS = GenerateOptions(max_tokens=NUM_ROUNDS, temperature=0.0, session_id="long")
+
+
+class Reads:
+    """Tokens that were read of histories since the last time it was asked."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def taken(self) -> int:
+        num, self.num = self.num, 0
+        return num
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
+    reads, read = Reads(), TokenHistory.read
+
+    def counted(self: TokenHistory, begin: int, end: int) -> array[int]:
+        reads.num += end - begin
+        return read(self, begin, end)
+
+    monkeypatch.setattr(TokenHistory, "read", counted)
+    return reads
+
+
+async def test_a_round_reads_a_few_of_the_sessions_tokens_however_many_there_are(stage: Stage, reads: Reads) -> None:
+    """Hashes for the target and the index, records, the root: 31 ms a round at 131,000 tokens, when each read all."""
+    prompt = TokenPrompt(tuple(number % 257 for number in range(MAX_CONTEXT - NUM_ROUNDS - 1)))
+    by_round = []
+    async with orchestrating(stage, "--lookup", "0") as orchestrator:
+        async for event in orchestrator.requests.generate(prompt, OPTIONS):
+            if isinstance(event, Tokens):
+                by_round.append(reads.taken())
+        assert isinstance(event, Finished)
+        record = await stage.registry.load_session("long")
+        again = replace(OPTIONS, max_tokens=1)
+        history: Sequence[int] = () if record is None else record.tokens
+        assert tuple(history[: len(prompt.token_ids)]) == prompt.token_ids
+        assert len(history) == MAX_CONTEXT - 1
+        ends = [e async for e in orchestrator.requests.generate(TokenPrompt(tuple(history)), again)][-1]
+        assert isinstance(ends, Finished)
+        assert ends.usage.cached_tokens == len(history) - 1
+    assert by_round[0] > len(prompt.token_ids)  # which are sent to the target
+    # The first records are written beside one of these rounds: all tokens for the session, the request and the blocks.
+    assert sum(by_round[1:]) < 4 * MAX_CONTEXT + NUM_ROUNDS * 6 * MARK_TOKENS
+
+
+async def test_a_long_prompt_is_read_for_guesses_beside_the_event_loop(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8,192 tokens of it took the event loop 87 ms in each of the first rounds."""
+    num_read = {True: 0, False: 0}  # by whether it was the event loop
+    extend = SuffixAutomaton.extend
+
+    def counted(self: SuffixAutomaton, tokens: Sequence[int]) -> None:
+        num_read[threading.current_thread() is threading.main_thread()] += len(tokens)
+        extend(self, tokens)
+
+    monkeypatch.setattr(SuffixAutomaton, "extend", counted)
+    prompt = TokenPrompt(tuple(number % 257 for number in range(20_000)))
+    async with orchestrating(stage) as orchestrator:
+        stage.target.sweep_seconds = 0.05
+        events = [event async for event in orchestrator.requests.generate(prompt, replace(OPTIONS, max_tokens=200))]
+    assert isinstance(events[-1], Finished)
+    assert num_read[False] == 20_000
+    assert 0 < num_read[True] <= 200

@@ -1,0 +1,124 @@
+"""Generation whose guesses come from the session's own text, alone and beside a draft worker's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bough.cli.doctor import find_problems
+from bough.client import Client
+from bough.processes.launch import Cluster
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
+from bough.trees.tree_plan import Chains, Scheme
+from tests.conftest import pipeline, settings
+
+PASSAGE = tuple(range(40, 60))
+PROMPT = TokenPrompt(PASSAGE * 4)
+TWO_WORDS = {65: 50.0, 66: 50.0}
+PLAIN = Speculation(disabled=True)
+SIZE = Speculation(budget=32)  # where rounds are counted: a size that is chosen follows from what sweeps take here
+GREEDY = GenerateOptions(max_tokens=60, temperature=0.0, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.8, seed=5)
+PENALISED = replace(SAMPLED, repetition_penalty=1.2, frequency_penalty=0.2, logit_bias={45: 3.0}, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+async def draftless(tiny: Path) -> AsyncIterator[Client]:
+    """A target that is served without any draft worker."""
+    config = settings(tiny, None, "--max-nodes", "32", orchestrator=("--draft", "none"))
+    async with pipeline(config) as cluster, Client(cluster.address) as client:
+        yield client
+
+
+@pytest.fixture
+async def drafting(tiny_cluster: Cluster) -> AsyncIterator[Client]:
+    async with Client(tiny_cluster.address) as client:
+        yield client
+
+
+async def generate(client: Client, options: GenerateOptions) -> tuple[list[Tokens], Finished]:
+    """The rounds and the end of a request."""
+    events = [event async for event in client.generate(PROMPT, options)]
+    assert isinstance(events[-1], Finished)
+    return [event for event in events if isinstance(event, Tokens)], events[-1]
+
+
+def output(rounds: list[Tokens]) -> list[tuple[int, object]]:
+    """Tokens with their log-probabilities, where asked for."""
+    ids = [token for event in rounds for token in event.token_ids]
+    logprobs = [entry for event in rounds for entry in event.logprobs] or [None] * len(ids)
+    return list(zip(ids, logprobs, strict=True))
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+async def test_the_output_is_plain_decodings(draftless: Client, drafting: Client, options: GenerateOptions) -> None:
+    plain, _ = await generate(draftless, replace(options, speculation=PLAIN))
+    for client in (draftless, drafting):
+        for lookup in (2, 31):
+            rounds, _ = await generate(client, replace(options, speculation=Speculation(lookup=lookup)))
+            assert output(rounds) == output(plain)
+
+
+async def test_text_that_repeats_gains_tokens_per_round(draftless: Client) -> None:
+    """Whoever says only two words has said before what comes next."""
+    options = replace(GREEDY, max_tokens=200, logit_bias=TWO_WORDS, speculation=SIZE)
+    rounds, finished = await generate(draftless, options)
+    metrics = finished.speculation
+    assert metrics.tokens_per_round > 2.5
+    assert metrics.num_lookup_tokens == sum(event.num_lookup for event in rounds)
+    assert metrics.num_lookup_tokens == sum(sum(event.drafted) for event in rounds)
+    _, without = await generate(draftless, replace(GREEDY, logit_bias=TWO_WORDS, speculation=Speculation(lookup=0)))
+    assert without.speculation.tokens_per_round == 1.0
+
+
+async def test_a_token_that_both_had_guessed_counts_for_the_draft(drafting: Client) -> None:
+    _, both = await generate(drafting, replace(GREEDY, speculation=SIZE))
+    _, draft_alone = await generate(drafting, replace(GREEDY, speculation=replace(SIZE, lookup=0)))
+    assert draft_alone.speculation.num_lookup_tokens == 0
+    assert both.speculation.num_lookup_tokens < both.speculation.num_accepted_tokens
+    assert both.speculation.num_rounds <= draft_alone.speculation.num_rounds
+
+
+async def test_trees_are_no_larger_than_asked_for(drafting: Client, draftless: Client) -> None:
+    sizes = Speculation(budget=6, depth=2, lookup=31)
+    for client in (drafting, draftless):
+        rounds, _ = await generate(client, replace(GREEDY, speculation=sizes))
+        assert max(event.num_nodes for event in rounds) <= 6
+        assert max(event.tree_depth for event in rounds) <= 2
+
+
+async def test_no_draft_on_purpose_is_no_problem(draftless: Client) -> None:
+    _, finished = await generate(draftless, GREEDY)
+    assert finished.warnings == ()
+    assert finished.speculation.num_degraded_rounds == 0
+    server = await draftless.server_info()
+    assert server.is_draftless
+    assert find_problems(server) == []
+
+
+@pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL])
+async def test_what_is_looked_up_comes_beside_samples_where_it_is_asked_for(drafting: Client, scheme: Scheme) -> None:
+    """That the law stays the target's is shown in tests/target_worker/test_traversal.py."""
+    sampling = Speculation(growth=Chains(2, 3), scheme=scheme)
+    options = replace(SAMPLED, logit_bias=TWO_WORDS, logprobs=0)
+    alone, finished = await generate(drafting, replace(options, speculation=sampling))
+    assert finished.speculation.num_lookup_tokens == 0
+    assert max(event.num_nodes for event in alone) <= 7
+    both, finished = await generate(drafting, replace(options, speculation=replace(sampling, lookup=20)))
+    assert finished.speculation.num_lookup_tokens > 0
+    assert 7 < max(event.num_nodes for event in both) <= 27
+    assert len(both) < len(alone), "it takes fewer rounds"
+
+
+async def test_where_nothing_was_sampled_what_is_looked_up_is_judged_by_the_targets_own_draws(
+    draftless: Client,
+) -> None:
+    options = replace(SAMPLED, logit_bias=TWO_WORDS)
+    plain, _ = await generate(draftless, replace(options, speculation=PLAIN))
+    way = Speculation(growth=Chains(2, 3), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=20)
+    rounds, finished = await generate(draftless, replace(options, speculation=way))
+    assert finished.speculation.num_lookup_tokens > 0
+    assert output(rounds) == output(plain)

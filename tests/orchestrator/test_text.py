@@ -1,0 +1,133 @@
+"""Streamed text: whole characters only, stop texts found wherever tokens split them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.sessions.detokenizer import TextStream
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """A tokenizer whose tokens are bytes: the hardest splits there are."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def stream(text: str, stop: Sequence[str] = ()) -> tuple[list[str], str | None]:
+    """The pieces of a text sent byte by byte, and the stop text that ended it."""
+    output, pieces = TextStream(decode, stop), []
+    for token in text.encode():
+        piece = output.push(token)
+        pieces.append(piece.text)
+        if piece.stop is not None:
+            return [*pieces, output.finish()], piece.stop
+    return [*pieces, output.finish()], None
+
+
+@given(st.text())
+def test_pieces_are_whole_characters_and_join_to_the_text(text: str) -> None:
+    pieces, _ = stream(text)
+    assert "".join(pieces) == text
+    for piece in pieces:
+        assert "\ufffd" not in piece or "\ufffd" in text
+
+
+@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_a_stop_text_is_found_at_its_first_completion_and_never_shown(text: str, stops: list[str]) -> None:
+    pieces, found = stream(text, stops)
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    if not ends:
+        assert (found, "".join(pieces)) == (None, text)
+        return
+    seen = text[: min(ends)]
+    assert found in stops
+    assert "".join(pieces) == seen[: min(seen.find(stop) for stop in stops if stop in seen)]
+
+
+def test_a_beginning_of_a_stop_text_is_held_back_until_it_is_none() -> None:
+    output = TextStream(decode, ["END"])
+    assert [output.push(byte).text for byte in b"aENxE"] == ["a", "", "", "ENx", ""]
+    assert output.finish() == "E"
+
+
+def test_bytes_that_never_become_a_character_are_replaced_at_the_end() -> None:
+    output = TextStream(decode)
+    assert [output.push(byte).text for byte in b"a\xf0\x9f"] == ["a", "", ""]
+    assert output.finish() == "\ufffd"
+
+
+class Counted:
+    """A decoder over tokens that are any pieces of a text's bytes; counts how many tokens it is asked for."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces = pieces
+        self.num_asked = 0
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        self.num_asked += len(tokens)
+        return b"".join(self.pieces[token] for token in tokens).decode("utf-8", errors="replace")
+
+
+def pieces_of(data: bytes, cuts: Sequence[int]) -> list[bytes]:
+    """The bytes, cut at these places."""
+    bounds = [0, *sorted({cut % (len(data) + 1) for cut in cuts} - {0, len(data)}), len(data)]
+    return [data[begin:end] for begin, end in pairwise(bounds)]
+
+
+@given(
+    st.lists(st.sampled_from([b"a", "é".encode(), "木".encode(), "🌳".encode(), b"\xf0\x9f", b"\xff", b"\x82"])),
+    st.data(),
+)
+def test_tokens_that_cut_characters_anywhere_join_to_the_text(parts: list[bytes], data: st.DataObject) -> None:
+    """Long rows of bytes that never become a character too: what is said early is never taken back."""
+    whole = b"".join(parts) * data.draw(st.integers(1, 8))
+    decoder = Counted(pieces_of(whole, data.draw(st.lists(st.integers(0, 1000), max_size=200))))
+    output = TextStream(decoder)
+    texts = [output.push(token).text for token in range(len(decoder.pieces))]
+    assert "".join([*texts, output.finish()]) == whole.decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        ("木".encode() * 8000, 3),  # each token ends in the middle of a character
+        (b"\xff" * 8000, 1),  # no byte ever becomes a character
+        ("\ufffd".encode() * 8000, 3),  # the text itself has the sign for that
+        (b"\xf0\x9f\x98" * 8000, 1),
+    ],
+)
+def test_characters_that_stay_half_take_each_token_no_more_work(data: bytes, size: int) -> None:
+    """8,000 such tokens once took the event loop 4.4 s."""
+    decoder = Counted([data[:2], *(data[begin : begin + size] for begin in range(2, len(data), size))])
+    output = TextStream(decoder)
+    texts = [output.push(token).text for token in range(len(decoder.pieces))]
+    assert decoder.num_asked < 40 * len(texts)
+    assert len("".join(texts[:-24])) > len(texts) // 5  # and what is certain is not held back
+    assert "".join([*texts, output.finish()]) == data.decode("utf-8", errors="replace")
+
+
+def test_single_bytes_of_a_tokenizer_that_falls_back_to_them_take_no_more_work() -> None:
+    """Its decoder takes a row of bytes as a whole: one that is none makes U+FFFD of all of them."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    num_asked = 0
+
+    def decode(tokens: Sequence[int]) -> str:
+        nonlocal num_asked
+        num_asked += len(tokens)
+        return str(tokenizer.decode(list(tokens)))
+
+    for tokens in ([*"a木🌳é".encode(), 256] * 100, [0xFF, *"木".encode()] * 1000, [0xFF] * 1000 + [256]):
+        num_asked, output = 0, TextStream(decode)
+        text = "".join([*(output.push(token).text for token in tokens), output.finish()])
+        assert num_asked < 40 * len(tokens)
+        if 0xFF not in tokens:
+            assert text == decode(tokens)
+        elif 256 in tokens:
+            assert text == "\ufffd" * 1000 + "a"

@@ -1,0 +1,274 @@
+"""Processes that die: a draft costs speed only; a target or an index gives a status, never a hang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bough.cli.doctor import find_problems
+from bough.client import Client
+from bough.errors import Unavailable
+from bough.processes.launch import Cluster
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TextPrompt, TokenPrompt, Tokens
+from bough.registry.registry import Registry
+from tests.conftest import pipeline, settings
+
+PROMPT = TextPrompt("the quick brown fox")
+LONG = GenerateOptions(temperature=0.8, seed=3, max_tokens=120, ignore_eos=True, speculation=Speculation(budget=8))
+
+
+@pytest.fixture(scope="module")
+async def shared(tiny: Path) -> AsyncIterator[Cluster]:
+    """A pipeline that is broken again and again."""
+    config = settings(
+        tiny, tiny, "--max-nodes", "32", drops="2", orchestrator=("--draft-timeout", "2", "--failover-timeout", "2")
+    )
+    async with pipeline(config) as running:
+        yield running
+
+
+@pytest.fixture
+async def cluster(shared: Cluster) -> Cluster:
+    """The pipeline for one more test: what others have ended is started again, which is sooner than starting all."""
+    for name, child in shared.children.items():
+        if child.has_ended():
+            shared.restart(name)
+    async with asyncio.timeout(60), Client(shared.address) as client:
+        while not await is_whole(client, shared):
+            await asyncio.sleep(0.1)
+    return shared
+
+
+async def is_whole(client: Client, cluster: Cluster) -> bool:
+    """Whether nobody is missing, and nobody who has ended is still taken for alive."""
+    running = {str(child.process.pid) for child in cluster.children.values()}
+    try:
+        info = await client.server_info()
+    except Unavailable:
+        return False
+    in_use = [w.info.kind for w in info.workers if not w.problem and w.info.worker_id.split("-")[1] in running]
+    return not info.index_problem and len(info.workers) == 2 and sorted(in_use) == ["draft", "target"]
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with Client(cluster.address, patience_seconds=3.0) as connected:
+        yield connected
+
+
+def end(cluster: Cluster, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """Sends a signal to one process that the test started; one that is killed has ended then."""
+    process = cluster.children[name].process
+    process.send_signal(number)
+    if number is signal.SIGKILL:
+        process.wait()
+
+
+async def run(client: Client, options: GenerateOptions, after: int, act: object) -> tuple[list[int], Finished]:
+    """The tokens of a request, in the middle of which something happens."""
+    tokens: list[int] = []
+    finished = None
+    async for event in client.generate(PROMPT, options):
+        if isinstance(event, Tokens):
+            tokens += event.token_ids
+            if len(tokens) >= after and callable(act):
+                act()
+                act = None
+        elif not isinstance(event, Started):
+            finished = event
+    assert finished is not None
+    return tokens, finished
+
+
+async def test_killing_the_draft_changes_nothing_in_the_stream(cluster: Cluster, client: Client) -> None:
+    undisturbed, _ = await run(client, LONG, 0, None)
+    tokens, finished = await run(client, LONG, 40, lambda: end(cluster, "draft_worker"))
+    assert tokens == undisturbed
+    assert finished.speculation.num_degraded_rounds > 0
+    assert any("draft worker" in warning for warning in finished.warnings)
+
+
+async def test_without_a_draft_guesses_come_from_the_text_itself(cluster: Cluster, client: Client) -> None:
+    """Guesses come from the draft, else from the text, else not at all."""
+    options = replace(LONG, logit_bias={65: 50.0, 66: 50.0})  # who says only two words has said most before
+    undisturbed, _ = await run(client, options, 0, None)
+    tokens, finished = await run(client, options, 20, lambda: end(cluster, "draft_worker"))
+    plain, alone = await run(client, replace(options, speculation=Speculation(budget=8, lookup=0)), 0, None)
+    assert tokens == plain == undisturbed
+    assert finished.speculation.num_lookup_tokens > 20
+    assert finished.speculation.num_degraded_rounds > 0
+    assert alone.speculation.tokens_per_round == 1.0
+
+
+async def test_a_draft_that_hangs_costs_its_timeout_and_nothing_else(cluster: Cluster, client: Client) -> None:
+    undisturbed, _ = await run(client, LONG, 0, None)
+    tokens, finished = await run(client, LONG, 40, lambda: end(cluster, "draft_worker", signal.SIGSTOP))
+    end(cluster, "draft_worker", signal.SIGCONT)
+    assert tokens == undisturbed
+    assert finished.speculation.num_degraded_rounds > 0
+
+
+async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster, client: Client) -> None:
+    """No other one is there, and none comes back."""
+    with pytest.raises(Unavailable, match="no target"):
+        await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "target_worker")), 30)
+    with pytest.raises(Unavailable, match="no target"):
+        await asyncio.wait_for(run(client, LONG, 0, None), 20)
+    async with asyncio.timeout(20):  # until its registration has run out
+        while not any("no target worker" in problem for problem in find_problems(await client.server_info())):
+            await asyncio.sleep(0.1)
+
+
+async def test_another_target_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster, client: Client) -> None:
+    options = replace(LONG, session_id="at the first target")
+    undisturbed, _ = await run(client, options, 0, None)
+    cluster.start("second_target", (target := cluster.children["target_worker"]).command, target.variables)
+    while len([w for w in (await client.server_info()).workers if w.info.kind == "target"]) < 2:
+        await asyncio.sleep(0.1)
+    registry, killing = Registry(cluster.index_url), []
+
+    async def kill_its_target() -> None:
+        """Whichever of the two the session is at."""
+        session = await registry.load_session(options.session_id)
+        assert session is not None
+        process_id = int(session.target_id.split("-")[1])
+        (name,) = [name for name, child in cluster.children.items() if child.process.pid == process_id]
+        end(cluster, name)
+        killing.append(name)
+
+    acting = run(client, options, 40, lambda: killing.append(asyncio.ensure_future(kill_its_target())))
+    tokens, finished = await asyncio.wait_for(acting, 60)
+    await registry.close()
+    left = cluster.children.pop("second_target")
+    if killing[1] == "target_worker":
+        cluster.children["target_worker"] = left
+    assert tokens == undisturbed
+    assert finished.num_failovers == 1
+
+
+async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster) -> None:
+    orchestrator = cluster.children["orchestrator"]
+    victim = cluster.start("second", orchestrator.command, orchestrator.variables)
+    registry = Registry(cluster.index_url)
+    while len(addresses := [r.address for r in await registry.workers() if r.kind == "orchestrator"]) < 2:
+        await asyncio.sleep(0.1)
+    await registry.close()
+    addresses.remove(cluster.address)
+    assert not victim.has_ended()
+    async with asyncio.timeout(20), Client(*addresses) as new:
+        while not await is_whole(new, cluster):
+            await asyncio.sleep(0.1)
+    async with Client(*addresses, cluster.address) as client:
+        undisturbed, _ = await run(client, LONG, 0, None)
+        assert client.address == addresses[0]
+        tokens, finished = await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "second")), 60)
+        assert client.address == cluster.address
+    cluster.children.pop("second").process.wait()
+    assert tokens == undisturbed
+    assert (finished.finish_reason, finished.usage.completion_tokens) == ("length", 120)
+    assert any("was resumed" in warning for warning in finished.warnings)
+
+
+async def test_killing_the_index_stops_no_stream_and_is_told(cluster: Cluster, client: Client) -> None:
+    """Nothing depends on the index's truth: the workers last known go on, and the problem is named."""
+    undisturbed, _ = await run(client, LONG, 0, None)
+    tokens, finished = await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "index")), 60)
+    assert (tokens, finished.finish_reason) == (undisturbed, "length")
+    for _ in range(100):
+        if problem := (await client.server_info()).index_problem:
+            break
+        await asyncio.sleep(0.1)
+    assert "does not answer" in problem
+    later, finished = await asyncio.wait_for(run(client, replace(LONG, session_id="s"), 0, None), 60)
+    assert later == undisturbed
+    assert any("index" in warning for warning in finished.warnings)
+
+
+async def test_a_draft_that_comes_back_is_used_again(cluster: Cluster, client: Client) -> None:
+    end(cluster, "draft_worker")
+    cluster.children["draft_worker"].process.wait()
+    cluster.restart("draft_worker")
+    for _ in range(300):
+        _, finished = await run(client, replace(LONG, max_tokens=20), 0, None)
+        if finished.speculation.num_degraded_rounds == 0:
+            return
+        await asyncio.sleep(0.2)
+    pytest.fail("the new draft worker was never used")
+
+
+async def test_a_truncated_weight_file_fails_the_request_and_not_the_process(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tiny.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = settings(folder, None, orchestrator=("--failover-timeout", "2"))
+    async with pipeline(config) as cluster, Client(cluster.address, patience_seconds=1.0) as client:
+        victim = max(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+        whole = victim.read_bytes()
+        while not all(w.info.weights_hash for w in (await client.server_info()).workers):
+            await asyncio.sleep(0.1)  # after that the target can tell whether they are back
+        os.truncate(victim, 4096)
+        with pytest.raises(Unavailable, match=f"{victim.name}.*(layer|has 4096 bytes)"):
+            await run(client, LONG, 0, None)  # its first sweeps may still find layers that were read ahead
+        victim.write_bytes(whole)
+        for _ in range(50):
+            try:
+                _, finished = await run(client, replace(LONG, max_tokens=20), 0, None)
+                break
+            except Unavailable:
+                await asyncio.sleep(0.2)
+        assert finished.finish_reason == "length"
+
+
+def alive(marker: str) -> list[str]:
+    """Command lines of running processes that hold a text."""
+    lines = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_text().replace("\0", " ")
+            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if marker in line and state != "Z":
+            lines.append(line)
+    return lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("delay", [0.5, 6.0])
+async def test_bough_up_leaves_no_process_behind(
+    tiny: Path, tmp_path: Path, number: signal.Signals, delay: float
+) -> None:
+    """Whether it is ended while it starts or when it runs, gently or not."""
+    marker = tmp_path / "marked"
+    marker.symlink_to(tiny)
+    command = [sys.executable, "-m", "bough.cli", "up", "--target", str(marker), "--drop-layers", "2", "--port", "0"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background inherits it ignored
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    await asyncio.sleep(delay)
+    process.send_signal(number)
+    try:
+        process.communicate(timeout=30)
+    finally:
+        process.kill()  # one that hangs is not to be the next tests' concern
+    for _ in range(600):
+        if not alive(str(marker)) and not alive(f"{tmp_path}"):
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail(f"still running: {alive(str(marker))}")
+
+
+async def test_tokens_are_bounded_by_the_context(client: Client) -> None:
+    prompt = TokenPrompt(tuple(range(200)) + tuple(range(200)))
+    events = [event async for event in client.generate(prompt, replace(LONG, max_tokens=10_000))]
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert (last.finish_reason, last.usage.completion_tokens) == ("length", 112)

@@ -1,0 +1,133 @@
+"""The test of tests: the whole pipeline on SmolLM2, token for token what transformers' own generate gives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bough.client import Client
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.processes.launch import Cluster
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt, TokenPrompt, Tokens
+from bough.tokenization.tokenizer import Tokenizer
+from loadtest.prompts import load_prompts
+from tests.conftest import pipeline, settings
+
+LENGTH = 64
+PLAIN = Speculation(disabled=True)
+# Shallow trees: on two cores the draft steps of many sessions are most of the time that these tests take.
+# Large trees take most of it, so fewer sessions have them, and shorter ones, unless BOUGH_ALL_PROMPTS is set.
+ALL_PROMPTS = bool(os.environ.get("BOUGH_ALL_PROMPTS"))
+NUM_PROMPTS = 12 if ALL_PROMPTS else 6
+NUM_PROMPTS_OF = {} if ALL_PROMPTS else {"64": 3, "256": 2}
+LENGTH_OF = {} if ALL_PROMPTS else {"64": 40, "256": 24}
+SIZES = {str(budget): Speculation(budget=budget, width=32, depth=4) for budget in (1, 16, 64, 256)}
+WAYS = {"self-sized": Speculation(), **SIZES}
+GREEDY = GenerateOptions(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+async def cluster(smollm: Path) -> AsyncIterator[Cluster]:
+    """SmolLM2 in float32, a third of it streamed, with a substitute draft of it; room for all prompts at once."""
+    patient = ("--draft-timeout", "300")  # twelve sessions wait in line for one draft model
+    target_flags = ("--resident-layers", "20", "--max-context", "512")
+    config = settings(smollm, smollm, *target_flags, drops="3,14", orchestrator=patient)
+    async with pipeline(config) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with Client(cluster.address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm: Path) -> list[list[int]]:
+    tokenizer = Tokenizer(load_tokenizer_files(smollm))
+    return [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[:NUM_PROMPTS]]
+
+
+@pytest.fixture(scope="module")
+def expected(smollm: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' own greedy text on the same weights, float32."""
+    model = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
+    length = max(map(len, prompts))
+    padded = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    greedy = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    output: list[list[int]] = model.generate(padded, attention_mask=mask, **greedy)[:, length:].tolist()
+    return output
+
+
+async def tokens_for(client: Client, prompt: list[int], options: GenerateOptions) -> list[int]:
+    """The output tokens; checks that the stream's own counts agree with them."""
+    events = [event async for event in client.generate(TokenPrompt(tuple(prompt)), options)]
+    tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert finished.usage.completion_tokens == len(tokens)
+    assert finished.warnings == ()
+    return tokens
+
+
+async def all_tokens(client: Client, prompts: list[list[int]], options: GenerateOptions) -> list[list[int]]:
+    """All prompts at once: their trees share sweeps."""
+    return list(await asyncio.gather(*(tokens_for(client, prompt, options) for prompt in prompts)))
+
+
+@pytest.mark.parametrize("size", ["none", "self-sized", *SIZES])
+async def test_greedy_output_is_that_of_generate(
+    client: Client, prompts: list[list[int]], expected: list[list[int]], size: str
+) -> None:
+    count, length = NUM_PROMPTS_OF.get(size, NUM_PROMPTS), LENGTH_OF.get(size, LENGTH)
+    options = replace(GREEDY, speculation=WAYS.get(size, PLAIN), max_tokens=length)
+    assert await all_tokens(client, prompts[:count], options) == [tokens[:length] for tokens in expected[:count]]
+
+
+async def test_sampled_output_is_the_same_for_every_size(client: Client, prompts: list[list[int]]) -> None:
+    sampled = replace(GREEDY, temperature=0.8, seed=2024, max_tokens=24)
+    some = prompts if ALL_PROMPTS else prompts[:2]
+    plain = await all_tokens(client, some, replace(sampled, speculation=PLAIN))
+    for name, size in WAYS.items():
+        count = min(len(some), NUM_PROMPTS_OF.get(name, NUM_PROMPTS) // 2)
+        assert await all_tokens(client, some[:count], replace(sampled, speculation=size)) == plain[:count]
+    other_seed = await all_tokens(client, some, replace(sampled, seed=2025, speculation=PLAIN))
+    assert all(mine != theirs for mine, theirs in zip(other_seed, plain, strict=True))
+
+
+async def test_two_sessions_at_once_get_what_each_gets_alone(client: Client, prompts: list[list[int]]) -> None:
+    sampled = [replace(GREEDY, temperature=0.8, seed=seed, max_tokens=20) for seed in (1, 2)]
+    pairs = list(zip(prompts[4:6], sampled, strict=True))
+    alone = [await tokens_for(client, prompt, options) for prompt, options in pairs]
+    together = await asyncio.gather(*(tokens_for(client, prompt, options) for prompt, options in pairs))
+    assert list(together) == alone
+
+
+async def test_speculation_accepts_several_tokens_a_round(client: Client, prompts: list[list[int]]) -> None:
+    """A draft that is never right would pass every test of equality."""
+    options = replace(GREEDY, speculation=SIZES["64"])  # one that is chosen follows from how busy this machine is
+    events = [event async for event in client.generate(TokenPrompt(tuple(prompts[0])), options)]
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert finished.speculation.tokens_per_round > 2.5
+    rounds = [event for event in events if isinstance(event, Tokens)]
+    assert sum(sum(event.drafted) for event in rounds) == finished.speculation.num_accepted_tokens
+    assert all(event.timings.link_bytes > 0 and event.timings.compute_ns > 0 for event in rounds)
+
+
+async def test_text_outside_the_basic_plane_is_streamed_whole(client: Client) -> None:
+    """A globe is four bytes in several tokens; the prompt makes the model go on with more of them."""
+    prompt = TextPrompt("one 🌍 two 🚀 three 🌍 four 🚀 five 🌍 six 🚀 seven")
+    events = [event async for event in client.generate(prompt, replace(GREEDY, max_tokens=16))]
+    pieces = [text for event in events if isinstance(event, Tokens) for text in event.texts]
+    assert sum("🌍" in piece for piece in pieces) >= 3
+    assert "" in pieces, "a token that is no whole character shows nothing"
+    assert "\ufffd" not in "".join(pieces)

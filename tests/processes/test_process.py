@@ -1,0 +1,43 @@
+"""What a process does when it is told to stop before it has started."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bough.errors import Unavailable
+from bough.processes.process import unless_stopped
+
+
+class Left(Exception):
+    """The process would have ended."""
+
+
+@pytest.fixture(autouse=True)
+def _stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(status: int) -> None:
+        raise Left(status)
+
+    monkeypatch.setattr("bough.processes.process.os._exit", leave)
+
+
+async def test_a_step_of_the_start_is_not_finished_when_the_process_is_told_to_stop() -> None:
+    """One that loads, or waits for an index that ends with it, would outlive whoever started it."""
+    stop, endless = asyncio.Event(), asyncio.Event()
+    starting = asyncio.create_task(unless_stopped(stop, endless.wait()))
+    await asyncio.sleep(0)
+    stop.set()
+    with pytest.raises(Left, match="0"):
+        await asyncio.wait_for(starting, 60)
+
+
+async def test_a_step_that_nobody_stops_gives_its_result_or_its_error() -> None:
+    async def fails() -> None:
+        raise Unavailable("no index")
+
+    stop = asyncio.Event()
+    assert await unless_stopped(stop, asyncio.to_thread(lambda: 7)) == 7
+    with pytest.raises(Unavailable, match="no index"):
+        await unless_stopped(stop, fails())
+    assert len(asyncio.all_tasks()) == 1

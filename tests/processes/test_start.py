@@ -1,0 +1,72 @@
+"""What a start is made of, and what workers do not import for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bough.processes.startup import Stages, parts_of, process_age_seconds
+from tests.fakes.simulated import write_profile
+
+
+def test_stages_are_logged_and_add_up(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        stages = Stages(2.0)
+        stages.enter("reading weights")
+        stages.enter("warming up")
+        stages.finish()
+    assert [record.getMessage() for record in caplog.records[:2]] == ["reading weights", "warming up"]
+    line = caplog.records[-1].getMessage()
+    parts = parts_of(f"2026-01-01 00:00:00,000 INFO bough.processes.startup: {line}\nmore\n")
+    assert list(parts) == ["imports", "reading weights", "warming up"]
+    assert parts["imports"] >= 2.0
+    total = float(re.findall(r"after ([\d.]+) s", line)[0])
+    assert total == pytest.approx(sum(parts.values()), abs=0.03)
+    assert parts_of("nothing of it") == {}
+
+
+def test_a_process_knows_its_age() -> None:
+    code = "import time; time.sleep(0.3); from bough.processes.startup import process_age_seconds; print(process_age_seconds())"
+    assert float(subprocess.check_output([sys.executable, "-c", code])) >= 0.3
+    assert process_age_seconds() > 0
+
+
+def test_a_start_is_measured_and_ends_with_one_line_of_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest.start", "--runs", "1", "--simulate", str(write_profile(tmp_path))]
+    figures = json.loads(subprocess.check_output(command).splitlines()[-1])
+    assert figures["warm_runs"] == [figures["warm_seconds"]]
+    for part in ("cold", "warm"):
+        for seconds in figures[f"{part}_parts"].values():
+            assert 0 < sum(seconds.values()) <= figures[f"{part}_seconds"] + 0.1
+        assert figures[f"{part}_parts"].keys() == {"target_worker", "draft_worker"}
+
+
+@pytest.mark.parametrize("package", ["target_worker", "draft_worker"])
+def test_workers_build_a_model_without_the_compiler_and_distributed_tensors(package: str, tiny: Path) -> None:
+    """They took a third of the imports, and 140 MB; a model that is built so computes with its buffers in place."""
+    code = f"""
+import sys
+from {package}.__main__ import model_parts
+from bough.config.processes import DraftConfig, TargetConfig, parse
+kind = {{"target_worker": TargetConfig, "draft_worker": DraftConfig}}["{package}"]
+model_parts(parse(kind, "w", ["--model", {str(tiny)!r}], {{}}), "w")
+import torch
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.loading.loading import build_skeleton
+skeleton = build_skeleton(Checkpoint.open({str(tiny)!r}), torch.float32)
+assert all(parameter.is_meta for parameter in skeleton.model.parameters())
+assert all(not buffer.is_meta and buffer.isfinite().all() for buffer in skeleton.model.buffers())
+heavy = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed.tensor")
+print([name for name in heavy if name in sys.modules])
+import torch._dynamo
+assert torch._dynamo.__file__, "whoever wants the compiler later gets the real one"
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,320 @@
+"""Simulated workers as processes: the text of a profile's law whatever is guessed, on the wire of the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bough.cli.main import argument_parser
+from bough.cli.up import settings_from
+from bough.client import Client
+from bough.config.processes import DraftConfig, TargetConfig, parse
+from bough.errors import ConfigError
+from bough.processes.exit_with_parent import MODULE
+from bough.processes.launch import Cluster
+from bough.protocol.generation import (
+    ChatPrompt,
+    Event,
+    Finished,
+    GenerateOptions,
+    Message,
+    Prompt,
+    Speculation,
+    Started,
+    TextPrompt,
+    Tokens,
+)
+from bough.simulation.clock import SimulatedClock
+from bough.simulation.pair import SimulatedPair, simulated_pair
+from bough.simulation.profile import shipped_profiles
+from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape
+from draft_worker.simulated import SimulatedDraftWorker
+from target_worker.simulated import SimulatedTarget
+from tests.conftest import pipeline
+from tests.fakes.simulated import pair_of, simulated_settings, text_of, write_profile
+
+PROMPT = TextPrompt("Once upon a time")
+PLAIN = Speculation(disabled=True)
+SIZE = Speculation(budget=24)
+SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4))
+OPTIONS = GenerateOptions(max_tokens=40, temperature=0.0, ignore_eos=True)
+SAMPLED = replace(OPTIONS, temperature=0.8)
+WAYS = {
+    "plain": replace(OPTIONS, speculation=PLAIN),
+    "greedy": OPTIONS,
+    "narrow": replace(OPTIONS, speculation=Speculation(budget=5, width=1, depth=4)),
+    "greedy, a size": replace(OPTIONS, speculation=SIZE),
+    "sampled": replace(SAMPLED, seed=7),
+    "sampled, a size": replace(SAMPLED, seed=7, speculation=SIZE),
+    "sampled, plain": replace(SAMPLED, seed=7, speculation=PLAIN),
+    "distribution": replace(SAMPLED, seed=8, speculation=replace(SIZE, guess=Guess.DISTRIBUTION, lookup=0)),
+    "shape": replace(SAMPLED, seed=2**64 - 1, speculation=Speculation(growth=SHAPE)),
+    "without replacement": replace(
+        SAMPLED, seed=9, speculation=Speculation(growth=SHAPE, scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)
+    ),
+    "multi-round": replace(
+        SAMPLED, seed=10, speculation=Speculation(growth=Chains(3, 3), scheme=Scheme.MULTI_ROUND, lookup=0)
+    ),
+    "traversal, greedy": replace(
+        OPTIONS, speculation=Speculation(growth=Chains(2, 4), scheme=Scheme.TRAVERSAL, lookup=0)
+    ),
+    "penalties": replace(SAMPLED, seed=3, repetition_penalty=1.4, logit_bias={300: 5.0}, top_k=3, logprobs=2),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> SimulatedPair:
+    return pair_of(folder)
+
+
+@pytest.fixture(scope="module")
+async def cluster(folder: Path) -> AsyncIterator[Cluster]:
+    profile = write_profile(folder)
+    async with pipeline(simulated_settings(profile, profile)) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with Client(cluster.address) as connected:
+        yield connected
+
+
+async def events_of(client: Client, options: GenerateOptions, prompt: Prompt = PROMPT) -> list[Event]:
+    return [event async for event in client.generate(prompt, options)]
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+
+
+def started(events: list[Event]) -> Started:
+    assert isinstance(events[0], Started)
+    return events[0]
+
+
+def finished(events: list[Event]) -> Finished:
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+def expected(pair: SimulatedPair, events: list[Event], options: GenerateOptions) -> list[int]:
+    """The law's text from the end of the prompt on."""
+    seed = 0 if options.temperature == 0 else options.seed or 0
+    return text_of(pair, seed, started(events).prompt_tokens, options.max_tokens)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_way_to_speculate_says_the_laws_text(client: Client, pair: SimulatedPair, way: str) -> None:
+    events = await events_of(client, WAYS[way])
+    assert tokens_of(events) == expected(pair, events, WAYS[way])
+    speculation = finished(events).speculation
+    if WAYS[way].speculation.disabled:
+        assert speculation.num_rounds == 40
+    else:
+        assert speculation.num_degraded_rounds == 0
+        is_chosen = WAYS[way].speculation == Speculation()  # by what this machine takes, where little is simulated
+        assert is_chosen or speculation.tokens_per_round > 1.2, "the draft is right in three of five places"
+
+
+async def test_a_text_that_may_end_ends_where_the_law_ends_it(client: Client, pair: SimulatedPair) -> None:
+    options = replace(SAMPLED, ignore_eos=False, max_tokens=1000, seed=4, speculation=Speculation(budget=16))
+    events = await events_of(client, options)
+    text = expected(pair, events, options)
+    end = text.index(pair.tokenizer.eos_token_ids[0])
+    assert tokens_of(events) == text[: end + 1]
+    assert finished(events).finish_reason == "stop"
+
+
+async def test_sessions_at_once_each_say_their_own_text(client: Client, pair: SimulatedPair) -> None:
+    options = [replace(SAMPLED, seed=seed) for seed in range(20, 28)]
+    runs = await asyncio.gather(*(events_of(client, own) for own in options))
+    for events, own in zip(runs, options, strict=True):
+        assert tokens_of(events) == expected(pair, events, own)
+    assert len({tuple(tokens_of(events)) for events in runs}) == len(runs)
+
+
+async def test_a_second_turn_and_a_common_beginning_are_not_computed_again(client: Client) -> None:
+    long = TextPrompt("the same beginning of many prompts " * 12)
+    first, second = [finished(await events_of(client, OPTIONS, long)).usage for _ in range(2)]
+    assert second.cached_tokens > 0.8 * first.prompt_tokens
+    turn = replace(OPTIONS, session_id="talk")
+    chat = ChatPrompt((Message("user", "Hello!"),))
+    before = finished(await events_of(client, turn, chat)).usage
+    after = finished(
+        await events_of(client, replace(turn, continues=True), ChatPrompt((Message("user", "And?"),)))
+    ).usage
+    assert after.cached_tokens >= before.prompt_tokens + before.completion_tokens - 1
+
+
+async def test_log_probabilities_are_numbers_of_the_law(client: Client) -> None:
+    events = await events_of(client, replace(SAMPLED, seed=5, logprobs=3))
+    told = [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
+    assert [each.token.token_id for each in told] == tokens_of(events)
+    assert all(-100.0 < each.token.logprob <= 0.0 for each in told)
+    assert all(len(each.top) == 3 and each.top[0].logprob >= each.top[1].logprob for each in told)
+
+
+async def test_they_say_that_they_are_simulated(client: Client) -> None:
+    workers = {worker.info.kind: worker for worker in (await client.server_info()).workers}
+    for worker in workers.values():
+        assert worker.problem == ""
+        assert worker.info.model_description == f"simulated {worker.info.kind}"
+        notes = " ".join(worker.info.notes)
+        assert "simulated: profile quick, no weights" in notes
+        assert "made up for tests" in notes
+        assert "100 simulated seconds in a real one" in notes
+        assert "do not change simulated text" in notes
+    assert workers["target"].info.max_nodes == 512
+
+
+async def test_a_round_takes_the_seconds_of_the_profile(client: Client) -> None:
+    """4 ms of link, and calls that cross a network: what is waited for is told apart."""
+    events = await events_of(client, replace(OPTIONS, speculation=PLAIN))
+    timings = [event.timings for event in events if isinstance(event, Tokens)][1:]
+    assert all(own.link_ns == 4_000_000 for own in timings)
+    assert all(own.wait_ns == 2_900_000 for own in timings)
+    assert all(own.target_ns >= 4_000_000 and own.network_ns >= 1_000_000 for own in timings)
+
+
+async def test_another_target_of_the_profile_takes_over(folder: Path, pair: SimulatedPair) -> None:
+    """One whose clock goes faster, and to whom other things happen."""
+    profile = write_profile(folder)
+    like = write_profile(folder, "like", clock_scale=200, events=[{"at_second": 1, "link": 2}])
+    async with pipeline(simulated_settings(profile, profile)) as cluster, Client(cluster.address) as client:
+        other = [sys.executable, *MODULE, "target_worker", "--simulate", str(like)]
+        options = replace(SAMPLED, seed=6, max_tokens=100)
+        stream = client.generate(PROMPT, options)
+        events: list[Event] = [await anext(stream) for _ in range(4)]
+        cluster.start("other", [*other, "--index-url", cluster.index_url])
+        cluster.children["target_worker"].process.kill()
+        events += [event async for event in stream]
+        assert tokens_of(events) == expected(pair, events, options)
+        assert finished(events).num_failovers == 1
+
+
+async def test_workers_that_fail_now_and_then_cost_rounds_and_no_tokens(folder: Path, pair: SimulatedPair) -> None:
+    flaky = write_profile(
+        folder, "flaky", failures=[{"worker": kind, "probability": 0.3} for kind in ("draft", "target")]
+    )
+    async with pipeline(simulated_settings(flaky, flaky)) as cluster, Client(cluster.address) as client:
+        options = replace(OPTIONS, max_tokens=60, speculation=SIZE)
+        events = await events_of(client, options)
+    assert tokens_of(events) == expected(pair, events, options)
+    assert finished(events).speculation.num_degraded_rounds > 0, "the draft's fifth call fails"
+
+
+@pytest.mark.parametrize("package", ["target_worker", "draft_worker"])
+def test_they_load_neither_torch_nor_numba(package: str) -> None:
+    """From the settings to a worker that has started: all that a process has loaded when it serves."""
+    config = {"target_worker": "TargetConfig", "draft_worker": "DraftConfig"}[package]
+    code = f"""
+import sys
+from {package} import __main__
+from bough.config.processes import {config}, parse
+servicer, load = __main__.simulated_parts(parse({config}, "{package}", ["--simulate", "all-resident"], {{}}), "w")
+worker = load()
+print(worker.info().kind, sorted({{"torch", "transformers", "numba", "safetensors"}} & set(sys.modules)))
+worker.close()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"{package.removesuffix('_worker')} []\n"
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_workers_of_every_shipped_profile_start(name: str) -> None:
+    """With the profile's limits, and with less where settings want less."""
+    pair, clock = simulated_pair(name), SimulatedClock()
+    limits = pair.profile.target
+    flags = ["--simulate", name, "--max-nodes", "99"]
+    draft = SimulatedDraftWorker(parse(DraftConfig, "d", flags[:2], {}), "d", pair, clock)
+    target = SimulatedTarget(parse(TargetConfig, "t", [*flags, "--metrics-port", "-1"], {}), "t", pair, clock)
+    try:
+        assert (draft.max_nodes, draft.info().max_context) == (limits.max_nodes, limits.max_context)
+        assert (target.max_nodes, target.info().max_context) == (99, min(limits.max_context, limits.kv_tokens - 99))
+        assert target.info().max_sessions >= 1
+    finally:
+        target.close()
+        draft.close()
+
+
+@pytest.mark.parametrize("command", [["target_worker"], ["draft_worker"], ["bough.cli.main", "up"]])
+def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: list[str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, *MODULE, *command, "--simulate", "no-such"], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 2
+    line = ran.stderr.splitlines()[-1]
+    assert (
+        line == f"error: profile: value was 'no-such'; must be a JSON file, or one of {', '.join(shipped_profiles())}"
+    )
+
+
+def test_a_profile_with_a_field_that_does_not_fit_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target\.link_seconds: value was -1; must be a number of at least 0"):
+        simulated_pair(str(write_profile(tmp_path, target={"link_seconds": -1})))
+
+
+def test_a_target_whose_kv_holds_no_session_does_not_start(tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, target={"link_seconds": 1, "kv_tokens": 512})
+    with pytest.raises(
+        ConfigError, match=r"target\.kv_tokens: value was 512; must be more than the nodes of a tree, 512"
+    ):
+        SimulatedTarget(parse(TargetConfig, "t", ["--simulate", "p"], {}), "t", pair, SimulatedClock())
+
+
+def test_targets_take_over_from_their_like_alone(tmp_path: Path) -> None:
+    """What happens to a worker, or how fast its clock is, makes it no other target."""
+    own = pair_of(tmp_path).fingerprint
+    assert pair_of(tmp_path, name="other", failures=[{"worker": "target"}], clock_scale=1).fingerprint == own
+    assert pair_of(tmp_path, name="slower", target={"link_seconds": 0.5}).fingerprint != own
+    assert len({simulated_pair(name).fingerprint for name in shipped_profiles()}) == len(shipped_profiles())
+
+
+def test_up_starts_both_workers_of_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOUGH_TARGET_MODEL", "somewhere")  # a flag wins over it
+    path = write_profile(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    settings = settings_from(argument_parser().parse_args(["up", "--simulate", "quick.json", "--max-context", "99"]))
+    assert settings.draft is not None
+    assert {settings.target.simulate, settings.draft.simulate} == {str(path)}
+    assert (settings.target.model, settings.draft.model, settings.target.max_context) == ("", "", 99)
+    assert settings.orchestrator.draft == "workers"
+    alone = settings_from(argument_parser().parse_args(["up", "--simulate", "two-cores", "--draft", "none"]))
+    assert (alone.target.simulate, alone.draft, alone.orchestrator.draft) == ("two-cores", None, "none")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--target", "T"], "--target: value was T; must not be given beside --simulate"),
+        (["--draft", "D"], "--draft: value was D; must be none or not given beside --simulate"),
+        (["--draft-bits", "8"], "--draft-bits: value was 8; must not be given"),
+        (["--kv-memory", "1GB"], "--kv-memory: value was 1GB; must not be given"),
+    ],
+)
+def test_up_refuses_flags_about_models_beside_a_profile(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings_from(argument_parser().parse_args(["up", "--simulate", "two-cores", *flags]))
+
+
+def test_a_worker_has_a_model_or_a_profile() -> None:
+    with pytest.raises(ConfigError, match="--simulate: value was 'p' beside --model m; must be one of the two"):
+        parse(TargetConfig, "target_worker", ["--simulate", "p", "--model", "m"], {})
+    with pytest.raises(ConfigError, match=r"--model: missing; .*BOUGH_DRAFT_MODEL sets it, or --simulate does without"):
+        parse(DraftConfig, "draft_worker", [], {})
+    named = parse(TargetConfig, "target_worker", [], {"BOUGH_TARGET_SIMULATE": "p"})
+    assert (named.model, named.simulate) == ("", "p")
+    flagged = parse(TargetConfig, "target_worker", ["--model", "m"], {"BOUGH_TARGET_SIMULATE": "p"})
+    assert (flagged.model, flagged.simulate) == ("m", "")

@@ -1,0 +1,208 @@
+"""Capacity, against cases that can be worked out by hand; deterministic; bad flags refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from bough.cli.main import main
+from bough.errors import ConfigError
+from bough.simulation.capacity import simulate
+from bough.simulation.capacity_choice import Size
+from bough.simulation.profile import Profile, load_profile, parse_profile
+from bough.simulation.purchases import purchases
+from bough.simulation.round_yield import RoundYield
+from bough.simulation.scenario import RequestKind, Scenario
+
+
+def profile_of(network: float = 0.0, kind: str = "by_rank", step: float = 0.02, **target: float) -> Profile:
+    """Without jitter, so that seconds can be worked out."""
+    law = {"kind": kind} | ({"vector": [0.7, 0.1, 0.05]} if kind == "by_rank" else {})
+    described = {
+        "source": "made up",
+        "target": {"max_context": 100_000, "kv_tokens": 1_000_000, **target},
+        "draft": {"base_seconds": step},
+        "network": {"one_way_seconds": network},
+        "acceptance": law,
+    }
+    return parse_profile(json.dumps(described))
+
+
+def test_plain_decoding_of_one_user_takes_a_sweep_and_a_call_for_each_token() -> None:
+    profile = profile_of(network=0.025, link_seconds=1.0, overhead_seconds=0.1)
+    report = simulate(Scenario(profile, num_drafts=0, kinds=(RequestKind(10, 40),)))
+    assert report.tpot.p50 == report.tpot.p99 == pytest.approx(1.1 + 0.05)
+    assert report.ttft.p50 == pytest.approx(1.1 + 0.05)
+    assert report.latency.p95 == pytest.approx(40 * 1.15)
+    assert report.tokens_per_second == pytest.approx(1 / 1.15)
+    assert report.link_busy == pytest.approx(1.0 / 1.15)
+    assert report.tokens_per_round == 1.0
+    assert report.parts["network"] == pytest.approx(0.05 / 1.15)
+    assert report.bottleneck == "the targets' link"
+
+
+def test_one_user_takes_drafting_network_and_sweep_for_the_tokens_of_a_round() -> None:
+    profile = profile_of(network=0.05, link_seconds=1.0)
+    size = Size(16, 6)
+    scenario = Scenario(profile, kinds=(RequestKind(16, 800),), fixed=size)
+    report = simulate(scenario)
+    tokens = RoundYield(profile.acceptance).expected_tokens(*size)
+    assert report.round_seconds == pytest.approx(
+        1.0 + 6 * 0.02 + 2 * 0.1, rel=1e-3
+    )  # last rounds are no deeper than left
+    # 80,000 tokens in about 26,000 rounds, whose tokens deviate by less than 2.2: standard error 0.014, five of them.
+    assert abs(report.tokens_per_round - tokens) < 0.08  # the last rounds have fewer
+    assert report.tpot.p50 == pytest.approx(report.round_seconds / tokens, rel=0.02)
+
+
+def test_a_link_that_is_the_limit_serves_all_riders_of_a_sweep() -> None:
+    """Ten plain sessions fit in a sweep of one second: ten tokens a second, whatever the network."""
+    profile = profile_of(link_seconds=1.0)
+    report = simulate(Scenario(profile, num_users=10, num_drafts=0, kinds=(RequestKind(1, 50),)))
+    assert report.tokens_per_second == pytest.approx(10.0, rel=0.01)
+    assert report.riders_per_sweep == pytest.approx(10, rel=0.01)
+    assert report.link_busy == pytest.approx(1.0, rel=0.01)
+
+
+def test_where_computing_is_the_limit_users_bring_no_more() -> None:
+    profile = profile_of(kind="hostile", compute_row_seconds=0.1)
+    few, many = (simulate(Scenario(profile, num_users=users, kinds=(RequestKind(1, 60),))) for users in (4, 16))
+    # A request of 60 tokens computes 60 rows and one of its prompt: 60 tokens in 6.1 seconds of computing.
+    assert few.tokens_per_second == pytest.approx(60 / 6.1, rel=0.02)
+    assert many.tokens_per_second == pytest.approx(60 / 6.1, rel=0.02)
+    assert many.tpot.p50 > 3 * few.tpot.p50
+    assert many.bottleneck == "the targets' computing"
+    assert many.nodes == 1, "a hostile draft is not asked"
+
+
+def test_targets_add_up() -> None:
+    profile = profile_of(link_seconds=1.0, compute_row_seconds=0.01)
+    one = simulate(Scenario(profile, num_users=6, kinds=(RequestKind(50, 100),)))
+    ten = simulate(Scenario(profile, num_users=60, num_targets=10, num_drafts=10, kinds=(RequestKind(50, 100),)))
+    assert ten.tokens_per_second == pytest.approx(10 * one.tokens_per_second, rel=0.05)
+
+
+def test_who_finds_no_place_waits_as_long_as_little_says() -> None:
+    """4 places and 400 users who never think: users = tokens per second / tokens of a request x latency."""
+    profile = profile_of(link_seconds=1.0, kv_tokens=240, max_context=1000)
+    report = simulate(Scenario(profile, num_users=400, num_drafts=0, kinds=(RequestKind(10, 50),)))
+    assert report.riders_per_sweep == pytest.approx(4, rel=0.03)
+    assert report.tokens_per_second == pytest.approx(4.0, rel=0.03)
+    assert report.latency.p50 == pytest.approx(400 / (report.tokens_per_second / 50), rel=0.03)
+    assert report.waiting_users == pytest.approx(396, rel=0.03)
+    assert report.bottleneck.endswith("KV memory for all users at once")
+    whole = simulate(Scenario(profile, num_users=7, num_drafts=0, kinds=(RequestKind(10, 50),)))
+    assert whole.waiting_users == pytest.approx(3, rel=0.1), "simulated, every one of them"
+
+
+def test_thinking_users_ask_less() -> None:
+    profile = profile_of(link_seconds=0.1)
+    report = simulate(Scenario(profile, num_users=5, num_drafts=0, kinds=(RequestKind(1, 10),), think_seconds=99.0))
+    # 100 exponential pauses of mean 99 for each five users: standard error 10 %, and five of these.
+    assert report.tokens_per_second == pytest.approx(5 * 10 / 100, rel=0.5)
+    assert report.waiting_users == 0
+
+
+def test_all_at_once_is_measured_from_the_start() -> None:
+    profile = profile_of(link_seconds=1.0)
+    report = simulate(Scenario(profile, num_users=3, num_drafts=0, kinds=(RequestKind(5, 20),), requests_each=2))
+    assert report.num_requests == 6
+    assert report.measured_seconds == pytest.approx(40.0)
+    assert report.tokens_per_second == pytest.approx(3 * 2 * 20 / 40)
+
+
+def test_a_link_that_slows_down_in_mid_run_is_felt() -> None:
+    profile = profile_of(link_seconds=1.0)
+    slowed = parse_profile(
+        json.dumps(
+            {
+                "source": "made up",
+                "target": {"link_seconds": 1.0},
+                "draft": {},
+                "acceptance": {"kind": "hostile"},
+                "events": [{"at_second": 0, "link": 3}],
+            }
+        )
+    )
+    plain = simulate(Scenario(profile, num_drafts=0, kinds=(RequestKind(5, 20),)))
+    slow = simulate(Scenario(slowed, kinds=(RequestKind(5, 20),)))
+    assert slow.tpot.p50 == pytest.approx(3 * plain.tpot.p50)
+
+
+def test_the_same_seed_gives_the_same_report_and_another_one_does_not() -> None:
+    scenario = Scenario(load_profile("two-cores"), num_users=3, kinds=(RequestKind(20, 30),))
+    assert simulate(scenario) == simulate(scenario)
+    assert simulate(scenario) != simulate(replace(scenario, seed=2))
+
+
+def test_a_hundred_thousand_users_are_simulated_as_shares() -> None:
+    scenario = Scenario(load_profile("a100-70b-4bit"), num_users=100_000, num_targets=1000, num_drafts=1000)
+    share, num_shares = scenario.sliced()
+    assert (share.num_users, share.num_targets, share.num_drafts, num_shares) == (400, 4, 4, 250)
+    assert replace(scenario, num_users=99_999).sliced()[1] == 1, "cannot be divided evenly"
+    assert replace(scenario, num_users=8, num_targets=7).sliced()[1] == 1
+
+
+def test_what_to_buy_is_told_with_what_it_brings() -> None:
+    scenario = Scenario(profile_of(link_seconds=4.0, compute_row_seconds=0.01), kinds=(RequestKind(5, 60),))
+    now = simulate(scenario)
+    found = {each.name: each for each in purchases(scenario, now)}
+    assert next(iter(found)) == "a link 2 times as fast"
+    assert found["a link 2 times as fast"].throughput_gain > 0.4
+    assert found["memory for a quarter of what streams"].throughput_gain > 0.15
+    assert abs(found["1 more target"].throughput_gain) < 0.01, "one user has no use for it"
+    assert "a network 2 times as near" not in found, "there is none"
+
+
+def test_what_fits_no_target_is_refused() -> None:
+    scenario = Scenario(profile_of(link_seconds=1.0, max_context=100), kinds=(RequestKind(90, 20),))
+    with pytest.raises(ConfigError, match="--mix: 90:20: value was 110 tokens; must be at most 100, the target's"):
+        simulate(scenario)
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_command_prints_a_table_or_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("two-cores-resident", "--users", "1", "2", "--mix", "20:20", "--no-purchases")
+    assert run(*common, "--json") == 0
+    line = json.loads(capsys.readouterr().out)
+    assert [each["num_users"] for each in line["runs"]] == [1, 2]
+    assert line["runs"][0]["bottleneck"] == "the targets' computing"
+    assert set(line["runs"][0]["latency"]) == {"p50", "p95", "p99"}
+    assert run(*common) == 0
+    assert "2 users, 1 target, 1 draft: what bends first is the targets' computing" in capsys.readouterr().out
+    assert run("list") == 0
+    assert "rtx4090-70b-4bit: Reckoned" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("nowhere",), "profile: value was 'nowhere'; must be a JSON file, or one of"),
+        (("two-cores", "--users", "0"), "--users: value was 0; must be a whole number of 1 to 100000"),
+        (("two-cores", "--users", "100001"), "--users: value was 100001; must be a whole number of 1 to 100000"),
+        (("two-cores", "--users", "1", "many"), "--users: value was many; must be a whole number of 1"),
+        (("two-cores", "--targets", "0"), "--targets: value was 0; must be a whole number of 1"),
+        (("two-cores", "--drafts=-1"), "--drafts: value was -1; must be a whole number of 0"),
+        (("two-cores", "--mix", "200"), "--mix: value was '200'; must be PROMPT:OUTPUT or"),
+        (("two-cores", "--mix", "200:0"), "--mix: value was '200:0'; must be"),
+        (("two-cores", "--mix", "9:9:0"), "--mix: value was '9:9:0'; must be"),
+        (("two-cores", "--mix", "2000:200"), "--mix: 2000:200: value was 2200 tokens; must be at most 2048"),
+        (("two-cores", "--think", "nan"), "--think: value was nan; must be a number of 0"),
+        (("two-cores", "--network", "-1"), "--network: value was -1; must be a number of 0"),
+        (("two-cores", "--nodes", "64"), "--nodes: value was given without --depth"),
+        (("two-cores", "--nodes", "4", "--depth", "4"), "--depth: value was 4; must be a whole number of 1 to 3"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(
+    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*flags) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,252 @@
+"""Nodes that are left out of a sweep change no token, and are named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bough.model.batch.batch import Batch
+from bough.model.kv.kv_arena import KVArena
+from bough.model.sizes.memory_budget import Limits
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.protocol.sampling_params import SamplingParams
+from bough.sizing.division import Price, Rider
+from bough.trees.draft_probs import DraftProbs
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Scheme
+from loadtest.tiny_model import TINY, save_model
+from target_worker.kv.slot_pool import SlotPool
+from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.price import TokenPrice
+from target_worker.scheduler.row_division import may_leave_out
+from target_worker.sweep.streamed_model import SweepFigures
+from target_worker.sweep.streamed_sweeper import StreamedSweeper, SweepModel
+from tests.fakes.models import streamed
+from tests.fakes.target import CPU, LIMITS, Clock, FakeModel, new_pool, verify_call
+
+SAMPLED = SamplingParams(temperature=0.9, seed=7)
+DEAR = SweepFigures(1_000_000_000, 0, 0, 0, 0)  # a second for every sweep, all of it computing
+
+
+class Gated:
+    """Holds an engine's sweeps until calls have come that are to share the next one."""
+
+    def __init__(self, model: SweepModel, pool: SlotPool, limits: Limits) -> None:
+        self._sweep, self._began, self._gate = model.sweep, threading.Semaphore(0), threading.Event()
+        self._gate.set()
+        self.num_rows: list[int] = []
+        model.sweep = self._gated  # type: ignore[method-assign]
+        self.engine = Engine(StreamedSweeper(model), pool, limits, 100)
+        self._num_alone = 0
+
+    def _gated(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+        self.num_rows.append(batch.num_tokens)
+        self._began.release()
+        assert self._gate.wait(10)
+        return self._sweep(batch)
+
+    def together(self, calls: Sequence[VerifyCall]) -> list[Future[VerifyResult]]:
+        """In one sweep, which comes after one of a session that ends with it."""
+        while self._began.acquire(blocking=False):
+            pass
+        self._gate.clear()
+        self._num_alone += 1
+        name = f"alone {self._num_alone}"
+        self.engine.verify(verify_call(name, [1], max_length=2))
+        assert self._began.acquire(timeout=10)
+        futures = [self.engine.verify(call) for call in calls]
+        self._gate.set()
+        for future in futures:
+            future.exception(10)
+        self.engine.release(name).result(10)
+        return futures
+
+
+@contextmanager
+def gated(model: SweepModel, pool: SlotPool, limits: Limits = LIMITS) -> Iterator[Gated]:
+    """With its thread running."""
+    gate = Gated(model, pool, limits)
+    gate.engine.start()
+    try:
+        yield gate
+    finally:
+        gate._gate.set()
+        gate.engine.stop()
+
+
+def shareable(name: str, tokens: Sequence[int], held: int, round_: int, tree: Tree) -> VerifyCall:
+    call = verify_call(name, tokens, held, round_, tree=tree, max_length=30)
+    return replace(call, sampling=SAMPLED, may_leave_out=True)
+
+
+def random_division(seed: int) -> Callable[..., list[np.ndarray]]:
+    """Any closed sets with the root."""
+    random = np.random.default_rng(seed)
+
+    def divide(riders: Sequence[Rider], *_: object) -> list[np.ndarray]:
+        kept = []
+        for rider in riders:
+            is_kept = (random.random(len(rider.values)) < 0.7) | ~np.bool_(rider.may_leave_out)
+            is_kept[0] = True
+            for node in range(1, len(is_kept)):
+                is_kept[node] &= is_kept[rider.parents[node]]
+            kept.append(np.flatnonzero(is_kept))
+        return kept
+
+    return divide
+
+
+def likely_tree(random: np.random.Generator, text: Sequence[int], length: int, vocab_size: int) -> Tree:
+    """A root at text[length - 1], nodes that follow the text for a while, and others."""
+    nodes, parents, known = [text[length - 1]], [-1], {(-1, text[length - 1])}
+    spine = 0
+    for token in text[length : length + 4]:
+        for guess, is_right in ((int(random.integers(vocab_size)), False), (token, True)):
+            if (spine, guess) not in known:
+                known.add((spine, guess))
+                nodes.append(guess)
+                parents.append(spine)
+            if is_right:
+                spine = next(n for n in range(len(nodes)) if (parents[n], nodes[n]) == (spine, guess))
+    return Tree.of(nodes, parents, [0.0] + [-0.5] * (len(nodes) - 1))
+
+
+def plain_text(engine: Engine, name: str, prompt: list[int], num: int) -> list[int]:
+    text = list(prompt)
+    for round_ in range(num):
+        held = len(text) - 1 if round_ else 0
+        call = replace(verify_call(name, text, held, round_, max_length=40), sampling=SAMPLED)
+        text.append(engine.verify(call).result(10).verdict.bonus_token)
+    engine.release(name).result(10)
+    return text
+
+
+def check_texts(gate: Gated, vocab_size: int, num: int = 16) -> int:
+    """Two sessions side by side come to their plain texts; the number of nodes that were left out on the way."""
+    engine, random = gate.engine, np.random.default_rng(3)
+    prompts = {"a": [5, 6, 7], "b": [9, 2]}
+    plain = {name: plain_text(engine, name, prompt, num) for name, prompt in prompts.items()}
+    texts, held, num_left_out = {name: list(prompt) for name, prompt in prompts.items()}, dict.fromkeys(prompts, 0), 0
+    for round_ in range(num):
+        names = [name for name in texts if len(texts[name]) < len(plain[name])]
+        if not names:
+            break
+        trees = {name: likely_tree(random, plain[name], len(texts[name]), vocab_size) for name in names}
+        calls = [shareable(name, texts[name], held[name], round_, trees[name]) for name in names]
+        for name, call, future in zip(names, calls, gate.together(calls), strict=True):
+            result, tree = future.result(10), trees[name]
+            left_out = set(result.left_out_nodes)
+            assert list(result.left_out_nodes) == sorted(left_out)
+            assert 0 not in left_out
+            assert all(node in left_out for node in range(1, len(tree)) if int(tree.parents[node]) in left_out)
+            assert not left_out & set(result.verdict.accepted_nodes)
+            path = [0, *result.verdict.accepted_nodes]
+            assert [int(tree.parents[node]) for node in path] == [-1, *path[:-1]], "numbers of the tree that was sent"
+            assert engine.verify(call).result(10) == result, "who asks again is told the same"
+            texts[name] += result.verdict.tokens_of(tree)
+            held[name] = result.held_length
+            num_left_out += len(left_out)
+    for name, text in texts.items():
+        assert text[: len(plain[name])] == plain[name]
+    return num_left_out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_division_that_drops_anything_changes_no_token(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr("target_worker.scheduler.row_division.divide", random_division(seed))
+    with gated(FakeModel(), new_pool(Clock(), 8 * LIMITS.slot_rows)) as gate:
+        assert check_texts(gate, 50) > 3
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
+
+
+def test_nor_does_it_of_a_model(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    monkeypatch.setattr("target_worker.scheduler.row_division.divide", random_division(1))
+    with streamed(tiny, torch.float32) as model:
+        shape = model.skeleton.kv_shape()
+        pool = SlotPool(KVArena(shape, shape.empty(8 * LIMITS.slot_rows, CPU)), 60.0, Clock())
+        with gated(model, pool, replace(LIMITS, max_sweep_tokens=64)) as gate:
+            assert check_texts(gate, 64) > 3
+
+
+def test_what_does_not_pay_is_left_out_of_a_sweep_that_is_shared_and_only_of_those_who_allow_it() -> None:
+    """Every row takes a tenth of a second more here, and hopeless guesses win nothing in it."""
+    hopeless = Tree.of([1, 9, 8, 7], [-1, 0, 0, 0], [0.0, -9.0, -10.0, -11.0])
+    with gated(FakeModel(figures=DEAR), new_pool(Clock(), 8 * LIMITS.slot_rows)) as gate:
+        gate.engine.verify(shareable("first", [1], 0, 0, Tree.root(1))).result(10)
+        gate.engine.cost = CostCurve((1, 101), (0.1, 10.1))
+        gate.engine._observe_times = lambda *_: None  # type: ignore[method-assign]
+        calls = [shareable(name, [1], 0, 0, hopeless) for name in ("a", "b")]
+        calls.append(replace(calls[0], context=replace(calls[0].context, session_id="c"), may_leave_out=False))
+        results = [future.result() for future in gate.together(calls)]
+        assert [result.left_out_nodes for result in results] == [(2, 3), (2, 3), ()]
+        assert results[0].num_rows == 2 + 2 + 4
+        alone = gate.engine.verify(shareable("d", [1], 0, 0, hopeless)).result(10)
+        assert alone.left_out_nodes == (), "whoever is alone has decided already"
+        (prompt, tree) = gate.together(
+            [verify_call("p", list(range(10)), max_length=20), shareable("e", [1], 0, 0, hopeless)]
+        )
+        assert tree.result().left_out_nodes == (2, 3), "beside another's prompt"
+        assert prompt.result().left_out_nodes == ()
+
+
+def test_trees_that_do_not_fit_together_are_cut_rather_than_kept_waiting() -> None:
+    chain = Tree.of(range(1, 9), range(-1, 7), [0.0] + [-0.1] * 7)
+    with gated(FakeModel(), new_pool(Clock(), 8 * LIMITS.slot_rows)) as gate:
+        gate.engine.verify(shareable("first", [1], 0, 0, Tree.root(1))).result(10)
+        results = [f.result() for f in gate.together([shareable(name, [1], 0, 0, chain) for name in "abcd"])]
+        assert sum(len(chain) - len(result.left_out_nodes) for result in results) == LIMITS.max_sweep_tokens
+        assert {result.num_trees for result in results} == {4}
+        assert max(gate.num_rows) <= LIMITS.max_sweep_tokens
+
+
+def test_samples_stay_whole() -> None:
+    class Held:
+        call = verify_call("a", [1])
+
+    held = Held()
+    assert not may_leave_out(held), "nobody has allowed it"  # type: ignore[arg-type]
+    held.call = replace(held.call, may_leave_out=True)
+    assert may_leave_out(held)  # type: ignore[arg-type]
+    held.call = replace(held.call, scheme=Scheme.WITHOUT_REPLACEMENT)
+    assert not may_leave_out(held)  # type: ignore[arg-type]
+    drawn = replace(Tree.root(1), draft_probs=DraftProbs.joined({}))
+    held.call = replace(held.call, scheme=Scheme.TARGET, tree=drawn)
+    assert not may_leave_out(held)  # type: ignore[arg-type]
+
+
+def test_the_price_of_a_second_is_what_all_get_in_one() -> None:
+    price = TokenPrice()
+    assert (price.tokens_per_second, price.price) == (0.0, Price(0.0, 0.0))
+    now = 0.0
+
+    def sweep(num_tokens: int, pause: float = 0.0) -> None:
+        nonlocal now
+        now += 2.0 + pause  # drafting included
+        price.answered(num_tokens, 2.0 * num_tokens)
+        price.answered(0, 0.0)
+        price.swept(1.0, now)
+
+    for _ in range(10):
+        sweep(6)
+    assert price.tokens_per_second == pytest.approx(3.0, rel=0.1)
+    assert price.price.values_per_second == pytest.approx(2 * price.tokens_per_second), "the draft expects twice that"
+    assert price.price.gap_seconds == pytest.approx(1.0, rel=0.15)
+    before = price.tokens_per_second
+    sweep(6, pause=1000.0)
+    assert price.tokens_per_second > before, "nobody had anything to do meanwhile"
+    for _ in range(20):
+        sweep(2)
+    assert 1.0 < price.tokens_per_second < before, "half of what is known is from twenty sweeps ago"

@@ -1,0 +1,519 @@
+"""The engine and its slots with a fake model: packing, idempotency, epochs, leases, faults."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bough.errors import Exhausted, InvalidRequest, NotFound, PrefixMissing, StaleEpoch, StreamError, Unavailable
+from bough.model.batch.batch import Batch
+from bough.model.kv.session_kv import KVSlot
+from bough.protocol.cost_curve import CostCurve
+from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.protocol.sampling_params import SamplingParams
+from bough.sizing.sweep_times import SweepPrior
+from bough.trees.tree import Tree
+from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.verification.verify import walk
+from tests.fakes.target import CPU, LIMITS, SHAPE, VOCAB, Clock, FakeModel, new_pool, running, verify_call
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    return FakeModel()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def engine(model: FakeModel, clock: Clock) -> Iterator[Engine]:
+    with running(model, new_pool(clock)) as engine:
+        yield engine
+
+
+def test_the_walk_takes_the_targets_tokens_and_no_others() -> None:
+    tree = Tree.of([1, 9, 2, 3, 7, 4], [-1, 0, 0, 2, 2, 3], [0, -1, -1, -1, -1, -1])
+    verdict = walk(tree, lambda path: int(tree.tokens[path[-1]]) + 1)
+    assert (verdict.accepted_nodes, verdict.bonus_token) == ((2, 3, 5), 5)
+    assert walk(tree, lambda _: 40).accepted_nodes == ()
+
+
+def test_a_warm_up_leaves_nothing_and_tells_what_keeps_it(engine: Engine, model: FakeModel) -> None:
+    before = engine.pool.figures()
+    engine.warm_up().result(5)
+    model.error = StreamError("layer 1 is broken")
+    with pytest.raises(StreamError, match="layer 1 is broken"):
+        engine.warm_up().result(5)
+    model.error = None
+    assert (engine.pool.figures(), model.batches) == (before, [])
+    assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
+
+
+def test_a_verdict_tells_of_its_sweep_and_what_sweeps_take(engine: Engine, model: FakeModel) -> None:
+    assert engine.cost is None
+    model.gate.clear()
+    first = engine.verify(verify_call("z", [1]))
+    model.wait_for_sweep()
+    calls = [engine.verify(verify_call("a", [5, 6, 7], max_length=4)), engine.verify(verify_call("b", [9], 0, 0, 1))]
+    model.gate.set()
+    alone, shared = first.result(5), calls[0].result(5)
+    assert (alone.num_rows, alone.num_trees) == (1, 1)
+    assert (shared.num_rows, shared.num_trees) == (4, 2), "the context's rows, and a root of each"
+    assert shared.left_out_nodes == ()
+    assert shared.cost is not None
+    shared.cost.validate("cost")
+    assert shared.cost(1) == pytest.approx(1e-7), "as long as the fake says that it waited"
+    assert engine.cost is not None
+
+
+def test_what_a_warm_up_took_is_told_before_the_first_sweep(engine: Engine, model: FakeModel) -> None:
+    model.prior = SweepPrior(8, CostCurve((8, 16), (0.5, 0.9), 8), 1000, 0.7)
+    engine.warm_up().result(5)
+    assert engine.cost is not None
+    assert [engine.cost(rows) for rows in (1, 16)] == pytest.approx([0.7, 0.9])
+
+
+def test_rounds_follow_one_another(engine: Engine) -> None:
+    first = engine.verify(verify_call("a", [5, 6, 7])).result(5)
+    assert (first.verdict.bonus_token, first.held_length) == (8, 3)
+    tree = Tree.of([8, 20, 9, 10], [-1, 0, 0, 2], [0, -1, -1, -1])
+    second = engine.verify(verify_call("a", [5, 6, 7, 8], held=3, round_=1, tree=tree)).result(5)
+    assert (second.verdict.accepted_nodes, second.verdict.bonus_token, second.held_length) == ((2, 3), 11, 6)
+    assert (second.timings.wait_ns, second.timings.compute_ns, second.timings.link_bytes) == (40, 60, 1000)
+
+
+def test_a_long_context_goes_through_several_sweeps_and_others_ride_along(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    long, short = engine.verify(verify_call("long", list(range(40)))), engine.verify(verify_call("short", [3, 4]))
+    model.gate.set()
+    assert long.result(5).verdict.bonus_token == 40
+    assert short.result(5).verdict.bonus_token == 5
+    assert max(batch.num_tokens for batch in model.batches) <= 16
+    assert long.result().timings.num_passes == 3
+
+
+def test_waiting_calls_share_a_sweep(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    first = engine.verify(verify_call("a", [1]))
+    model.wait_for_sweep()
+    later = [engine.verify(verify_call("b", [10, 11])), engine.verify(verify_call("a", [1, 30], held=1, round_=1))]
+    model.gate.set()
+    assert first.result(5).verdict.bonus_token == 2
+    assert [future.result(5).verdict.bonus_token for future in later] == [12, 31]
+    assert len(model.batches) == 2
+
+
+def test_a_round_that_overtakes_one_in_flight_is_refused(engine: Engine, model: FakeModel) -> None:
+    """Round 0 takes several sweeps, so that its session's next call comes in between."""
+    model.gate.clear()
+    running = engine.verify(verify_call("a", list(range(40))))
+    model.wait_for_sweep()
+    early = engine.verify(verify_call("a", [1, 2], round_=1))
+    released = engine.release("a")
+    model.gate.set()
+    with pytest.raises(StaleEpoch, match="round 0 of epoch 1 of this session is in flight"):
+        early.result(5)
+    released.result(5)
+    with pytest.raises(StaleEpoch, match="was released"):
+        running.result(5)
+
+
+def test_a_repeated_round_gets_the_first_answer(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    twins = [engine.verify(verify_call("a", [1, 2])) for _ in range(2)]
+    model.gate.set()
+    assert twins[0].result(5) is twins[1].result(5)
+    assert engine.verify(verify_call("a", [1, 2])).result(5) is twins[0].result()
+    assert len(model.batches) == 1
+
+
+def test_a_call_that_was_held_up_does_not_undo_what_came_after_it(engine: Engine, model: FakeModel) -> None:
+    """A copy of round 0 that comes after round 1 once rolled the session back, and round 2 was refused meanwhile."""
+    engine.verify(verify_call("a", [1, 2])).result(5)
+    engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)).result(5)
+    model.gate.clear()
+    late, real = engine.verify(verify_call("a", [1, 2])), engine.verify(verify_call("a", [1, 2, 3, 4], 3, round_=2))
+    model.gate.set()
+    with pytest.raises(StaleEpoch, match="round: 0 of epoch 1 of session a is over; 1 was answered"):
+        late.result(5)
+    assert (real.result(5).verdict.bonus_token, len(model.batches)) == (5, 3)
+
+
+def test_a_newer_epoch_ends_an_older_one(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    old = engine.verify(verify_call("a", [1, 2], epoch=1))
+    model.wait_for_sweep()
+    model.gate.set()
+    assert old.result(5).verdict.bonus_token == 3
+    assert engine.verify(verify_call("a", [1, 7], epoch=2)).result(5).verdict.bonus_token == 8
+    with pytest.raises(StaleEpoch, match="epoch: 1 of session a is over"):
+        engine.verify(verify_call("a", [1, 2], epoch=1)).result(5)
+
+
+def test_wrong_beliefs_are_answered_with_the_truth(engine: Engine) -> None:
+    engine.verify(verify_call("a", [1, 2, 3])).result(5)
+    with pytest.raises(PrefixMissing, match="but 3 tokens are") as caught:
+        engine.verify(verify_call("a", [1, 2, 3, 4, 5, 6], held=5, round_=1)).result(5)
+    assert caught.value.held_length == 3
+    with pytest.raises(PrefixMissing, match="but other tokens are"):
+        engine.verify(verify_call("a", [1, 9, 3], held=2, round_=1)).result(5)
+    with pytest.raises(PrefixMissing) as caught:
+        engine.verify(verify_call("unknown", [1, 2, 3], held=2)).result(5)
+    assert caught.value.held_length == 0
+    assert engine.verify(verify_call("a", [1, 2, 30], held=2, round_=1)).result(5).verdict.bonus_token == 31
+
+
+def test_a_context_that_does_not_fit_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="context: 49 tokens; at most 48"):
+        engine.verify(verify_call("a", list(range(49)))).result(5)
+    chain = Tree.of([7, 8, 9], [-1, 0, 1], [0.0, -1.0, -1.0])
+    with pytest.raises(InvalidRequest, match="tree: a node at position 48; positions from 0 to 47 would do"):
+        engine.verify(verify_call("a", [1] * 46 + [7], tree=chain)).result(5)
+    assert engine.verify(verify_call("a", [1] * 45 + [7], tree=chain)).result(5).verdict.accepted_nodes == (1, 2)
+
+
+def test_who_has_lost_a_session_cannot_release_it(engine: Engine) -> None:
+    """Otherwise an orchestrator that tidies up behind a broken stream would end the stream that resumed it."""
+    engine.verify(verify_call("a", [5, 6], epoch=3)).result(5)
+    with pytest.raises(StaleEpoch):
+        engine.release("a", epoch=2).result(5)
+    engine.release("a", epoch=3).result(5)
+    with pytest.raises(NotFound):
+        engine.release("a", epoch=3).result(5)
+
+
+def test_leases_end_with_release_or_with_time(engine: Engine, clock: Clock) -> None:
+    for session in ("a", "b"):
+        engine.verify(verify_call(session, [1])).result(5)
+    with pytest.raises(
+        Exhausted, match="KV memory: 448 bytes are wanted for 56 tokens, but 128 of 1024 are free: 2 sessions"
+    ):
+        engine.verify(verify_call("c", [1])).result(5)
+    engine.release("a").result(5)
+    with pytest.raises(NotFound, match="'a' is not held"):
+        engine.release("a").result(5)
+    engine.verify(verify_call("c", [1])).result(5)
+    clock.now = 61.0
+    engine.verify(verify_call("c", [1, 2], held=1, round_=1)).result(5)
+    engine.verify(verify_call("d", [1])).result(5)
+    assert engine.pool.get("b") is None, "the one that was idle longest gives way"
+    assert engine.pool.get("c") is not None
+
+
+def test_a_slot_has_room_for_trees_of_the_size_that_come(engine: Engine) -> None:
+    engine.verify(verify_call("a", [1])).result(5)
+    session = engine.pool.get("a")
+    assert session is not None
+    assert session.slot.num_rows == LIMITS.max_context + LIMITS.rows
+    chain = Tree.of(range(2, 14), range(-1, 11), [0.0] * 12)
+    engine.verify(verify_call("a", [1, 2], held=1, round_=1, tree=chain)).result(5)
+    assert session.slot.num_rows == LIMITS.max_context + 2 * LIMITS.rows
+    engine.pool.check_integrity()
+
+
+def test_a_caller_that_leaves_does_not_disturb_the_sweep_of_others(engine: Engine, model: FakeModel) -> None:
+    """A cancelled future once made the sweep thread fail everybody's calls."""
+    model.gate.clear()
+    left, stayed = engine.verify(verify_call("a", [1, 2])), engine.verify(verify_call("b", [5]))
+    left.cancel()
+    model.gate.set()
+    assert stayed.result(5).verdict.bonus_token == 6
+    assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
+
+
+def test_a_failed_sweep_fails_its_calls_and_nothing_else(engine: Engine, model: FakeModel) -> None:
+    engine.verify(verify_call("a", [1, 2])).result(5)
+    model.error = StreamError("file: layer 3: gone")
+    with pytest.raises(StreamError, match="layer 3"):
+        engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)).result(5)
+    assert engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)).result(5).verdict.bonus_token == 4
+
+
+def test_logits_that_are_no_numbers_fail_their_call_alone(engine: Engine, model: FakeModel) -> None:
+    real = model.sweep
+
+    def broken(batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
+        logits, figures = real(batch)
+        logits[batch.input_ids[0, batch.logit_rows] == 13] = float("nan")
+        return logits, figures
+
+    model.sweep = broken  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="not numbers"):
+        engine.verify(verify_call("a", [13])).result(5)
+    assert engine.verify(verify_call("b", [1])).result(5).verdict.bonus_token == 2
+
+
+@given(st.lists(st.integers(0, 63), min_size=1, max_size=12, unique=True), st.integers(0, 10))
+def test_compaction_moves_exactly_the_accepted_rows(rows: list[int], start: int) -> None:
+    slot = KVSlot(SHAPE, 64, CPU)
+    slot.keys[0, :, 0, 0] = torch.arange(64)
+    slot.values[0, :, 0, 0] = torch.arange(64) + 0.5
+    slot.tokens.extend(range(start))
+    slot.compact(rows, list(range(len(rows))))
+    end = start + len(rows)
+    assert slot.keys[0, start:end, 0, 0].tolist() == rows
+    assert slot.values[0, start:end, 0, 0].tolist() == [row + 0.5 for row in rows]
+    assert slot.keys[0, :start, 0, 0].tolist() == list(range(start))
+    assert slot.length == end
+    assert np.array_equal(slot.keys[0, end:, 0, 0], np.arange(end, 64))
+
+
+def test_a_belief_about_an_unknown_session_takes_no_slot(engine: Engine) -> None:
+    """A caller with a wrong belief once held a slot until its lease had run out."""
+    with pytest.raises(PrefixMissing, match="not known here"):
+        engine.verify(verify_call("ghost", [1, 2, 3], held=2)).result(5)
+    assert len(engine.pool) == 0
+
+
+def test_a_bogus_start_changes_nothing(engine: Engine) -> None:
+    engine.verify(verify_call("a", [1, 2, 3])).result(5)
+    before = engine.pool.figures()
+    for start in (7, 40):
+        with pytest.raises(PrefixMissing):
+            engine.verify(verify_call("a", list(range(start + 1)), held=start, epoch=2)).result(5)
+    assert engine.pool.figures() == before
+    session = engine.pool.get("a")
+    assert session is not None
+    assert session.slot.tokens == [1, 2, 3]
+    assert session.epoch == 1, "who does not know what is held has not begun an epoch"
+
+
+def test_a_call_that_nobody_waits_for_leaves_before_the_next_sweep(engine: Engine, model: FakeModel) -> None:
+    """Two hang on the first call's sweep; one of them has gone by its end, and its slot is idle at once."""
+    model.gate.clear()
+    first = engine.verify(verify_call("a", [1]))
+    model.wait_for_sweep()
+    left, stayed = engine.verify(verify_call("b", [10, 11])), engine.verify(verify_call("c", [20, 21]))
+    left.cancel()
+    model.gate.set()
+    assert stayed.result(5).verdict.bonus_token == 22
+    assert first.result(5).verdict.bonus_token == 2
+    assert [batch.num_tokens for batch in model.batches] == [1, 2]
+    figures = engine.pool.figures()
+    assert (figures.num_held, engine.num_waiting) == (2, 0)
+
+
+def test_passes_are_counted_so_that_a_stall_can_be_told_from_a_wait(engine: Engine, model: FakeModel) -> None:
+    before = engine.num_passes
+    model.gate.clear()
+    call = engine.verify(verify_call("a", [1]))
+    model.wait_for_sweep()
+    assert (engine.num_running, engine.num_passes) == (1, before), "it is under way, however long that takes"
+    model.gate.set()
+    call.result(5)
+    engine.release("a").result(5)  # on the sweep thread, after the sweep
+    assert engine.num_passes == before + 1
+
+
+def test_a_call_that_is_half_way_leaves_too_and_may_come_again(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    long = engine.verify(verify_call("a", list(range(40))))
+    model.wait_for_sweep()
+    long.cancel()
+    model.gate.set()
+    assert engine.verify(verify_call("b", [1])).result(5).verdict.bonus_token == 2
+    assert len(model.batches) == 2
+    again = engine.verify(verify_call("a", list(range(40)))).result(5)
+    assert (again.verdict.bonus_token, again.cached_length) == (40, 16), "what was computed is not computed again"
+
+
+def test_a_call_stays_while_one_of_its_callers_does(engine: Engine, model: FakeModel) -> None:
+    model.gate.clear()
+    busy = engine.verify(verify_call("z", [1]))
+    model.wait_for_sweep()
+    twins = [engine.verify(verify_call("a", [5, 6])) for _ in range(2)]
+    twins[0].cancel()
+    model.gate.set()
+    assert twins[1].result(5).verdict.bonus_token == 7
+    assert busy.result(5).verdict.bonus_token == 2
+
+
+def test_more_calls_than_may_wait_are_refused_at_once(model: FakeModel, clock: Clock) -> None:
+    with running(model, new_pool(clock), max_waiting=2) as engine:
+        model.gate.clear()
+        calls = [engine.verify(verify_call(session, [1])) for session in ("a", "b")]
+        with pytest.raises(Exhausted, match="2 calls wait already; try again, or start with a larger --max-waiting"):
+            engine.verify(verify_call("c", [1])).result(0)
+        model.gate.set()
+        assert [call.result(5).verdict.bonus_token for call in calls] == [2, 2]
+        engine.verify(verify_call("a", [1, 2], held=1, round_=1)).result(5)
+
+
+def test_a_draining_engine_ends_what_it_has_begun_and_begins_nothing(engine: Engine, model: FakeModel) -> None:
+    engine.verify(verify_call("old", [1])).result(5)
+    model.gate.clear()
+    running = engine.verify(verify_call("a", list(range(40))))
+    model.wait_for_sweep(2)
+    drained = engine.drain()
+    refused, known = engine.verify(verify_call("new", [1])), engine.verify(verify_call("old", [1, 2], 1, round_=1))
+    assert not drained.done()
+    model.gate.set()
+    with pytest.raises(Unavailable, match="draining: it takes no new sessions"):
+        refused.result(5)
+    assert running.result(5).verdict.bonus_token == 40
+    assert known.result(5).verdict.bonus_token == 3
+    drained.result(5)
+    assert engine.drain().result(5) is None
+
+
+def test_an_engine_that_is_stopped_leaves_nobody_waiting(model: FakeModel, clock: Clock) -> None:
+    with running(model, new_pool(clock)) as engine:
+        model.gate.clear()
+        left = engine.verify(verify_call("a", list(range(40))))
+        model.wait_for_sweep()
+        threading.Timer(0.05, model.gate.set).start()
+        engine.stop()
+        with pytest.raises(Unavailable, match="shut down"):
+            left.result(0)
+
+
+def test_who_comes_when_the_engine_has_stopped_is_told_so(model: FakeModel, clock: Clock) -> None:
+    """Such a call once waited for an answer for ever."""
+    with running(model, new_pool(clock)) as engine:
+        engine.stop()
+        for late in (engine.verify(verify_call("a", [1, 2])), engine.release("a")):
+            with pytest.raises(Unavailable, match="shut down"):
+                late.result(5)
+        assert engine.num_waiting == 0
+
+
+def test_a_verdict_that_fails_is_one_calls_trouble(engine: Engine, model: FakeModel) -> None:
+    """An error without a name once failed all that were in the sweep."""
+    model.gate.clear()
+    engine.verify(verify_call("z", [1], max_length=4))
+    model.wait_for_sweep()
+    beyond = replace(
+        verify_call("a", [VOCAB + 9, 2], max_length=4), sampling=SamplingParams(temperature=0.0, repetition_penalty=2.0)
+    )
+    calls = [engine.verify(beyond), engine.verify(verify_call("b", [1, 2], max_length=4))]
+    model.gate.set()
+    assert calls[1].result(5).verdict.bonus_token == 3
+    with pytest.raises(IndexError):
+        calls[0].result(5)
+    assert engine.pool.figures().num_sessions == 3
+    assert engine.verify(verify_call("a", [1, 2], round_=1)).result(5).verdict.bonus_token == 3
+
+
+def test_the_thread_outlives_what_goes_wrong_before_a_sweep(
+    engine: Engine, model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once ended, and every later call waited for ever."""
+    model.gate.clear()
+    engine.verify(verify_call("z", [1], max_length=4))
+    model.wait_for_sweep()
+    calls = [engine.verify(verify_call(name, [1, 2], max_length=4)) for name in "ab"]
+    with monkeypatch.context() as patched:
+        patched.setattr("target_worker.scheduler.engine.choose_shared", lambda *_: 1 / 0)
+        model.gate.set()
+        for call in calls:
+            with pytest.raises(ZeroDivisionError):
+                call.result(5)
+    assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
+
+
+def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:
+    """Two sessions whose sweeps take a second and whose drafting takes a moment: rounds go together."""
+    model = FakeModel(figures=SweepFigures(1_000_000_000, 0, 0, 0, 0))
+    with running(model, new_pool(clock), patience=0.9) as engine:
+        tokens = {"a": [1], "b": [1]}
+        for round_ in range(6):
+            calls = {}
+            for name in tokens:
+                time.sleep(0.01)  # what drafting takes; the second comes later than the first
+                held = len(tokens[name]) - 1
+                calls[name] = engine.verify(verify_call(name, tokens[name], held, round_=round_))
+            for name, call in calls.items():
+                tokens[name].append(call.result(5).verdict.bonus_token)
+        assert sum(batch.num_tokens == 2 for batch in model.batches) >= 3
+
+
+AN_HOUR = SweepFigures(3_600_000_000_000, 0, 0, 0, 0)  # as if a sweep had taken one: whoever waits, waits
+
+
+def say(engine: Engine, name: str, tokens: list[int], round_: int, num_running: int) -> Future[VerifyResult]:
+    """A session's call, of a caller that says how many it runs."""
+    verify = verify_call(name, tokens, len(tokens) - 1, round_)
+    return engine.verify(replace(verify, caller="o", num_running=num_running))
+
+
+def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(clock: Clock) -> None:
+    """One session ran alone, and then a caller says that it runs two, and then one again."""
+    model = FakeModel(figures=AN_HOUR)
+    with running(model, new_pool(clock), patience=1.0) as engine:
+        for round_ in range(3):
+            say(engine, "a", [*range(1, round_ + 2)], round_, 1).result(5)
+            time.sleep(0.5)  # three times this is waited for whoever drafts
+        calls = [say(engine, "a", [1, 2, 3, 4], 3, 2)]
+        time.sleep(0.1)
+        calls.append(say(engine, "b", [1], 0, 2))
+        for each in calls:
+            each.result(5)
+        assert [batch.num_tokens for batch in model.batches] == [1, 1, 1, 2]
+        say(engine, "a", [1, 2, 3, 4, 5], 4, 1).result(0.4)
+
+
+def test_a_session_that_finds_no_room_again_and_again_holds_nobody_up(clock: Clock) -> None:
+    """It is counted as running and its calls are refused: once every one of them was news of a session to wait for."""
+    model = FakeModel(figures=AN_HOUR)
+    with running(model, new_pool(clock), patience=1.0) as engine:
+        for round_ in range(3):
+            for each in [say(engine, name, [*range(1, round_ + 2)], round_, 2) for name in ("a", "b")]:
+                each.result(5)
+            time.sleep(0.2)
+        calls = [say(engine, name, [1, 2, 3, 4], 3, 3) for name in ("a", "b")]
+        time.sleep(0.3)
+        for _ in range(100):
+            with pytest.raises(Exhausted):
+                say(engine, "c", [1], 0, 3).result(5)
+            time.sleep(0.05)
+            if all(each.done() for each in calls):
+                break
+        assert all(each.done() for each in calls), "five seconds are far more than sessions take to come back here"
+
+
+def asking(session: str, tokens: Sequence[int], round_: int = 0, epoch: int = 1) -> VerifyCall:
+    """For room, without a context."""
+    return replace(verify_call(session, tokens, len(tokens) - 1, round_, epoch), reserves=True)
+
+
+def test_who_asks_for_room_has_it_before_sending_anything(engine: Engine) -> None:
+    """What waits for room sends no context to ask for it, and whoever comes between takes nothing from it."""
+    text = list(range(1, 21))
+    engine.verify(verify_call("first", text)).result(5)
+    with pytest.raises(PrefixMissing, match="the session is not known here"):
+        engine.verify(asking("waiting", text)).result(5)
+    assert engine.pool.figures().num_held == 2
+    with pytest.raises(Exhausted):
+        engine.verify(verify_call("between", text)).result(5)
+    with pytest.raises(Exhausted):
+        engine.verify(asking("asks", text)).result(5)
+    assert engine.verify(verify_call("waiting", text)).result(5).verdict.bonus_token == text[-1] + 1
+    engine.release("first").result(5)
+    with pytest.raises(PrefixMissing):
+        engine.verify(asking("asks", text)).result(5)
+    engine.pool.check_integrity()
+
+
+def test_a_session_that_asks_for_more_room_keeps_what_it_holds(engine: Engine) -> None:
+    text = list(range(1, 21))
+    engine.verify(verify_call("s", text[:10], max_length=12)).result(5)
+    with pytest.raises(PrefixMissing) as missing:
+        engine.verify(asking("s", text, round_=1, epoch=2)).result(5)
+    assert missing.value.held_length == 10
+    session = engine.pool.get("s")
+    assert session is not None
+    assert session.slot.num_rows >= LIMITS.max_context
+    assert engine.verify(verify_call("s", text, held=10, round_=1, epoch=2)).result(5).cached_length == 10

@@ -1,0 +1,237 @@
+"""KV memory that is full: slots grow in steps, younger sessions give way, and every session's tokens are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+
+from bough.errors import Exhausted, InvalidRequest, Preempted, PrefixMissing, StaleEpoch
+from bough.model.kv.kv_arena import KVArena
+from bough.protocol.messages import Context, VerifyCall, VerifyResult
+from bough.trees.tree import Tree
+from target_worker.kv.session_slot import HeldSession, SlotState, Text
+from target_worker.kv.slot_pool import SlotPool
+from target_worker.kv.turns import ASKING_SECONDS
+from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.request_queue import Calls
+from tests.fakes.target import CPU, GREEDY, LIMITS, SHAPE, VOCAB, Clock, FakeModel, new_pool, running
+
+STEP = 8
+FULL = replace(LIMITS, kv_step=STEP)  # 48 tokens of context, and a tree of 16
+PROMPT = 5
+
+
+@dataclass
+class Caller:
+    """An orchestrator's side of a session: sends what is missing, and asks again where there is no room."""
+
+    name: str
+    epoch: int
+    tokens: list[int]
+    held: int = 0
+    round: int = 0
+    errors: list[Exception] = field(default_factory=list)  # of rounds after the first
+
+    @classmethod
+    def of(cls, number: int) -> Caller:
+        return cls(f"s{number}", 10 + number, [(7 * number + place) % VOCAB for place in range(PROMPT)])
+
+    def call(self) -> VerifyCall:
+        root = self.tokens[-1]
+        tree = Tree.of([root, (root + 1) % VOCAB, 3], [-1, 0, 0], [0.0, -1.0, -2.0])  # one of two guesses is right
+        context = Context.of(self.name, self.tokens, self.held, PROMPT)
+        return VerifyCall(context, self.epoch, self.round, tree, GREEDY)
+
+    def step(self, engine: Engine) -> bool:
+        """A round; False where it was refused."""
+        for _ in range(3):
+            try:
+                result = engine.verify(self.call()).result(5)
+            except PrefixMissing as missing:
+                self.held = missing.held_length
+                continue
+            except Exhausted as refusal:
+                self.errors += [refusal] if self.round else []
+                return False
+            self.tokens += result.verdict.tokens_of(self.call().tree)
+            self.held, self.round = result.held_length, self.round + 1
+            return True
+        raise AssertionError("what it holds changes from one answer to the next")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pool(clock: Clock) -> SlotPool:
+    return SlotPool(KVArena(SHAPE, SHAPE.empty(FULL.slot_rows + 8, CPU)), 60.0, clock, STEP)
+
+
+@pytest.fixture
+def engine(pool: SlotPool) -> Iterator[Engine]:
+    with running(FakeModel(), pool, FULL) as engine:
+        yield engine
+
+
+def rows_of(pool: SlotPool, name: str) -> int:
+    session = pool.get(name)
+    return 0 if session is None else session.slot.num_rows
+
+
+def test_a_session_that_may_become_long_takes_what_it_needs_and_a_step(engine: Engine, pool: SlotPool) -> None:
+    """Without max_tokens it once took the whole context: two sessions filled memory in which three run now."""
+    callers = [Caller.of(number) for number in range(3)]
+    assert [caller.step(engine) for caller in callers] == [True, True, True]
+    assert [rows_of(pool, caller.name) for caller in callers] == [STEP + FULL.rows] * 3
+    pool.check_integrity()
+
+
+def test_a_slot_grows_in_steps_and_no_further_than_it_may(engine: Engine, pool: SlotPool) -> None:
+    caller, rows = Caller.of(0), []
+    while len(caller.tokens) < FULL.max_context:
+        assert caller.step(engine)
+        rows.append(rows_of(pool, caller.name))
+    assert [*dict.fromkeys(rows)] == [length + FULL.rows for length in range(STEP, FULL.max_context + 1, STEP)]
+    brief = replace(Caller.of(1).call(), max_length=PROMPT + 1)
+    engine.release("s0").result(5)
+    engine.verify(brief).result(5)
+    assert rows_of(pool, "s1") == PROMPT + 1 + FULL.rows
+
+
+@pytest.mark.parametrize(("num_sessions", "step"), [(2, STEP), (5, 1), (5, STEP), (9, 3), (9, 100)])
+def test_sessions_that_do_not_fit_together_all_end_with_their_own_tokens(
+    clock: Clock, pool: SlotPool, num_sessions: int, step: int
+) -> None:
+    """Each is as long as the context, of which little more than one fits; they call in any order."""
+    callers, chance = [Caller.of(number) for number in range(num_sessions)], Random(num_sessions)
+    with running(FakeModel(), pool, replace(FULL, kv_step=step)) as engine:
+        for _ in range(1000):
+            clock.now += 0.25
+            for caller in chance.sample(callers, num_sessions):
+                if len(caller.tokens) < FULL.max_context and caller.step(engine):
+                    pool.check_integrity()
+                    if len(caller.tokens) >= FULL.max_context:
+                        engine.release(caller.name).result(5)
+            if all(len(caller.tokens) >= FULL.max_context for caller in callers):
+                break
+    for number, caller in enumerate(callers):
+        assert caller.tokens == [(7 * number + place) % VOCAB for place in range(len(caller.tokens))]
+        assert len(caller.tokens) >= FULL.max_context, "it never came to its end"
+    assert not callers[0].errors, "the oldest always has its room, once it is in"
+    assert (pool.figures().num_preemptions > 0) == (step < FULL.max_context), "in steps of the whole none gives way"
+
+
+def use(pool: SlotPool, name: str, length: int, epoch: int, num_rows: int = 0) -> HeldSession:
+    """A call of a session whose text is its own, from its arrival to its answer, which takes room as `Calls` does."""
+    tokens = [1000 * epoch + place for place in range(length)]
+    rows = max(length, num_rows)
+    for session in pool.in_the_way(name, epoch, rows):
+        pool.preempt(session)
+    session = pool.lease(name, epoch, rows, Text(tokens), most_rows=FULL.slot_rows)
+    pool.commit(session, range(session.slot.length, length), tokens[session.slot.length :])
+    pool.rest(session)
+    return session
+
+
+def lengths(pool: SlotPool, *names: str) -> list[int]:
+    """Tokens held of each."""
+    held = [pool.get(name) for name in names]
+    return [session.slot.length if session is not None else 0 for session in held]
+
+
+def test_the_youngest_gives_way_first_and_from_its_end(clock: Clock) -> None:
+    pool = new_pool(clock, 200)
+    for number, name in enumerate("abcd"):
+        use(pool, name, 50, epoch=number)
+    use(pool, "b", 60, epoch=1)
+    assert lengths(pool, *"abcd") == [50, 60, 50, 32], "whole blocks stay of what 10 rows are taken from"
+    use(pool, "a", 90, epoch=0)
+    assert lengths(pool, *"abcd") == [90, 60, 50, 0]
+    assert (pool.figures().num_preemptions, pool.figures().num_evictions) == (1, 1)
+    with pytest.raises(Preempted, match=r"KV memory: .* try again, or start with more --kv-memory"):
+        use(pool, "d", 50, epoch=3)
+    pool.check_integrity()
+
+
+def test_nobody_gives_way_in_vain_nor_to_those_who_came_later(clock: Clock) -> None:
+    pool = new_pool(clock, 100)
+    use(pool, "old", 40, epoch=1)
+    grown = use(pool, "young", 40, epoch=2)
+    clock.now = 50.0
+    with pytest.raises(Exhausted, match="for 30 tokens, but 160 of 800 are free"):
+        use(pool, "young", 70, epoch=2)
+    assert pool.in_the_way("old", 1, 101) == [], "more than there is"
+    assert pool.in_the_way("stranger", 0, 40) == [], "who comes in pushes nobody out"
+    clock.now = 100.0
+    assert grown.state is SlotState.HELD, "who asks again and again keeps what it has"
+    use(pool, "old", 60, epoch=1)
+    pool.release("old")
+    assert use(pool, "young", 70, epoch=2) is grown
+
+
+def test_who_gave_way_comes_in_before_those_who_began_later(clock: Clock) -> None:
+    pool = new_pool(clock, 100)
+    use(pool, "a", 40, epoch=1)
+    use(pool, "b", 50, epoch=2)
+    use(pool, "a", 60, epoch=1)
+    with pytest.raises(Preempted):
+        use(pool, "b", 50, epoch=2)
+    with pytest.raises(Exhausted, match="KV memory: 1 sessions that began earlier wait for room") as refusal:
+        use(pool, "c", 10, epoch=3)
+    assert not isinstance(refusal.value, Preempted), "it held nothing"
+    pool.release("a")
+    with pytest.raises(Exhausted):
+        use(pool, "c", 10, epoch=3)
+    use(pool, "b", 50, epoch=2)
+    use(pool, "c", 10, epoch=3)
+    pool.check_integrity()
+
+
+def test_who_gave_way_and_asks_no_more_holds_nobody_up(clock: Clock) -> None:
+    pool = new_pool(clock, 100)
+    use(pool, "a", 40, epoch=1)
+    use(pool, "b", 50, epoch=2)
+    use(pool, "a", 60, epoch=1)
+    pool.release("a")
+    clock.now += ASKING_SECONDS
+    use(pool, "c", 10, epoch=3)
+
+
+def test_nobody_comes_in_who_would_give_way_at_once(clock: Clock) -> None:
+    """Otherwise its prompt is computed again and again."""
+    pool = new_pool(clock, 100, step_rows=STEP)
+    use(pool, "a", 40, epoch=1)
+    use(pool, "b", 30, epoch=2)
+    with pytest.raises(Exhausted, match="2 sessions in use hold the rest, and grow by 16; try again"):
+        use(pool, "c", 15, epoch=3)
+    use(pool, "c", 14, epoch=3)
+
+
+def test_a_call_that_waits_ends_where_its_session_gives_way(pool: SlotPool) -> None:
+    """It is told so, and what of it was computed before counts for when it comes back."""
+    calls, (old, young) = Calls(pool, FULL), (Caller.of(number) for number in range(2))
+    young.tokens *= 5
+    future: Future[VerifyResult] = Future()
+    calls.admit(young.call(), future, 0)
+    (job,) = calls
+    pool.commit(job.session, range(20), young.tokens[:20])
+    for length in range(PROMPT, FULL.max_context, STEP):
+        calls.admit(replace(old.call(), round=length, context=Context.of("s0", [1] * length, 0, PROMPT)), Future(), 0)
+        calls.drop("s0", StaleEpoch("it goes on with another"))
+    with pytest.raises(Preempted, match="this session gave way to an older one"):
+        future.result(0)
+    assert len(calls) == 0
+    assert lengths(pool, "s1") == [0]
+
+
+def test_a_request_that_could_never_fit_is_refused_with_the_numbers(engine: Engine) -> None:
+    """However empty the memory is: a worker starts only where one session of the longest context fits."""
+    long = Caller("long", 1, [1] * (FULL.max_context + 1))
+    with pytest.raises(InvalidRequest, match="context: 49 tokens; at most 48 fit a session"):
+        engine.verify(long.call()).result(5)

@@ -1,0 +1,248 @@
+"""Slots: leases by need, growth, eviction, and what is kept for others to begin from."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bough.errors import Exhausted, NotFound, StaleEpoch
+from bough.model.kv.kv_arena import KVArena
+from bough.protocol.prefix_hash import BLOCK_TOKENS
+from target_worker.kv.session_slot import HeldSession, SlotState, Text
+from target_worker.kv.slot_pool import SlotPool
+from tests.fakes.target import CPU, SHAPE, Clock, new_pool
+
+ROWS = 200
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pool(clock: Clock) -> SlotPool:
+    return new_pool(clock, ROWS, lease_seconds=10.0)
+
+
+def write(pool: SlotPool, session: HeldSession, tokens: list[int]) -> None:
+    """Computes and commits tokens: keys and values that a reader can tell."""
+    begin = session.slot.length
+    for place, token in enumerate(tokens, begin):
+        session.slot.keys[0, place], session.slot.values[0, place] = token, -token
+    pool.commit(session, range(begin, begin + len(tokens)), tokens)
+
+
+def use(pool: SlotPool, name: str, tokens: list[int], num_rows: int = 0, epoch: int = 1) -> HeldSession:
+    """A call from its arrival to its answer."""
+    session = pool.lease(name, epoch, max(num_rows, len(tokens)), Text(tokens))
+    write(pool, session, tokens[session.slot.length :])
+    pool.rest(session)
+    return session
+
+
+def text(length: int, start: int = 0) -> list[int]:
+    return [*range(start, start + length)]
+
+
+def require_spelled(session: HeldSession) -> None:
+    slot = session.slot
+    assert slot.keys[0, : slot.length, 0, 0].tolist() == slot.tokens
+    assert slot.values[0, : slot.length, 0, 0].tolist() == [-token for token in slot.tokens]
+
+
+@settings(max_examples=120)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ccccrgt"), st.integers(0, 5), st.integers(0, 2), st.integers(1, 120)), max_size=40
+    )
+)
+def test_slots_keep_their_promises_whatever_happens(steps: list[tuple[str, int, int, int]]) -> None:
+    """Calls, releases, callers that go and passing time, in any order: the integrity check holds after each, every
+    session's keys are those of its own text, and a session whose lease runs keeps what it holds."""
+    clock = Clock()
+    pool = SlotPool(KVArena(SHAPE, SHAPE.empty(ROWS, CPU)), 10.0, clock)
+    leased: dict[str, float] = {}
+    for kind, who, family, length in steps:
+        name = f"s{who}"
+        try:
+            if kind == "c":
+                tokens = [*text(min(length, 70), 1000 * family), *text(max(0, length - 70), 10_000 * (who + 1))]
+                require_spelled(use(pool, name, tokens))
+                leased[name] = clock.now + 10.0
+            elif kind == "r":
+                leased.pop(name, None)
+                pool.release(name)
+            elif kind == "g" and (session := pool.get(name)) is not None:
+                pool.lease(name, session.epoch, 1, Text([*session.slot.tokens]))
+                pool.abandon(session)
+                leased.pop(name, None)
+            else:
+                clock.now += length / 8
+        except (Exhausted, NotFound):
+            pass
+        pool.check_integrity()
+        for name, until in leased.items():
+            held = pool.get(name)
+            assert held is not None or clock.now >= until, "a session lost its slot before its lease was over"
+            if held is not None:
+                require_spelled(held)
+    figures = pool.figures()
+    assert figures.num_sessions == len(pool)
+    assert figures.held_bytes + figures.idle_bytes <= figures.num_bytes
+
+
+def test_sessions_take_what_they_need_and_no_more(pool: SlotPool) -> None:
+    for number in range(10):
+        use(pool, f"s{number}", text(20, 100 * number))
+    with pytest.raises(Exhausted, match="160 bytes are wanted for 20 tokens, but 0 of 1600 are free: 10 sessions"):
+        use(pool, "one more", text(20, 5000))
+    assert pool.figures().num_held == 10
+
+
+def test_a_session_that_needs_more_gets_it_with_all_that_it_holds(pool: SlotPool) -> None:
+    first = use(pool, "a", text(20))
+    use(pool, "b", text(20, 100))
+    use(pool, "a", text(150))
+    assert (first.slot.num_rows, first.slot.tokens) == (150, text(150))
+    require_spelled(first)
+    with pytest.raises(Exhausted, match="for 31 tokens, but 240 of 1600 are free"):
+        use(pool, "a", text(181))
+    assert first.slot.tokens == text(150), "who is refused keeps what it has"
+
+
+def test_the_longest_idle_gives_way_first_and_nobody_whose_lease_runs(pool: SlotPool, clock: Clock) -> None:
+    for number, name in enumerate("abcd"):
+        clock.now = float(number)
+        use(pool, name, text(50, 100 * number))
+    clock.now = 11.5
+    use(pool, "new", text(50, 7000))
+    assert [name for name in ("a", "b", "c", "d", "new") if pool.get(name)] == ["b", "c", "d", "new"]
+    assert pool.figures().num_evictions == 1
+    clock.now = 12.1
+    with pytest.raises(Exhausted):
+        use(pool, "more", text(150, 8000))
+    assert pool.get("b") is not None, "who would be evicted in vain stays"
+
+
+def test_an_idle_session_gives_its_unused_rows_before_its_tokens(pool: SlotPool, clock: Clock) -> None:
+    use(pool, "a", text(40), num_rows=150)
+    clock.now = 11.0
+    use(pool, "b", text(150, 1000))
+    held = pool.get("a")
+    assert held is not None
+    assert held.slot.tokens == text(40)
+    assert held.slot.num_rows == 40
+
+
+def test_a_session_whose_caller_has_gone_is_idle_at_once(pool: SlotPool) -> None:
+    session = pool.lease("a", 1, ROWS, Text(text(5)))
+    with pytest.raises(Exhausted):
+        use(pool, "b", text(60, 1000))
+    pool.abandon(session)
+    assert session.state is SlotState.IDLE
+    use(pool, "b", text(60, 1000))
+
+
+def test_a_new_session_begins_from_what_another_holds(pool: SlotPool) -> None:
+    use(pool, "a", text(70))
+    session = pool.lease("b", 1, 100, Text([*text(50), 999, 998]))
+    assert session.slot.tokens == text(32), "whole blocks"
+    require_spelled(session)
+
+
+def test_nobody_can_feel_their_way_along_anothers_prompt_token_by_token(clock: Clock) -> None:
+    """A guess that is right as far as 33 tokens, or 63, is told no more than one that is right as far as 32."""
+    secret, reached = text(90), []
+    for num_right in range(91):
+        pool = new_pool(clock, 400)
+        use(pool, "victim", secret)
+        if num_right % 2:
+            pool.release("victim")
+        guess = [*secret[:num_right], *text(95 - num_right, 3000)]
+        reached.append(pool.lease("stranger", 1, 120, Text(guess)).slot.length)
+    assert reached == [num_right // 32 * 32 for num_right in range(91)]
+
+
+def test_a_sessions_own_text_is_held_to_the_token(pool: SlotPool) -> None:
+    use(pool, "a", text(70))
+    session = pool.lease("a", 1, 100, Text([*text(50), 999, 998]))
+    assert session.slot.tokens == text(50)
+
+
+def test_a_session_prefers_its_own_where_that_is_longer(clock: Clock) -> None:
+    pool = new_pool(clock, 400)
+    use(pool, "a", text(60))
+    own = use(pool, "b", [*text(60), 500, 501, 502])
+    pool.lease("b", 1, 70, Text([*text(60), 500, 501, 7]))
+    assert own.slot.tokens == [*text(60), 500, 501]
+    pool.rest(own)
+    use(pool, "c", [*text(40), *text(60, 3000)])
+    pool.lease("b", 1, 110, Text([*text(40), *text(60, 3000), 1]))
+    assert own.slot.tokens == [*text(40), *text(56, 3000)], "and another's where that is"
+    require_spelled(own)
+
+
+def test_what_a_released_session_held_is_taken_over_by_its_next_turn(pool: SlotPool) -> None:
+    first = use(pool, "a", text(120))
+    pool.release("a")
+    assert (len(pool), pool.figures().num_tokens) == (0, 120)
+    second = use(pool, "b", text(160))
+    assert second.slot is first.slot, "without a copy: there would not be room for one"
+    require_spelled(second)
+
+
+def test_what_a_released_session_held_stays_for_those_who_need_less_of_it(pool: SlotPool) -> None:
+    use(pool, "a", text(80))
+    pool.release("a")
+    other = pool.lease("b", 1, 60, Text([*text(40), 999]))
+    assert other.slot.tokens == text(32)
+    assert pool.figures().num_tokens == 80 + 32
+
+
+def test_the_slot_to_begin_from_is_taken_over_where_there_is_no_room_for_a_copy(pool: SlotPool, clock: Clock) -> None:
+    use(pool, "a", text(120))
+    clock.now = 11.0
+    session = pool.lease("b", 1, 150, Text([*text(100), *text(40, 3000)]))
+    assert session.slot.tokens == text(96)
+    assert pool.get("a") is None
+    require_spelled(session)
+    pool.rest(session)
+    pool.check_integrity()
+
+
+def test_below_a_block_nothing_is_looked_for(pool: SlotPool) -> None:
+    use(pool, "a", text(BLOCK_TOKENS - 1))
+    assert pool.lease("b", 1, 40, Text(text(BLOCK_TOKENS))).slot.length == 0
+
+
+def test_an_older_epoch_is_refused_and_a_newer_one_forgets_the_answers(pool: SlotPool) -> None:
+    session = use(pool, "a", text(5), epoch=3)
+    session.last_round = 7
+    with pytest.raises(StaleEpoch, match="epoch: 2 of session a is over; 3 has begun"):
+        use(pool, "a", text(5), epoch=2)
+    assert use(pool, "a", text(5), epoch=4).last_round == -1
+
+
+def test_states_change_only_as_they_may(pool: SlotPool) -> None:
+    session = use(pool, "a", text(5))
+    with pytest.raises(AssertionError, match="a slot that is held cannot become evicting"):
+        session.become(SlotState.EVICTING)
+
+
+def test_sessions_that_come_and_go_leave_nothing(pool: SlotPool, clock: Clock) -> None:
+    """Those that went before anything was computed for them once stayed for good, with no rows to be evicted for."""
+    for number in range(600):
+        session = pool.lease(f"s{number}", 1, 60, Text(text(5, number)))
+        match number % 3:
+            case 0:
+                pool.rest(session)
+                clock.now += 10.0
+            case 1:
+                pool.abandon(session)
+            case 2:
+                pool.release(f"s{number}")
+    pool.check_integrity()
+    figures = pool.figures()
+    assert len(pool) <= figures.num_held + figures.num_idle <= ROWS // 60

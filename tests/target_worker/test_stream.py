@@ -1,0 +1,172 @@
+"""The ring: right bytes in the right order, across sweeps, errors and restarts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bough.errors import StreamError
+from bough.model.checkpoint.checkpoint import TensorPlace
+from target_worker.link.direct_io import Disk
+from target_worker.link.disk_reader import has_arrived
+from target_worker.link.disk_ring import Ring
+from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerWeights
+
+NUM_LAYERS = 5
+LAYER_BYTES = 3 * 1024 * 1024 + 777  # several pieces, and an end that is not aligned
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> list[LayerWeights]:
+    """Layers in two files, each of two extents, with known bytes."""
+    result = []
+    for index in range(NUM_LAYERS):
+        file = tmp_path / f"{index % 2}.bin"
+        offset = file.stat().st_size if file.exists() else 0
+        with file.open("ab") as stream:
+            stream.write(content(index))
+            stream.write(b"\0" * (-stream.tell() % ALIGNMENT))
+        aligned = -(-LAYER_BYTES // ALIGNMENT) * ALIGNMENT
+        first = 1024 * 1024
+        extents = (
+            Extent(file, offset, first, first, 0),
+            Extent(file, offset + first, aligned - first, LAYER_BYTES - first, first),
+        )
+        result.append(LayerWeights(f"layer {index}", extents, (), {}, aligned))
+    return result
+
+
+def content(index: int) -> bytes:
+    return np.random.default_rng(index).bytes(LAYER_BYTES)
+
+
+@contextmanager
+def ring_over(layers: list[LayerWeights], num_slabs: int, num_threads: int) -> Iterator[Ring]:
+    disk = Disk(extent.file for layer in layers for extent in layer.extents)
+    try:
+        with Ring(layers, disk, num_slabs, num_threads) as ring:
+            yield ring
+    finally:
+        disk.close()
+
+
+def sweep(ring: Ring) -> None:
+    for index in range(NUM_LAYERS):
+        with ring.layer(index) as slab:
+            assert slab.numpy()[:LAYER_BYTES].tobytes() == content(index)
+
+
+@pytest.mark.parametrize("num_slabs", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_layers_arrive_whole_and_in_order_round_after_round(
+    layers: list[LayerWeights], num_slabs: int, num_threads: int
+) -> None:
+    with ring_over(layers, num_slabs, num_threads) as ring:
+        for _ in range(3):
+            sweep(ring)
+
+
+def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(layers: list[LayerWeights]) -> None:
+    with ring_over(layers, num_slabs=3, num_threads=2) as ring:
+        sweep(ring)
+        while ring.figures().num_bytes < (NUM_LAYERS + 3) * layers[0].num_bytes:
+            pass  # the slabs that are free are filled without anyone asking
+        before = ring.figures()
+        assert before.num_bytes == (NUM_LAYERS + 3) * layers[0].num_bytes
+        sweep(ring)
+        assert ring.figures().busy_ns > before.busy_ns
+
+
+def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers: list[LayerWeights]) -> None:
+    file = layers[3].extents[0].file
+    whole = file.read_bytes()
+    with ring_over(layers, num_slabs=1, num_threads=2) as ring:
+        sweep(ring)
+        os.truncate(file, layers[3].extents[1].offset)
+        for _ in range(2):
+            with pytest.raises(StreamError, match=rf"{file.name}: layer 3, tensor padding, byte .*ends here"):
+                sweep(ring)
+            ring.restart()
+        file.write_bytes(whole)
+        sweep(ring)
+
+
+def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerWeights]) -> None:
+    with ring_over(layers, num_slabs=3, num_threads=3) as ring:
+        for given_up_at in range(NUM_LAYERS):
+            for index in range(given_up_at):
+                with ring.layer(index):
+                    pass
+            ring.restart()
+            sweep(ring)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_file_that_cannot_be_read_is_named_with_its_tensor_until_it_can(
+    layers: list[LayerWeights], which: int
+) -> None:
+    """The kernel itself refuses: the descriptor that the ring reads from becomes one for writing only."""
+    file = layers[which].extents[0].file
+    named = [replace(layer, begins={whole_extent(e, layer.name): 0 for e in layer.extents}) for layer in layers]
+    with ring_over(named, num_slabs=2, num_threads=2) as ring:
+        sweep(ring)
+        descriptor = ring._disk._files[file].descriptor
+        readable, unreadable = os.dup(descriptor), os.open(file, os.O_WRONLY)
+        os.dup2(unreadable, descriptor)
+        message = rf"{file.name}: layer (\d), tensor weights of layer \1, byte \d+: .*Bad file descriptor"
+        with pytest.raises(StreamError, match=message):
+            sweep_twice(ring)
+        os.dup2(readable, descriptor)
+        ring.restart()
+        sweep(ring)
+        os.close(readable)
+        os.close(unreadable)
+
+
+def test_a_layer_that_fails_ahead_of_its_turn_fails_nobody_before(layers: list[LayerWeights]) -> None:
+    """Those before it have been read by then: a sweep of seconds was lost to a layer of the next one."""
+    with ring_over(layers, num_slabs=NUM_LAYERS, num_threads=2) as ring:
+        sweep(ring)
+        while not all(has_arrived(ring._link, NUM_LAYERS + index) for index in range(NUM_LAYERS)):
+            pass
+        ring._fail(NUM_LAYERS + 2, StreamError("layer 2 of the next sweep"))
+        ring._fail(NUM_LAYERS + 3, StreamError("layer 3, later"))
+        for index in range(2):
+            with ring.layer(index):
+                pass
+        with pytest.raises(StreamError, match="layer 2 of the next sweep"), ring.layer(2):
+            pass
+        ring.restart()
+        sweep(ring)
+
+
+def whole_extent(extent: Extent, name: str) -> TensorPlace:
+    return TensorPlace(f"weights of {name}", extent.file, extent.offset, extent.num_bytes, "U8", (extent.num_bytes,))
+
+
+def sweep_twice(ring: Ring) -> None:
+    """Some layers have been read ahead."""
+    sweep(ring)
+    sweep(ring)
+
+
+def test_where_direct_reads_are_refused_the_page_cache_serves(
+    layers: list[LayerWeights], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_open = os.open
+
+    def refuse(path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real_open(path, flags)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with ring_over(layers, num_slabs=2, num_threads=2) as ring:
+        assert "refuses O_DIRECT" in caplog.text
+        sweep(ring)

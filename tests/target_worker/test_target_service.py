@@ -1,0 +1,55 @@
+"""Target over gRPC: a caller that goes takes its call along."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+import grpc
+import pytest
+
+from bough.pb import target_pb2, target_pb2_grpc
+from bough.protocol import codec
+from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.rpc.server import open_channel, service_name, serving
+from target_worker.service import TargetService
+from tests.fakes.target import verify_call
+
+
+class SlowWorker:
+    """Takes calls in and answers none."""
+
+    vocab_size, max_nodes = 50, 16
+
+    def __init__(self) -> None:
+        self.futures: list[Future[VerifyResult]] = []
+
+    def verify(self, call: VerifyCall) -> Future[VerifyResult]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+async def until_cancelled(worker: SlowWorker) -> None:
+    async with asyncio.timeout(5):
+        while not worker.futures or not worker.futures[0].cancelled():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancellation", "connection"])
+async def test_a_call_whose_caller_has_gone_is_cancelled(how: str) -> None:
+    worker, servicer = SlowWorker(), TargetService()
+    servicer.loaded = worker  # type: ignore[assignment]
+    name = service_name(target_pb2.DESCRIPTOR, "Target")
+    add = target_pb2_grpc.add_TargetServicer_to_server
+    async with serving("127.0.0.1", 0, name, lambda server: add(servicer, server)) as served:
+        channel = open_channel(f"127.0.0.1:{served.port}")
+        request = codec.verify_call_to_wire(verify_call("a", [1, 2]))
+        call = target_pb2_grpc.TargetStub(channel).Verify(request, timeout=2.0 if how == "deadline" else 30)
+        if how != "deadline":
+            while not worker.futures:
+                await asyncio.sleep(0.01)
+            call.cancel() if how == "cancellation" else await channel.close()
+        await until_cancelled(worker)
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await call
+        await channel.close()

@@ -1,0 +1,75 @@
+"""/metrics: the counters that a sweep moves, and a port that cannot be had."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import pytest
+
+from bough.errors import ConfigError
+from target_worker.kv.slot_pool import PoolFigures
+from target_worker.metrics import Load, Metrics
+from target_worker.scheduler.sweep_figures import SweepFigures
+
+
+def test_sweeps_are_counted_and_served() -> None:
+    metrics = Metrics("tiny")
+    metrics.watch(lambda: Load(PoolFigures(5, 2, 3, 1000, 250, 300, 77, 6, 90, 30, 8), 4, 9))
+    metrics.serve("127.0.0.1", 0)
+    try:
+        for _ in range(2):
+            metrics.observe(64, SweepFigures(2_000_000_000, 500_000_000, 1_800_000_000, 1000, 1_000_000_000, 30))
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=5) as reply:
+            text = reply.read().decode()
+        other = Metrics("other")
+        with pytest.raises(ConfigError, match=rf"--metrics-port: cannot listen on 127\.0\.0\.1:{metrics.port}"):
+            other.serve("127.0.0.1", metrics.port)
+    finally:
+        metrics.close()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    label = '{model_name="tiny"}'
+    values = {name.replace(label, ""): float(value) for name, value in values.items() if "created" not in name}
+    rows = {name: values.pop(name) for name in [*values] if name.startswith("bough_sweep_rows_bucket")}
+    assert rows['bough_sweep_rows_bucket{le="32.0",model_name="tiny"}'] == 0
+    assert rows['bough_sweep_rows_bucket{le="64.0",model_name="tiny"}'] == 2
+    assert values == {
+        "bough_sweep_rows_count": 2,
+        "bough_sweep_rows_sum": 128,
+        "bough_link_bytes_total": 2000,
+        "bough_link_seconds_total": 3.6,
+        "bough_link_ideal_seconds_total": 2.0,
+        "bough_wait_seconds_total": 1.0,
+        "bough_compute_seconds_total": 3.0,
+        "bough_kv_copied_bytes_total": 60,
+        "bough_sweeps_total": 2,
+        "bough_sweep_tokens_total": 128,
+        "bough_link_efficiency": 0.5,
+        "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:num_requests_running": 4,
+        "vllm:num_requests_waiting": 9,
+        "vllm:prefix_cache_queries_total": 90,
+        "vllm:prefix_cache_hits_total": 60,
+        "bough_kv_bytes": 1000,
+        "bough_kv_cached_tokens": 77,
+        "bough_kv_evictions_total": 6,
+        "vllm:num_preemptions_total": 8,
+        'bough_kv_slots{model_name="tiny",state="held"}': 2,
+        'bough_kv_slots{model_name="tiny",state="idle"}': 3,
+        'bough_kv_used_bytes{model_name="tiny",state="held"}': 250,
+        'bough_kv_used_bytes{model_name="tiny",state="idle"}': 300,
+    }
+
+
+def test_the_last_sweeps_are_told_in_three_numbers() -> None:
+    metrics = Metrics("tiny")
+    assert metrics.recent_seconds() == ()
+    for seconds in [9] * 10 + [4] * 20 + [3, 5] * 6:
+        metrics.observe(1, SweepFigures(seconds * 1_000_000_000, 0, 0, 0, 0))
+    assert metrics.recent_seconds() == (3.0, 4.0, 5.0)
+
+
+def test_no_port_is_no_server() -> None:
+    metrics = Metrics("tiny")
+    metrics.serve("127.0.0.1", -1)
+    assert metrics.port == -1
+    metrics.close()

@@ -1,0 +1,46 @@
+"""Chat templates: what models' own templates use, and what happens to one that cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bough.errors import InvalidRequest
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.tokenization.tokenizer import Tokenizer
+from bough.tokenization.vocabulary import TokenizerFiles
+from tests.conftest import save_tokenizer
+
+
+def with_template(folder: Path, template: str) -> Tokenizer:
+    save_tokenizer(folder)
+    files = load_tokenizer_files(folder)
+    return Tokenizer(TokenizerFiles(files.tokenizer_json, template, files.eos_token_ids))
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}", "one"),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", "onetwo"),
+        ("{{ strftime_now('%%') }}{{ messages | length }}", "%2"),
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "one"}'),
+    ],
+)
+def test_templates_may_use_what_transformers_gives_them(tmp_path: Path, template: str, text: str) -> None:
+    tokenizer = with_template(tmp_path, template)
+    assert tokenizer.decode(tokenizer.encode_chat([("user", "one"), ("assistant", "two")])) == text
+
+
+def test_a_template_that_cannot_be_read_leaves_text_usable(tmp_path: Path) -> None:
+    """It once ended the orchestrator's watch over its workers."""
+    tokenizer = with_template(tmp_path, "{% nonsense %}")
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    with pytest.raises(InvalidRequest, match=r"chat: this model's chat template cannot be read: .*nonsense"):
+        tokenizer.encode_chat([("user", "hello")])
+
+
+def test_what_a_template_refuses_is_the_requests_fault(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        with_template(tmp_path, "{{ raise_exception('roles must alternate') }}").encode_chat([("user", "hello")])

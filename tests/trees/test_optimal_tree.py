@@ -1,0 +1,197 @@
+"""Shapes: the dynamic programme against every shape there is, best-first against it, and the figures of the paper."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bough.trees.acceptance import Acceptance, acceptance_from, smoothed
+from bough.trees.optimal_tree import (
+    best_chains,
+    best_first,
+    best_shape,
+    best_size,
+    expected_tokens,
+    expected_tokens_of_chains,
+    node_values,
+    optimal,
+)
+from bough.trees.tree_plan import Chains, StaticShape, require_growth
+
+DATA = Path(__file__).parents[2] / "loadtest" / "data"
+
+
+def vector(name: str) -> Acceptance:
+    return acceptance_from(name, json.loads((DATA / f"acceptance-{name}.json").read_text()))
+
+
+def normalised(rows: list[list[float]]) -> Acceptance:
+    """Rows that sum to less than 1, as probabilities of exclusive events do."""
+    width = max(map(len, rows))
+    return np.array([[*row, *[0.0] * (width - len(row))] for row in rows]) / (1 + max(map(sum, rows)))
+
+
+probs = st.floats(0, 1) | st.just(0.0)
+acceptances = st.lists(st.lists(probs, min_size=1, max_size=4), min_size=1, max_size=4).map(normalised)
+
+
+@cache
+def forests(nodes: int, levels: int) -> tuple[tuple[object, ...], ...]:
+    """Every ordered forest of so many nodes and at most so many levels, as nested tuples."""
+    if nodes == 0:
+        return ((),)
+    if levels == 0:
+        return ()
+    return tuple(
+        (first, *rest)
+        for size in range(1, nodes + 1)
+        for first in forests(size - 1, levels - 1)
+        for rest in forests(nodes - size, levels)
+    )
+
+
+def worth(forest: tuple[object, ...], acceptance: Acceptance, depth: int = 0) -> float:
+    """By definition: what the children of a node at `depth` are worth, if they are such a forest."""
+    row = acceptance[min(depth, len(acceptance) - 1)]
+    return sum(
+        (row[rank] if rank < len(row) else 0.0) * (1 + worth(child, acceptance, depth + 1))  # type: ignore[arg-type]
+        for rank, child in enumerate(forest)
+    )
+
+
+@settings(max_examples=60)
+@given(acceptances, st.integers(1, 7), st.integers(1, 6))
+def test_no_shape_is_better_than_the_optimal_one(acceptance: Acceptance, nodes: int, levels: int) -> None:
+    shape = optimal(acceptance, nodes, levels)
+    assert shape.budget <= nodes
+    assert max(shape.depths()) < levels
+    require_growth("shape", shape, nodes)
+    best = max(worth(f, acceptance) for size in range(nodes) for f in forests(size, levels - 1))
+    assert expected_tokens(shape, acceptance) == pytest.approx(1 + best, rel=1e-12)
+
+
+@given(acceptances, st.integers(1, 80), st.integers(1, 12))
+def test_best_first_is_optimal_for_monotone_vectors(acceptance: Acceptance, nodes: int, levels: int) -> None:
+    monotone = smoothed(acceptance)
+    fast, exact = best_first(monotone, nodes, levels), optimal(monotone, nodes, levels)
+    require_growth("shape", fast, nodes)
+    assert max(fast.depths()) < levels
+    assert expected_tokens(fast, monotone) == pytest.approx(expected_tokens(exact, monotone), rel=1e-12)
+
+
+def test_best_first_would_be_wrong_for_others() -> None:
+    """A likely third child behind one that is never right: the dynamic programme sees it, and `best_shape` asks it."""
+    acceptance = np.array([[0.3, 0.0, 0.6]])
+    assert best_shape(acceptance, 4, 4) == optimal(acceptance, 4, 4) == StaticShape((0, 0, 0))
+    assert best_first(acceptance, 4, 4) == StaticShape((0, 1, 2))
+    assert best_shape(acceptance, 3, 4) == StaticShape((0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "levels", "tokens"),
+    [("measured", 64, 10, 3.8523), ("measured", 4, 4, 2.2914), ("published", 64, 64, 5.9166)],
+)
+def test_the_papers_figures(name: str, nodes: int, levels: int, tokens: float) -> None:
+    shape = best_shape(vector(name), nodes, levels)
+    assert shape.budget == nodes
+    assert expected_tokens(shape, vector(name)) == pytest.approx(tokens, abs=5e-5)
+
+
+def test_a_shape_is_worth_what_sampling_it_comes_to() -> None:
+    """Walks down by chance, as verification does; 5 standard errors: wrong once in a million runs, and seeded."""
+    acceptance = np.array([[0.5, 0.3, 0.1], [0.2, 0.6, 0.1]])
+    shape = optimal(acceptance, 12, 4)
+    children: list[list[int]] = [[] for _ in range(shape.budget)]
+    for node, parent in enumerate(shape.parents, start=1):
+        children[parent].append(node)
+    rng = np.random.default_rng(5)
+    tokens = []
+    for _ in range(20_000):
+        node, depth = 0, 0
+        while True:
+            edges = np.cumsum(acceptance[min(depth, 1)])
+            rank = int(np.searchsorted(edges, rng.random(), side="right"))
+            if rank >= len(children[node]):
+                break
+            node, depth = children[node][rank], depth + 1
+        tokens.append(depth + 1)
+    error = np.std(tokens) / np.sqrt(len(tokens))
+    assert abs(np.mean(tokens) - expected_tokens(shape, acceptance)) < 5 * error
+
+
+def test_what_nothing_is_worth_is_left_out() -> None:
+    assert best_shape(np.array([[0.0]]), 9, 9).parents == ()
+    assert optimal(np.array([[0.0, 0.5]]), 2, 9).parents == ()
+    assert best_shape(np.array([[0.5, 0.25], [0.0, 0.0]]), 9, 9).parents == (0, 0)
+
+
+def test_deeper_rows_are_used_where_they_stand() -> None:
+    """A draft that is surely right at the second level, and never at the third."""
+    acceptance = np.array([[0.5, 0.4], [1.0, 0.0], [0.0, 0.0]])
+    assert best_shape(acceptance, 5, 9).parents == (0, 0, 1, 2)
+    assert node_values(StaticShape((0, 0, 1, 2)), acceptance).tolist() == [1.0, 0.5, 0.4, 0.5, 0.4]
+
+
+def chains_shape(chains: Chains) -> StaticShape:
+    return StaticShape(tuple(max(0, node - chains.num) for node in range(1, chains.budget)))
+
+
+@given(acceptances, st.integers(1, 5), st.integers(1, 6))
+def test_chains_in_closed_form(acceptance: Acceptance, num: int, length: int) -> None:
+    chains = Chains(num, length)
+    closed = expected_tokens_of_chains(chains, acceptance)
+    assert closed == pytest.approx(expected_tokens(chains_shape(chains), acceptance), rel=1e-12)
+    if len(acceptance) == 1:
+        starts, first = float(acceptance[0, :num].sum()), float(acceptance[0, 0])
+        assert closed == pytest.approx(1 + starts * (1 - first**length) / (1 - first), rel=1e-12)
+
+
+@given(acceptances, st.integers(2, 30), st.integers(2, 8))
+def test_the_best_chains_are_within_their_sizes_and_never_beat_the_best_shape(
+    acceptance: Acceptance, nodes: int, levels: int
+) -> None:
+    chains = best_chains(acceptance, nodes, levels)
+    assert chains.budget <= nodes
+    assert chains.length < levels
+    best = expected_tokens_of_chains(chains, acceptance)
+    shape = optimal(acceptance, nodes, levels)
+    assert best <= expected_tokens(shape, acceptance) + 1e-12
+    for length in range(1, min(levels, nodes)):
+        for num in range(1, (nodes - 1) // length + 1):
+            assert expected_tokens_of_chains(Chains(num, length), acceptance) <= best + 1e-12
+
+
+@settings(max_examples=40)
+@given(
+    acceptances.flatmap(lambda rows: st.sampled_from([rows, smoothed(rows)])),
+    st.lists(st.floats(0, 1), min_size=1, max_size=12),
+    st.floats(0, 1),
+    st.integers(1, 5),
+)
+def test_the_best_size_is_the_best_of_all(
+    acceptance: Acceptance, increments: list[float], step_seconds: float, levels: int
+) -> None:
+    verify_seconds = 1 + np.cumsum(increments)
+    size = best_size(acceptance, verify_seconds, step_seconds, levels)
+
+    def rate(shape: StaticShape) -> float:
+        seconds = verify_seconds[shape.budget - 1] + max(shape.depths()) * step_seconds
+        return float(expected_tokens(shape, acceptance) / seconds)
+
+    assert rate(size.shape) == pytest.approx(size.tokens_per_second, rel=1e-9)
+    for nodes in range(1, len(verify_seconds) + 1):
+        for height in range(1, levels + 1):
+            assert rate(optimal(acceptance, nodes, height)) <= size.tokens_per_second * (1 + 1e-9)
+
+
+def test_a_draft_that_costs_more_than_it_brings_is_not_asked() -> None:
+    acceptance, flat = np.array([[0.5, 0.1]]), np.ones(64)
+    assert best_size(acceptance, flat, 0.6, 8) == (StaticShape(()), 1.0)
+    assert best_size(acceptance, flat, 0.0, 8).shape.budget == 64
+    assert best_size(acceptance, np.arange(1.0, 65.0), 0.0, 8).shape.budget == 1

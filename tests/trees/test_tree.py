@@ -1,0 +1,137 @@
+"""Trees: validity, masks and paths against naive definitions, trimming, and the wire."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bough.errors import InvalidTree
+from bough.pb import common_pb2
+from bough.protocol import codec
+from bough.trees.tree import Tree
+
+VOCAB = 1000
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_nodes: int = 40) -> Tree:
+    """Valid trees of every shape: any earlier node may be the parent, siblings have distinct tokens."""
+    size = draw(st.integers(1, max_nodes))
+    parents = [-1] + [draw(st.integers(0, node - 1)) for node in range(1, size)]
+    used: dict[int, set[int]] = {}
+    tokens = []
+    for parent in parents:
+        token = draw(st.integers(0, VOCAB - 1).filter(lambda t, parent=parent: t not in used.get(parent, set())))
+        used.setdefault(parent, set()).add(token)
+        tokens.append(token)
+    log_probs = [0.0] + [draw(st.floats(-20, 0, width=32)) for _ in range(1, size)]
+    return Tree.of(tokens, parents, log_probs)
+
+
+def naive_path(tree: Tree, node: int) -> list[int]:
+    return [] if node < 0 else [*naive_path(tree, int(tree.parents[node])), node]
+
+
+@given(trees())
+def test_generated_trees_are_valid(tree: Tree) -> None:
+    tree.validate(VOCAB, max_nodes=len(tree))
+
+
+@given(trees())
+def test_derived_arrays_equal_their_definitions(tree: Tree) -> None:
+    mask, table, depths, scores = tree.ancestor_mask(), tree.path_table(), tree.depths(), tree.scores()
+    for node in range(len(tree)):
+        path = naive_path(tree, node)
+        assert tree.path(node) == path
+        assert np.flatnonzero(mask[node]).tolist() == path
+        assert depths[node] == len(path) - 1
+        assert table[node, : len(path)].tolist() == path
+        assert scores[node] == pytest.approx(sum(tree.log_probs[step] for step in path), abs=1e-3)
+        assert tree.children()[node] == {
+            int(tree.tokens[child]): child for child in range(1, len(tree)) if tree.parents[child] == node
+        }
+
+
+@given(trees(), st.integers(1, 45))
+def test_trimming_keeps_the_best_nodes_connected_and_in_order(tree: Tree, budget: int) -> None:
+    trimmed = tree.trimmed(budget)
+    trimmed.validate(VOCAB, max_nodes=budget)
+    assert len(trimmed) == min(budget, len(tree))
+    best = sorted(tree.scores().tolist(), reverse=True)[: len(trimmed)]
+    assert sorted(trimmed.scores().tolist(), reverse=True) == pytest.approx(best, abs=1e-4)
+
+
+@given(trees(), st.data())
+def test_tokens_are_followed_as_far_as_the_tree_goes(tree: Tree, data: st.DataObject) -> None:
+    path = tree.path(data.draw(st.integers(0, len(tree) - 1)))[1:]
+    tokens = [int(tree.tokens[node]) for node in path]
+    assert tree.along(tokens) == path
+    assert tree.along([*tokens, VOCAB]) == path
+    assert tree.along([VOCAB, *tokens]) == []
+
+
+def test_trimming_to_nothing_is_refused() -> None:
+    with pytest.raises(InvalidTree, match="budget: 0"):
+        Tree.root(1).trimmed(0)
+
+
+@given(trees())
+def test_wire_round_trip(tree: Tree) -> None:
+    data = codec.tree_to_wire(tree).SerializeToString()
+    assert codec.tree_from_wire(common_pb2.Tree.FromString(data)) == tree
+
+
+def test_a_256_node_tree_is_small_on_the_wire() -> None:
+    """A tree of 256 nodes takes about 1 KB for tokens and parents; log-probabilities are 4 bytes each on top."""
+    tree = Tree.of(range(1000, 1256), [-1, *range(255)], [0.0] + [-1.0] * 255)
+    assert codec.tree_to_wire(tree).ByteSize() < 2200
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "log_probs", "message"),
+    [
+        ([], [], [], "a tree has a root"),
+        ([1, 2], [-1], [0.0, -1.0], "one of each for every node"),
+        ([1, 2, 3], [-1, 2, 1], [0, -1, -1], r"parents\[1\]: 2; a parent comes before its child"),
+        ([1, 2], [-1, 1], [0, -1], r"parents\[1\]: 1"),
+        ([1, 2], [-1, -1], [0, -1], r"parents\[1\]: -1"),
+        ([1, 2], [0, 0], [0, -1], r"parents\[0\]: 0; the root has no parent"),
+        ([1, VOCAB], [-1, 0], [0, -1], rf"tokens\[1\]: {VOCAB} is outside the vocabulary"),
+        ([-1], [-1], [0], r"tokens\[0\]: -1"),
+        ([1, 5, 5], [-1, 0, 0], [0, -1, -1], r"tokens\[2\]: 5 is already the token of its sibling 1"),
+        ([1, 5], [-1, 0], [0, float("nan")], r"log_probs\[1\]: nan"),
+        ([1, 5], [-1, 0], [0, 0.5], r"log_probs\[1\]: 0.5"),
+        ([1, 2, 3, 4, 5], [-1, 0, 1, 2, 3], [0] * 5, "5 nodes; at most 4"),
+    ],
+)
+def test_broken_trees_are_refused_naming_the_node(
+    tokens: list[int], parents: list[int], log_probs: list[float], message: str
+) -> None:
+    with pytest.raises(InvalidTree, match=message):
+        Tree.of(tokens, parents, log_probs).validate(VOCAB, max_nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("draws", "message"),
+    [
+        ([0], r"tree\.draws: nodes from 1 to 3 would do"),
+        ([4], r"tree\.draws: nodes from 1 to 3 would do"),
+        ([1] * 4, r"tree\.draws: 4; a tree of at most 4 nodes has 3"),
+        ([2], r"tree\.draws: node 2, but not its parent 1; both would do"),
+    ],
+)
+def test_draws_that_cannot_be_are_refused(draws: list[int], message: str) -> None:
+    tree = Tree.of([1, 2, 3, 4], [-1, 0, 1, 0], [0.0, -1.0, -1.0, -1.0])
+    replace(tree, draws=np.array([1, 2, 2], np.int32)).validate(VOCAB, max_nodes=4)
+    with pytest.raises(InvalidTree, match=message):
+        replace(tree, draws=np.array(draws, np.int32)).validate(VOCAB, max_nodes=4)
+
+
+def test_a_parent_too_large_for_int32_is_refused_not_wrapped() -> None:
+    message = common_pb2.Tree(tokens=[1, 2], parents=[2**32 - 1], log_probs=[-1.0])
+    with pytest.raises(InvalidTree, match=r"parents\[1\]"):
+        codec.tree_from_wire(message).validate(VOCAB, max_nodes=4)
