@@ -18,7 +18,7 @@ serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PR
 
 # Two of everything compute at once here, so threads that wait make room sooner than in service (docs/decisions.md).
 test: $(READY)  ## the whole suite
-	@PYTHONPATH=. $(BIN)/python tests/compile_kernels.py
+	@$(BIN)/python -m tests.compile_kernels
 	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: $(READY)  ## formatting, lint, types, import rules

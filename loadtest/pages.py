@@ -2,10 +2,10 @@
 
     python -m loadtest.pages
 
-Each turn takes as much memory anew in large pages (`bough.model.cpu.huge_pages`) and in small ones, and reads the demonstration
-target's files into each, past the page cache, piece by piece as the target worker does, with one thread and with as
-many as the worker has. The turn's kinds take turns at being first. Ends with one JSON line: GB/s, medians, and the
-median ratio.
+Each turn takes as much memory anew in large pages (`bough.model.cpu.huge_pages`) and in small ones, and reads the
+demonstration target's files into each, past the page cache, piece by piece as the target worker does, with one thread
+and with as many as the worker has. The turn's kinds take turns at being first. Ends with one JSON line: GB/s, medians,
+and the median ratio.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Client:
         return wire.loads_from_wire(await self._ask(lambda stub: stub.GetLoads, pb.GetLoadsRequest()))
 
     async def acceptance(self) -> tuple[SchemeAcceptance, ...]:
-        """Which guesses were accepted, by scheme, depth and rank; `bough.trees.acceptance` makes probabilities of it."""
+        """How many guesses were accepted, by scheme, depth and rank; for `bough.trees.acceptance`."""
         return wire.acceptance_from_wire(await self._ask(lambda stub: stub.GetAcceptance, pb.GetAcceptanceRequest()))
 
     async def calibrations(self) -> tuple[DraftCalibration, ...]:

@@ -1,4 +1,4 @@
-"""Where the demonstration model is kept, and whether it is there. Writing it is in `bough.model.write_demonstration`."""
+"""Where the demonstration model is kept, and whether it is there. `bough.model.write_demonstration` writes it."""
 
 from __future__ import annotations
 

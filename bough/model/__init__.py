@@ -13,15 +13,20 @@ from bough.config.cache_paths import cache_folder
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
+def compiled_files(package: Path) -> list[Path]:
+    """Files in a package's folder, and in folders below it, that mention numba's compiler or our settings of it."""
+    files = sorted(package.rglob("*.py"))
+    return [file for file in files if any(word in file.read_bytes() for word in (b"njit", b"compiled"))]
+
+
 def compiled_folder() -> Path:
-    """For what numba compiles of these files as they are, on processors like this.
+    """For what numba compiles of this package as it is, on processors like this.
 
     On its own numba looks only at the processor and the file that a function stands in. It would go on using what it
-    compiled from other files that have changed since. It compiles nothing that is in folders below.
+    compiled from other files that have changed since.
     """
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    contents = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    return cache_folder() / "compiled" / contents
+    contents = b"".join(file.read_bytes() for file in compiled_files(Path(__file__).parent))
+    return cache_folder() / "compiled" / hashlib.sha256(contents).hexdigest()[:16]
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))

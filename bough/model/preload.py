@@ -4,8 +4,9 @@ Two workers that import torch, transformers and numba each on their own hold the
 processor seconds on it. Forked from one process that has imported them, they share every page that neither writes to.
 No gRPC is among what is imported: it starts threads, and a fork must come before those.
 
-Standard input has the programs, as `bough.processes.forked` writes them; standard output gets the ids of their processes. Then
-this process ends, which leaves them to the nearest process above that adopts orphans (PR_SET_CHILD_SUBREAPER).
+Standard input has the programs, as `bough.processes.forked` writes them; standard output gets the ids of their
+processes. Then this process ends, which leaves them to the nearest process above that adopts orphans
+(PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m bough.processes.exit_with_parent PARENT_ID COMMAND...`: becomes the command, and ends when the parent does, however that ends.
+"""`python -m bough.processes.exit_with_parent PARENT COMMAND...`: becomes the command, and ends with its parent.
 
 A program of its own rather than code between fork and exec: forking a process in which gRPC runs is not safe, and
 without such code `subprocess` does not fork.

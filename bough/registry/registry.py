@@ -1,10 +1,10 @@
 """The index: who is alive and where, and what is probably true of each session.
 
 Nothing here is the truth (docs/design.md, rule 4). A caller acts on what workers answer; whoever reads a wrong entry
-loses time. Every operation is one script in `bough/registry/lua`, by the server's clock; every entry ends some time after its
-last use, and where there is no room those that end soonest go. All of it may be lost at any moment: heartbeats and
-the next record of each running session bring it back. Any Redis 6.2 or Valkey server will do, or a cluster of them:
-all keys of a namespace have it as their hash tag, so that one node has them all.
+loses time. Every operation is one script in `bough/registry/lua`, by the server's clock; every entry ends some time
+after its last use, and where there is no room those that end soonest go. All of it may be lost at any moment:
+heartbeats and the next record of each running session bring it back. Any Redis 6.2 or Valkey server will do, or a
+cluster of them: all keys of a namespace have it as their hash tag, so that one node has them all.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Registry:
     async def note_prefixes(
         self, model_fingerprint: str, hashes: Sequence[int], worker_id: str, first_new: int = 0
     ) -> None:
-        """A worker with a lease holds these (`bough.protocol.prefix_hash.block_hashes`); of too many the oldest are forgotten.
+        """A worker with a lease holds these (`bough.protocol.prefix_hash.block_hashes`); of too many the oldest go.
 
         Only those from `first_new` on are written, and count as old as the one before them; or all, as new, where the
         index does not know that one.

@@ -1,4 +1,4 @@
-"""What the scripts in `bough/registry/lua` answer, as values. Raises ValueError or TypeError for what none of them would say."""
+"""Replies of the scripts in `bough/registry/lua`, as values. Any other reply raises ValueError or TypeError."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Guessing:
         return Candidates(tokens[:, :NUM_CANDIDATES], _log_probs(scores, min(NUM_CANDIDATES, scores.shape[1])))
 
     def _weighted(self, values: NDArray[np.float32], tokens: NDArray[np.int32]) -> Candidates:
-        """`bough.model.sampling.draft_sampler.draft_weights` of every node, as logarithms; -inf for tokens that are not sampled.
+        """`draft_sampler.draft_weights` of every node, as logarithms; -inf for tokens that are not sampled.
 
         Raises:
             Unavailable: where the logits hold no number to choose by.

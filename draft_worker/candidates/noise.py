@@ -1,4 +1,4 @@
-"""The target's noise for single tokens: the random numbers of `bough.model.sampling.sampler.gumbel_noise` without all others.
+"""The target's noise for single tokens: those of the random numbers of `sampler.gumbel_noise` that are asked for.
 
 Philox counts: number n of a position is a function of the key and n alone, so nothing need be kept. A row of noise for
 a vocabulary would be half a megabyte, and as many would be wanted as all sessions' trees have levels.

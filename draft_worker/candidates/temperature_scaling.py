@@ -1,11 +1,12 @@
 """How sure of its guesses a draft may be: its own probabilities to a power, learnt from what was said then.
 
-The target takes the largest of its own logits, or of these and noise that the draft knows (`draft_worker.candidates.candidates`). The
-draft has other logits. Were the differences Gumbel noise of its own, a token's chance to be the target's would be the
-softmax of the draft's logits over the scale of that noise: a close draft may be surer than its own probabilities say.
-Where the target's noise is not known a draft may be too sure of a token as well. Either way it is one number, as in
-temperature scaling (Guo et al., arXiv 1706.04599), and here it is learnt while running, by what followed where the
-draft had been asked. The rank of a node's children does not depend on it: which nodes are worth having does.
+The target takes the largest of its own logits, or of these and noise that the draft knows
+(`draft_worker.candidates.candidates`). The draft has other logits. Were the differences Gumbel noise of its own, a
+token's chance to be the target's would be the softmax of the draft's logits over the scale of that noise: a close draft
+may be surer than its own probabilities say. Where the target's noise is not known a draft may be too sure of a token as
+well. Either way it is one number, as in temperature scaling (Guo et al., arXiv 1706.04599), and here it is learnt while
+running, by what followed where the draft had been asked. The rank of a node's children does not depend on it: which
+nodes are worth having does.
 """
 
 from __future__ import annotations

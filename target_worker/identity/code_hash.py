@@ -16,283 +16,56 @@ from bough.config.cache_paths import cache_folder
 from bough.model.checkpoint.atomic_files import make_folder, replace
 
 ROOT = Path(__file__).parents[2]
-DECIDING = frozenset(
-    {
-        f"bough.model.architecture.{name}"
-        for name in (
-            "architecture",
-            "attention",
-            "moe",
-        )
-    }
-    | {
-        f"bough.model.batch.{name}"
-        for name in (
-            "batch",
-            "gpu_paths",
-            "path_spans",
-        )
-    }
-    | {f"bough.model.checkpoint.{name}" for name in ("tensor_source",)}
-    | {
-        f"bough.model.cpu.{name}"
-        for name in (
-            "atomics",
-            "attention_cpu",
-            "attention_scores",
-            "attention_tiles",
-            "float_bits",
-            "gemm",
-            "gemm_few_outputs",
-            "gemm_int8",
-            "gemm_parallel",
-            "linear",
-            "llvm_vectors",
-            "operands",
-            "simd",
-            "threads",
-            "work_stealing",
-        )
-    }
-    | {
-        f"bough.model.gpu.{name}"
-        for name in (
-            "attention_triton",
-            "kernels",
-            "unpack_triton",
-        )
-    }
-    | {
-        f"bough.model.kv.{name}"
-        for name in (
-            "segment",
-            "session_kv",
-            "slot",
-        )
-    }
-    | {
-        f"bough.model.llama.{name}"
-        for name in (
-            "layer",
-            "rows",
-            "weights",
-            "workspace",
-        )
-    }
-    | {
-        f"bough.model.loading.{name}"
-        for name in (
-            "loading",
-            "weight_map",
-        )
-    }
-    | {
-        f"bough.model.quant.{name}"
-        for name in (
-            "group_order",
-            "packed",
-            "quantize",
-        )
-    }
-    | {
-        f"bough.model.running.{name}"
-        for name in (
-            "batch_invariance",
-            "host_embeddings",
-        )
-    }
-    | {
-        f"bough.model.sampling.{name}"
-        for name in (
-            "sampler",
-            "token_counts",
-        )
-    }
-    | {f"bough.model.sizes.{name}" for name in ("target_limits",)}
-    | {f"bough.protocol.{name}" for name in ("sampling_params",)}
-    | {f"bough.sizing.{name}" for name in ("row_counts",)}
-    | {
-        f"bough.trees.{name}"
-        for name in (
-            "draft_probs",
-            "tree",
-            "tree_plan",
-        )
-    }
-    | {f"target_worker.experts.{name}" for name in ("expert_store",)}
-    | {
-        f"target_worker.sweep.{name}"
-        for name in (
-            "compiled_layers",
-            "streamed_model",
-            "streamed_sweeper",
-        )
-    }
-    | {
-        f"target_worker.verification.{name}"
-        for name in (
-            "traversal",
-            "verdict",
-            "verify",
-        )
-    }
-)
-OTHERS = frozenset(
-    {"bough", "target_worker"}
-    | {
-        f"bough.{name}"
-        for name in (
-            "concurrency",
-            "config",
-            "errors",
-            "model",
-            "protocol",
-            "runtime",
-            "sizing",
-            "trees",
-        )
-    }
-    | {f"bough.concurrency.{name}" for name in ("futures",)}
-    | {
-        f"bough.config.{name}"
-        for name in (
-            "cache_paths",
-            "parsers",
-            "processes",
-            "reader",
-            "service_links",
-        )
-    }
-    | {
-        f"bough.model.{name}"
-        for name in (
-            "architecture",
-            "batch",
-            "checkpoint",
-            "cpu",
-            "gpu",
-            "kv",
-            "llama",
-            "loading",
-            "packing",
-            "quant",
-            "running",
-            "sampling",
-            "sizes",
-        )
-    }
-    | {
-        f"bough.model.checkpoint.{name}"
-        for name in (
-            "atomic_files",
-            "checkpoint",
-            "content_samples",
-            "hub",
-            "pack_manifest",
-            "shared_weights",
-        )
-    }
-    | {f"bough.model.cpu.{name}" for name in ("huge_pages",)}
-    | {f"bough.model.gpu.{name}" for name in ("faults",)}
-    | {
-        f"bough.model.packing.{name}"
-        for name in (
-            "pack",
-            "shard_writer",
-        )
-    }
-    | {f"bough.model.running.{name}" for name in ("device",)}
-    | {
-        f"bough.model.sizes.{name}"
-        for name in (
-            "memory_budget",
-            "model_sizes",
-        )
-    }
-    | {
-        f"bough.protocol.{name}"
-        for name in (
-            "cost_curve",
-            "messages",
-            "prefix_hash",
-        )
-    }
-    | {
-        f"bough.runtime.{name}"
-        for name in (
-            "fatal_exit",
-            "kv_budget",
-            "machine",
-        )
-    }
-    | {
-        f"bough.sizing.{name}"
-        for name in (
-            "flops",
-            "placement",
-            "row_averages",
-            "sweep_times",
-        )
-    }
-    | {
-        f"target_worker.{name}"
-        for name in (
-            "experts",
-            "kv",
-            "link",
-            "scheduler",
-            "sweep",
-            "verification",
-        )
-    }
-    | {
-        f"target_worker.experts.{name}"
-        for name in (
-            "expert_cache",
-            "expert_copies",
-            "expert_reads",
-        )
-    }
-    | {
-        f"target_worker.kv.{name}"
-        for name in (
-            "kv_offload",
-            "session_slot",
-        )
-    }
-    | {
-        f"target_worker.link.{name}"
-        for name in (
-            "copy_stats",
-            "device_ring",
-            "direct_io",
-            "disk_reader",
-            "disk_ring",
-            "disk_stats",
-            "file_digests",
-            "host_layers",
-            "layer_extents",
-            "open_files",
-            "streams",
-        )
-    }
-    | {
-        f"target_worker.scheduler.{name}"
-        for name in (
-            "batching",
-            "job",
-            "sweep_figures",
-            "sweeper",
-        )
-    }
-    | {
-        f"target_worker.sweep.{name}"
-        for name in (
-            "tiers",
-            "warm_up",
-        )
-    }
-)
+
+
+def _modules(*rooms: tuple[str, str]) -> frozenset[str]:
+    """Full names of the modules that are listed for each package."""
+    return frozenset(f"{room}.{name}" for room, names in rooms for name in names.split())
+
+
+DECIDING = _modules(
+    ("bough.model.architecture", "architecture attention moe"),
+    ("bough.model.batch", "batch gpu_paths path_spans"),
+    ("bough.model.checkpoint", "tensor_source"),
+    ("bough.model.cpu",
+     "atomics attention_cpu attention_scores attention_tiles float_bits gemm gemm_few_outputs "
+     "gemm_int8 gemm_parallel linear llvm_vectors operands simd threads work_stealing"),
+    ("bough.model.gpu", "attention_triton kernels unpack_triton"),
+    ("bough.model.kv", "segment session_kv slot"),
+    ("bough.model.llama", "layer rows weights workspace"),
+    ("bough.model.loading", "loading weight_map"),
+    ("bough.model.quant", "group_order packed quantize"),
+    ("bough.model.running", "batch_invariance host_embeddings"),
+    ("bough.model.sampling", "sampler token_counts"),
+    ("bough.model.sizes", "target_limits"),
+    ("bough.protocol", "sampling_params"),
+    ("bough.sizing", "row_counts"),
+    ("bough.trees", "draft_probs tree tree_plan"),
+    ("target_worker.experts", "expert_store"),
+    ("target_worker.sweep", "compiled_layers streamed_model streamed_sweeper"),
+    ("target_worker.verification", "traversal verdict verify"),
+)  # fmt: skip
+OTHERS = _modules(
+    ("bough", "errors"),
+    ("bough.concurrency", "futures"),
+    ("bough.config", "cache_paths parsers processes reader service_links"),
+    ("bough.model.checkpoint", "atomic_files checkpoint content_samples hub pack_manifest shared_weights"),
+    ("bough.model.cpu", "huge_pages"),
+    ("bough.model.gpu", "faults"),
+    ("bough.model.packing", "pack shard_writer"),
+    ("bough.model.running", "device"),
+    ("bough.model.sizes", "memory_budget model_sizes"),
+    ("bough.protocol", "cost_curve messages prefix_hash"),
+    ("bough.runtime", "fatal_exit kv_budget machine"),
+    ("bough.sizing", "flops placement row_averages sweep_times"),
+    ("target_worker.experts", "expert_cache expert_copies expert_reads"),
+    ("target_worker.kv", "kv_offload session_slot"),
+    ("target_worker.link",
+     "copy_stats device_ring direct_io disk_reader disk_ring disk_stats file_digests host_layers layer_extents "
+     "open_files streams"),
+    ("target_worker.scheduler", "batching job sweep_figures sweeper"),
+    ("target_worker.sweep", "tiers warm_up"),
+)  # fmt: skip
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Writes the layers that tests/model/test_packed.py reads, with the very packers that community checkpoints are made by.
+"""Writes the layers that tests/model/test_packed.py reads, with the packers that community checkpoints are made by.
 
     pip install --no-deps --target LIBS auto-gptq==0.7.1 && pip download --no-deps --no-binary :all: autoawq==0.2.9
     PYTHONPATH=LIBS:AUTOAWQ_SOURCES python tests/data/pack_layers.py

@@ -1,4 +1,4 @@
-"""Trees of a simulated draft. Imports no torch: `python tests/fakes/simulated_growth.py FOLDER` grows one without numba."""
+"""Trees of a simulated draft, without torch: `python tests/fakes/simulated_growth.py FOLDER` does without numba too."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def test_after_memory_ran_out_the_next_sweep_is_right(tiny: Path, monkeypatch: p
 
 
 def test_the_reason_is_the_last_line_and_the_status_is_not_0() -> None:
-    code = "import time; from bough.runtime.fatal_exit import end_soon; end_soon(Exception('cuda:0 is lost')); time.sleep(60)"
+    code = "import time; from bough.runtime.fatal_exit import end_soon; "
+    code += "end_soon(Exception('cuda:0 is lost')); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (EXIT_LOST, "error: cuda:0 is lost")
 

@@ -177,7 +177,7 @@ def test_a_damaged_manifest_is_named(
     folder = shutil.copytree(draft, tmp_path / "damaged")
     manifest = folder / shared_weights.NAME
     manifest.write_text(change(json.loads(manifest.read_text())))
-    with pytest.raises(CheckpointError, match=rf"{origin.NAME}: {message}"):
+    with pytest.raises(CheckpointError, match=rf"{shared_weights.NAME}: {message}"):
         Checkpoint.open(folder)
 
 

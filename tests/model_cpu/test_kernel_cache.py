@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bough.model.cpu.kernel_cache import ByContents
+from bough.model.cpu.kernel_cache import ByContents, _contents_hash
 
 
 def folder_of(parent: Path, *, neighbour: str) -> Path:
@@ -28,8 +28,28 @@ def test_a_folder_is_known_by_all_of_its_files(tmp_path: Path) -> None:
     assert first.startswith("package_")
 
 
+def test_a_package_is_known_by_what_it_compiles_in_any_room(tmp_path: Path) -> None:
+    """A compiled function of one room calls those of another."""
+    paths = []
+    for name, text in (
+        ("first", "@compiled\ndef f(): ..."),
+        ("second", "@compiled\ndef f(): return 1"),
+        ("words", "A = 1"),
+    ):
+        room = folder_of(tmp_path / name, neighbour="A = 1\n").parent
+        other = room.parent / "other"
+        other.mkdir()
+        (room.parent / "__init__.py").touch()
+        (other / "functions.py").write_text(text)
+        paths.append(ByContents.get_suitable_cache_subpath(str(room / "kernels.py")))
+    assert len(set(paths)) == 3
+    (tmp_path / "words" / "other" / "words.py").write_text("B = 2")
+    _contents_hash.cache_clear()
+    assert ByContents.get_suitable_cache_subpath(str(tmp_path / "words" / "package" / "kernels.py")) == paths[2]
+
+
 def test_kernels_of_ours_are_kept_there(tmp_path: Path) -> None:
-    code = "import bough.model; from bough.model import shares; print(shares.take._cache._cache_path)"
+    code = "from bough.model.cpu import work_stealing; print(work_stealing.take._cache._cache_path)"
     environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     environ.pop("NUMBA_CACHE_LOCATOR_CLASSES", None)
     output = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, text=True)

@@ -123,7 +123,7 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_torch_cuts_between_rows(name: str, dtype: torch.dtype) -> None:
-    """What bough.model.running.batch_invariance takes for granted: with three threads of torch's own, silu of this is otherwise."""
+    """With three threads of torch's own, silu of this has other bits: so batch_invariance computes it with one."""
     assert torch.get_num_threads() == WHOLE
     rows = matrices(4, 64, 1, 1408, dtype)[0] * 3
     whole = ELEMENTWISE[name](rows)

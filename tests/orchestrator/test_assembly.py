@@ -91,7 +91,7 @@ async def test_draining_lets_a_caller_without_grpc_finish(stage: Stage) -> None:
         running = asyncio.create_task(finish(orchestrator.callers.tenant(())))
         await until(lambda: stage.target.asked)
         stop.set()
-        await until(lambda: orchestrator.serving.requests.loads().is_draining)
+        await until(lambda: orchestrator.requests.loads().is_draining)
         with pytest.raises(Unavailable, match="draining"):
             await finish(orchestrator.callers.tenant(()))
         assert not serving.done()
@@ -113,7 +113,7 @@ async def test_what_does_not_finish_in_time_is_freed_whether_it_is_read_or_not(s
         reading = asyncio.ensure_future(anext(events)) if is_reading else None
         stop.set()
         await serving
-        assert orchestrator.serving.requests.loads().num_requests_running == 0
+        assert orchestrator.requests.loads().num_requests_running == 0
         await until(lambda: stage.target.released == stage.target.asked[:1])
         with pytest.raises(Unavailable, match=r"draining.*; this call was cut off, and can be resumed"):
             await (reading or anext(events))
@@ -126,7 +126,7 @@ async def test_the_end_of_the_block_frees_what_nobody_drained(stage: Stage) -> N
         await until(lambda: orchestrator.is_ready)
         events = orchestrator.callers.tenant(()).generate(PROMPT, LONG)
         await anext(events)
-    assert orchestrator.serving.requests.loads().num_requests_running == 0
+    assert orchestrator.requests.loads().num_requests_running == 0
     with pytest.raises(Unavailable, match="has ended"):
         await anext(events)
 
@@ -140,7 +140,7 @@ async def test_a_caller_that_stops_reading_holds_nothing(stage: Stage, session_i
         events = orchestrator.callers.tenant(()).generate(PROMPT, replace(LONG, session_id=session_id))
         for _ in range(3):
             await anext(events)
-        await until(lambda: not orchestrator.serving.requests.loads().num_requests_running)
+        await until(lambda: not orchestrator.requests.loads().num_requests_running)
         if session_id:  # its session can be gone on with, though the generator is still in somebody's hands
             assert isinstance(
                 (await finish(orchestrator.callers.tenant(()), options=replace(SHORT, session_id="kept")))[-1], Finished

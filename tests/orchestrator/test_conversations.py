@@ -241,7 +241,7 @@ async def test_a_new_session_goes_to_the_target_that_holds_its_prefix(fakes: Fle
 
 @pytest.mark.parametrize("is_continued", [True, False])
 async def test_no_two_rounds_of_a_session_share_random_numbers(fakes: Fleet, is_continued: bool) -> None:
-    """A user's seed is that of every turn; the number of a round sets its samples apart (`bough.model.sampling.draft_sampler`)."""
+    """A user's seed is that of every turn; the number of a round sets its samples apart (`draft_sampler`)."""
     await fakes.target("t1")
     draft = FakeDraft("d1", fakes.tokenizer)
     await fakes.worker(draft)

@@ -24,8 +24,8 @@ from bough.protocol.generation import (
 )
 from bough.rpc import server
 from bough.trees.tree_plan import StaticShape
+from orchestrator.admission import entrance as module
 from orchestrator.admission.admission import Admission
-from orchestrator.admission.admission import entrance as module
 from orchestrator.admission.entrance import (
     BYTES_PER_TOKEN,
     MAX_BYTES,
@@ -70,7 +70,7 @@ async def test_the_call_too_many_is_not_decoded(
     stage.target.may_answer.clear()
     async with orchestrating(stage, "--max-running", "1", "--max-waiting", "1") as orchestrator:
         running = [asyncio.create_task(finish(orchestrator)) for _ in range(2)]
-        await until(lambda: orchestrator.serving.requests.loads().num_requests_waiting)
+        await until(lambda: orchestrator.requests.loads().num_requests_waiting)
         with pytest.raises(Exhausted, match="2 requests run and wait") as caught:
             await finish(orchestrator, TextPrompt("x" * 2000))
         assert caught.value.retry_seconds is not None
@@ -127,11 +127,11 @@ async def test_both_doors_have_one_limit(stage: Stage, monkeypatch: pytest.Monke
     body = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
     flags = ("--max-running", "1", "--max-waiting", "1", "--http-port", "0")
     async with orchestrating(stage, *flags) as orchestrator, httpx.AsyncClient(timeout=60) as client:
-        url = f"{orchestrator.serving.requests.http_url}/v1/completions"
+        url = f"{orchestrator.requests.http_url}/v1/completions"
         running = asyncio.create_task(finish(orchestrator))
-        await until(lambda: orchestrator.serving.requests.loads().num_requests_running)
+        await until(lambda: orchestrator.requests.loads().num_requests_running)
         waiting = asyncio.create_task(client.post(url, json=body))
-        await until(lambda: orchestrator.serving.requests.loads().num_requests_waiting)
+        await until(lambda: orchestrator.requests.loads().num_requests_waiting)
         refusal = await client.post(url, json=body)
         assert refusal.status_code == 429
         assert refusal.json()["error"]["message"].startswith("2 requests run and wait")

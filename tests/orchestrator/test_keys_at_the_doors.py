@@ -76,7 +76,7 @@ async def guarded(folder: Path, *flags: str, **limits: int) -> AsyncIterator[Gua
         config = parse(OrchestratorConfig, "o", [*everywhere, *flags], {})
         file.write_text(f"{json.dumps(line('alice', ALICE, **limits))}\n{json.dumps(line('bob', BOB))}\n")
         async with assembled(config, asyncio.Event()) as orchestrator:
-            await until(lambda: orchestrator.cluster.directory.has_target)
+            await until(lambda: orchestrator.directory.has_target)
             yield Guarded(stage, orchestrator, file)
 
 

@@ -176,7 +176,7 @@ async def test_a_deadline_ends_the_request_and_frees_everything(stage: Stage, or
 
 async def test_the_deadline_holds_whatever_the_front_door_speaks(stage: Stage, orchestrator: Orchestrator) -> None:
     stage.target.may_answer.clear()
-    events = orchestrator.serving.requests.generate(PROMPT, LONG, timeout_seconds=2.0)
+    events = orchestrator.requests.generate(PROMPT, LONG, timeout_seconds=2.0)
     assert (await anext(events)).prompt_tokens == 5  # type: ignore[union-attr]
     with pytest.raises(DeadlineExceeded, match="deadline"):
         await anext(events)
@@ -189,7 +189,7 @@ async def test_a_deadline_passes_in_the_queue_too(stage: Stage) -> None:
         first = asyncio.create_task(finish(orchestrator))
         await eventually(orchestrator, running=1, waiting=0)
         with pytest.raises(DeadlineExceeded):
-            await anext(orchestrator.serving.requests.generate(PROMPT, LONG, timeout_seconds=0.2))
+            await anext(orchestrator.requests.generate(PROMPT, LONG, timeout_seconds=0.2))
         await eventually(orchestrator, running=1, waiting=0)
         stage.target.may_answer.set()
         await first
@@ -393,7 +393,7 @@ async def test_a_target_that_leaves_no_room_gives_a_delay_too(stage: Stage) -> N
 async def test_an_unknown_target_is_no_overload(stage: Stage) -> None:
     """Only what may succeed later is RESOURCE_EXHAUSTED."""
     async with orchestrating(stage) as orchestrator:
-        known = next(iter(orchestrator.serving.requests.directory._targets.values()))
+        known = next(iter(orchestrator.requests.directory._targets.values()))
         known.health._pause.until = math.inf
         with pytest.raises(Unavailable, match="no target worker can be used"):
             await finish(orchestrator)

@@ -46,7 +46,7 @@ async def test_a_round_reads_a_few_of_the_sessions_tokens_however_many_there_are
     prompt = TokenPrompt(tuple(number % 257 for number in range(MAX_CONTEXT - NUM_ROUNDS - 1)))
     by_round = []
     async with orchestrating(stage, "--lookup", "0") as orchestrator:
-        async for event in orchestrator.serving.requests.generate(prompt, OPTIONS):
+        async for event in orchestrator.requests.generate(prompt, OPTIONS):
             if isinstance(event, Tokens):
                 by_round.append(reads.taken())
         assert isinstance(event, Finished)
@@ -55,7 +55,7 @@ async def test_a_round_reads_a_few_of_the_sessions_tokens_however_many_there_are
         history: Sequence[int] = () if record is None else record.tokens
         assert tuple(history[: len(prompt.token_ids)]) == prompt.token_ids
         assert len(history) == MAX_CONTEXT - 1
-        ends = [e async for e in orchestrator.serving.requests.generate(TokenPrompt(tuple(history)), again)][-1]
+        ends = [e async for e in orchestrator.requests.generate(TokenPrompt(tuple(history)), again)][-1]
         assert isinstance(ends, Finished)
         assert ends.usage.cached_tokens == len(history) - 1
     assert by_round[0] > len(prompt.token_ids)  # which are sent to the target
@@ -78,9 +78,7 @@ async def test_a_long_prompt_is_read_for_guesses_beside_the_event_loop(
     prompt = TokenPrompt(tuple(number % 257 for number in range(20_000)))
     async with orchestrating(stage) as orchestrator:
         stage.target.sweep_seconds = 0.05
-        events = [
-            event async for event in orchestrator.serving.requests.generate(prompt, replace(OPTIONS, max_tokens=200))
-        ]
+        events = [event async for event in orchestrator.requests.generate(prompt, replace(OPTIONS, max_tokens=200))]
     assert isinstance(events[-1], Finished)
     assert num_read[False] == 20_000
     assert 0 < num_read[True] <= 200

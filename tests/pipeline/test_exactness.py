@@ -26,7 +26,7 @@ from bough.trees.tree_plan import Scheme
 from target_worker.verification.traversal import Refused, Traversal
 from target_worker.verification.verdict import judge, laws_of
 from target_worker.verification.verify import Draw, draws_at, law_given
-from tests.chi_square import fit, tail
+from tests.fakes.chi_square import fit, tail
 
 VOCAB = 5
 LENGTH = 3  # tokens whose joint law is compared
@@ -199,7 +199,7 @@ def noise() -> np.ndarray:
 def test_the_law_of_the_target_scheme_is_that_of_its_random_numbers(
     temperature: float, filters: int, noise: np.ndarray
 ) -> None:
-    """Its tokens are plain decoding's, seed by seed (tests/pipeline/test_equality.py): so these alone could make it wrong."""
+    """Its tokens are plain decoding's, seed by seed (test_equality.py): so these alone could make it wrong."""
     params = SamplingParams(temperature=temperature, **FILTERS[filters])  # type: ignore[arg-type]
     world = World(params, "good", seed=filters)
     seeds: dict[Text, np.ndarray] = {(): np.arange(NUM_DRAWS)}  # by what each seed's text is so far

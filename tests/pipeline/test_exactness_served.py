@@ -32,7 +32,7 @@ from draft_worker.candidates.candidates import Guessing
 from draft_worker.candidates.top_k import largest
 from draft_worker.growth.static_shape import weights_of
 from target_worker.verification.verdict import judge, laws_of
-from tests.chi_square import fit
+from tests.fakes.chi_square import fit
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, new_engine
 from tests.pipeline.test_exactness import ALLOWED, NUM_DRAWS, NUM_SERVED_TESTS, SAMPLED
 

@@ -10,7 +10,7 @@ from pathlib import Path
 GROWN_BYTES = 60_000_000  # rows of keys and values in pages of 2 MB, and Python's own
 GAP_BYTES = 100_000_000  # of heaps, that nothing is in: it was 200 MB and more, and is 30 to 40
 
-# The process's own beginning (`bough.processes.process.run`), and then sessions of all sizes, released as the orchestrator does.
+# The process's own beginning (`bough.processes.process.run`), then sessions of all sizes, taken and given back.
 SERVE = """
 import ctypes, json, random, sys
 from pathlib import Path

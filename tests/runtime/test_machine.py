@@ -124,7 +124,8 @@ def test_pages_of_files_are_free_unless_they_are_mapped(version: int, tmp_path: 
 
 
 def test_affinity_decides_how_many_threads_compute_by_default() -> None:
-    code = "from bough.config.processes import TargetConfig, parse; print(parse(TargetConfig, 't', ['--model', 'm'], {}).threads)"
+    code = "from bough.config.processes import TargetConfig, parse; "
+    code += "print(parse(TargetConfig, 't', ['--model', 'm'], {}).threads)"
     one = str(min(os.sched_getaffinity(0)))
     command = ["taskset", "-c", one, sys.executable, "-c", code]
     try:

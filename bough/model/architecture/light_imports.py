@@ -1,6 +1,6 @@
 """Loads transformers' modelling code without torch's compiler and without distributed tensors.
 
-    python -m bough.model.architecture.light_imports MODULE ARGUMENTS...    runs a module like `python -m MODULE` after that
+    python -m bough.model.architecture.light_imports MODULE ARGUMENTS...    then runs it like `python -m`
 
 Importing it pulls in torch._dynamo, the inductor, sympy and torch.distributed.tensor, for decorators that matter to
 `torch.compile` alone and for tensors that are spread over processes. A worker uses neither; they took a third of its

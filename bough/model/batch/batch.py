@@ -80,8 +80,8 @@ class Chunk:
 class Batch:
     """Segments one after another, padded, in chunks that go through each layer by turns.
 
-    A batch that is to be reproducible has chunks of the sizes that `bough.model.running.batch_invariance` allows; `rows=None` is
-    one chunk of whatever size comes.
+    A batch that is to be reproducible has chunks of the sizes that `bough.model.running.batch_invariance` allows;
+    `rows=None` is one chunk of whatever size comes.
     """
 
     def __init__(self, segments: Sequence[Segment], rows: RowCounts | None, device: torch.device) -> None:

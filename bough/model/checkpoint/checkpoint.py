@@ -1,6 +1,7 @@
 """Where each tensor of a checkpoint stands: a model folder and its safetensors headers.
 
-Knows no torch and no model classes. Whether the shapes fit the architecture is checked in `bough.model.loading.loading`.
+Knows no torch and no model classes. Whether the shapes fit the architecture is checked in
+`bough.model.loading.loading`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Checkpoint:
         """Hash over the configuration, the places and shapes of all tensors, and what is known of their contents.
 
         That is the checksum of every tensor where `bough pack` has written them, which are compared with the bytes when
-        these are read, and otherwise samples of every tensor (`bough.model.checkpoint.content_samples`). The same on every machine.
+        these are read, and otherwise samples of every tensor (`bough.model.checkpoint.content_samples`). The same on
+        every machine.
 
         Raises:
             CheckpointError: the samples cannot be read.

@@ -221,7 +221,7 @@ def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: igno
 
 @compiled
 def multiply_int8(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
-    """Rows in 8 bits times groups [begin, end) of a matrix in 8 bits; for `out` see `bough.model.cpu.gemm_parallel.multiply`."""
+    """Rows in 8 bits times groups [begin, end) of a matrix in 8 bits; for `out` see `gemm_parallel.multiply`."""
     for group in range(begin, end):
         row = 0
         while row < num_rows:

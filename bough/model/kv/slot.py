@@ -1,8 +1,8 @@
 """The rows of one session and the tokens that are committed in them, whatever stands in the rows.
 
 A slot knows rows, not meanings: rows [0, length) hold committed tokens at the positions of the same numbers, and what a
-tree puts above them counts for nothing until it is compacted down. `bough.model.kv.session_kv` has slots of keys and values; a
-simulated worker's hold nothing but their tokens.
+tree puts above them counts for nothing until it is compacted down. `bough.model.kv.session_kv` has slots of keys and
+values; a simulated worker's hold nothing but their tokens.
 """
 
 from __future__ import annotations

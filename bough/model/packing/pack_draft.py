@@ -1,8 +1,9 @@
 """`bough pack --draft`: a draft out of a target's own weights, with some layers left out and the rest in few bits.
 
-The matrices of the layers that are kept are packed, each in the layout that `bough.model.packing.bit_allocation` has chosen for it. What
-is in no layer (embeddings, the last norm, the head) is not stored again: the folder names the target, whose files hold
-it (`bough.model.checkpoint.shared_weights`). Or it is copied, for a draft worker that runs where the target's files are not.
+The matrices of the layers that are kept are packed, each in the layout that `bough.model.packing.bit_allocation` has
+chosen for it. What is in no layer (embeddings, the last norm, the head) is not stored again: the folder names the
+target, whose files hold it (`bough.model.checkpoint.shared_weights`). Or it is copied, for a draft worker that runs
+where the target's files are not.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
 
 
 def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -> int:
-    """What a sweep takes at most beside weights and slots; an estimate from above, checked by tests/model/test_memory.py."""
+    """What a sweep takes at most beside weights and slots; an estimate from above (tests/model/test_memory.py)."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
     rows = max(limits.rows, OWN_MOST)
     tokens = -(-limits.max_sweep_tokens // rows) * rows

@@ -19,7 +19,7 @@ LONG = SHORT | {"max_tokens": 50_000}
 
 
 def client_of(orchestrator: Orchestrator) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=orchestrator.serving.requests.http_url, timeout=60)
+    return httpx.AsyncClient(base_url=orchestrator.requests.http_url, timeout=60)
 
 
 async def test_what_runs_finishes_while_new_requests_are_sent_elsewhere(stage: Stage) -> None:
@@ -32,7 +32,7 @@ async def test_what_runs_finishes_while_new_requests_are_sent_elsewhere(stage: S
         running = [asyncio.create_task(client.post(PATH, json=SHORT | {"stream": way})) for way in (False, True)]
         await until(lambda: len(stage.target.asked) == 2)
         stop.set()
-        await until(lambda: orchestrator.serving.requests.loads().is_draining)
+        await until(lambda: orchestrator.requests.loads().is_draining)
         for response in (await client.post(PATH, json=SHORT), await client.get("/health")):
             assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
             assert "retry-after" in response.headers
@@ -72,7 +72,7 @@ async def test_a_client_that_hangs_up_ends_the_call_at_the_target(stage: Stage) 
             await until(lambda number=number: len(stage.target.asked) == number)
             asking.cancel()
             await until(lambda number=number: len(stage.target.cancelled) == number)
-        await until(lambda: orchestrator.serving.requests.loads().num_requests_running == 0)
+        await until(lambda: orchestrator.requests.loads().num_requests_running == 0)
 
 
 async def test_a_flood_is_refused_before_it_is_decoded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ async def test_a_flood_is_refused_before_it_is_decoded(stage: Stage, monkeypatch
         await until(lambda: orchestrator.is_ready)
         stage.target.may_answer.clear()
         asking = [asyncio.create_task(client.post(PATH, json=SHORT)) for _ in range(2)]
-        await until(lambda: orchestrator.serving.requests.loads().num_requests_waiting == 1)
+        await until(lambda: orchestrator.requests.loads().num_requests_waiting == 1)
         response = await client.post(PATH, content=b"{", headers={"content-type": "application/json"})
         assert response.status_code == 429, "not that it is no JSON: nobody has looked"
         assert int(response.headers["retry-after-ms"]) >= 1000
