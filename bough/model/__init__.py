@@ -14,9 +14,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def compiled_files(package: Path) -> list[Path]:
-    """Files in a package's folder, and in folders below it, that mention numba's compiler or our settings of it."""
-    files = sorted(package.rglob("*.py"))
-    return [file for file in files if any(word in file.read_bytes() for word in (b"njit", b"compiled"))]
+    """Files in a package's folder, and in folders below it, that mention our settings of numba's compiler."""
+    return [file for file in sorted(package.rglob("*.py")) if b"cpu.jit" in file.read_bytes()]
 
 
 def compiled_folder() -> Path:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from bough.model.cpu import gemm, gemm_few_outputs, llvm_vectors
 from bough.model.cpu.gemm import GROUP
-from bough.model.cpu.gemm_parallel import project
 from bough.model.cpu.linear import numbers
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters, take
+from tests.fakes.products import project
 
 
 def random_numbers(seed: int, *shape: int) -> torch.Tensor:

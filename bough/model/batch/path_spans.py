@@ -13,6 +13,8 @@ from numba.core import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from bough.model.cpu.jit import strict
+
 if TYPE_CHECKING:
     from bough.model.batch.batch import Piece
 
@@ -97,7 +99,7 @@ def _typed_pointer(_context, address, kind, index):  # type: ignore[no-untyped-d
 _pointer: Any = intrinsic(_typed_pointer)
 
 
-@numba.njit(fastmath=False, cache=True, error_model="numpy")
+@strict
 def layer_rows(address, kind, layer, num_rows, num_kv_heads, width):  # type: ignore[no-untyped-def]
     """A slot's keys or values of one layer, (num_rows, num_kv_heads, width), of the type of the number `kind`."""
     first = _pointer(address, kind, layer * num_rows * num_kv_heads * width)

@@ -7,12 +7,13 @@ from typing import Any
 import numba
 from numba.extending import overload
 
-from bough.model.cpu.gemm import GROUP, compiled, multiply_groups, parallel
+from bough.model.cpu.gemm import GROUP, multiply_groups
 from bough.model.cpu.gemm_few_outputs import few_of, multiply_few
 from bough.model.cpu.gemm_int8 import multiply_int8
+from bough.model.cpu.jit import strict
 from bough.model.cpu.llvm_vectors import multiplies_pairs
 from bough.model.cpu.operands import are_codes, num_outputs_of
-from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
+from bough.model.cpu.work_stealing import take, take_next, wait_for_all
 
 PIECES = 8  # of a matrix for each thread, which they take as they come to them
 _HAS_FEW = not multiplies_pairs()  # whether few rows have a product of their own, with the bits of many
@@ -62,27 +63,27 @@ def _form_of(rows, num_rows):  # type: ignore[no-untyped-def]  # noqa: ARG001
     return lambda rows, num_rows: rows[:0]  # noqa: ARG005
 
 
-@compiled
+@strict
 def num_groups_of(matrix):  # type: ignore[no-untyped-def]
     """Groups of its rows."""
     return (num_outputs_of(matrix) + GROUP - 1) // GROUP
 
 
-@compiled
+@strict
 def num_pieces_of(num_parts, num_threads):  # type: ignore[no-untyped-def]
     """In how many pieces threads take so many parts of a matrix."""
     return min(num_parts, PIECES * num_threads)
 
 
-@compiled
+@strict
 def parts_of(piece, num_pieces, num_parts):  # type: ignore[no-untyped-def]
     """Those of a piece, [begin, end)."""
     return piece * num_parts // num_pieces, (piece + 1) * num_parts // num_pieces
 
 
-@compiled
+@strict
 def share_product(taken, thread, num_threads, rows, num_rows, matrix, bias, out):  # type: ignore[no-untyped-def]
-    """A thread's part of `project`."""
+    """A thread's part of all groups of a matrix; `taken` is a row of `bough.model.cpu.work_stealing.counters`."""
     few, num_groups = form_of(rows, num_rows), num_groups_of(matrix)
     num_pieces = num_pieces_of(num_groups, num_threads)
     piece = take(taken, thread, num_threads, num_pieces)
@@ -91,11 +92,3 @@ def share_product(taken, thread, num_threads, rows, num_rows, matrix, bias, out)
         multiply(rows, few, num_rows, matrix, begin, end, bias, out)
         piece = take_next(taken, thread, num_threads, num_pieces)
     wait_for_all(taken, num_threads, num_pieces)
-
-
-@parallel
-def project(taken, num_threads, rows, num_rows, matrix, bias, out):  # type: ignore[no-untyped-def]
-    """All groups of a matrix by all threads; `taken` is a row of `bough.model.cpu.work_stealing.counters`."""
-    for number in numba.prange(num_threads):
-        thread = as_thread(number)
-        share_product(taken, thread, num_threads, rows, num_rows, matrix, bias, out)
