@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from bough.model.batch.batch import Chunk, Piece
-from bough.model.batch.path_spans import Place, Spans, layer_rows
+from bough.model.batch.path_spans import Place, Spans
 from bough.model.cpu.attention_scores import KEYS_AHEAD, WIDTH, put_scores, rows_of, whole
 from bough.model.cpu.attention_tiles import lanes_of, put_head, weigh_scores, weigh_values
 from bough.model.cpu.gemm import GROUP
-from bough.model.cpu.jit import pointer, strict, strict_parallel
+from bough.model.cpu.jit import pointer, strict, strict_inner, strict_parallel
+from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import as_thread, counters, take, take_next, wait_for_all
 
@@ -27,21 +28,21 @@ KINDS: dict[torch.dtype, np.uint16 | np.float32] = {torch.bfloat16: np.uint16(0)
 _shares: dict[torch.dtype, Any] = {}  # pointers to `share_attention`, by these types
 
 
-@strict
+@strict_inner
 def _reach(spans, row, window):  # type: ignore[no-untyped-def]
     """The positions that a row sees, [first, end)."""
     end = np.int64(spans.lengths[row])
     return max(0, end - window) if window > 0 else 0, end
 
 
-@strict
+@strict_inner
 def _tail_of(spans, piece, row):  # type: ignore[no-untyped-def]
     """Where in `spans.tails` a row's position 0 would be."""
     first_row, _, base, begin_tail, width, _ = spans.ranges[piece]
     return begin_tail + (row - first_row) * width - base
 
 
-@strict
+@strict_inner
 def _gather(spans, piece, begin, end, start, count, kept, place_of):  # type: ignore[no-untyped-def]
     """Slot rows beyond the base that some row of [begin, end) sees, onto the `count` that are kept; how many then.
 
@@ -59,7 +60,7 @@ def _gather(spans, piece, begin, end, start, count, kept, place_of):  # type: ig
     return count
 
 
-@strict
+@strict_inner
 def _hide(spans, piece, begin, end, window, group, start, num_committed, place_of, scores):  # type: ignore[no-untyped-def]
     """-inf for whatever a row does not see, of num_committed keys from `start` on and all that follow them.
 
@@ -84,7 +85,7 @@ def _hide(spans, piece, begin, end, window, group, start, num_committed, place_o
                 scores[block, num_committed + j, lane] += hidden[block, j, lane]
 
 
-@strict
+@strict_inner
 def _find_keys(spans, piece, begin, end, window, place_of):  # type: ignore[no-untyped-def]
     """Slot rows of the keys that some of the rows [begin, end) see, and the last of them over and over beyond these.
 
@@ -105,7 +106,7 @@ def _find_keys(spans, piece, begin, end, window, place_of):  # type: ignore[no-u
     return kept, start, num_committed, num_kept
 
 
-@strict
+@strict_inner
 def _in_whole_lines(numbers, kept, num_kept):  # type: ignore[no-untyped-def]
     """The rows that are kept, with zeros behind them, of numbers (rows, head_dim)."""
     copies = np.zeros((num_kept, whole(numbers.shape[1], WIDTH)), numbers.dtype)
@@ -115,7 +116,7 @@ def _in_whole_lines(numbers, kept, num_kept):  # type: ignore[no-untyped-def]
     return copies
 
 
-@strict
+@strict_inner
 def _attend_together(queries, keys, values, spans, task, scale, window, softcap, sinks, place_of, out):  # type: ignore[no-untyped-def]
     """The query heads of one KV head, for some rows; `place_of` is -1 everywhere, and is left so."""
     piece, begin, end, kv_head = spans.tasks[task]

@@ -16,7 +16,7 @@ from numba.extending import intrinsic, overload
 
 from bough.model.cpu.float_bits import widened as widened_number
 from bough.model.cpu.gemm import GROUP, LINE_BYTES, WORD_BYTES, by_lanes
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict, strict_inner
 from bough.model.cpu.llvm_vectors import (
     FIRST_LEVEL,
     FLOATS,
@@ -157,7 +157,7 @@ def _rows_of(queries, begin, end, kv_head, group, num_words, width):  # type: ig
     return as_floats if are_pairs and not multiplies_pairs() else as_words
 
 
-@strict
+@strict_inner
 def whole(number, step):  # type: ignore[no-untyped-def]
     """The next multiple."""
     return (number + step - 1) // step * step

@@ -15,7 +15,7 @@ from numba.extending import intrinsic, overload
 from bough.model.cpu.attention_scores import INDEX_BYTES, KEYS_AHEAD, ROWS
 from bough.model.cpu.float_bits import rounded
 from bough.model.cpu.gemm import WORD_BYTES
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict, strict_inner
 from bough.model.cpu.llvm_vectors import (
     FIRST_LEVEL,
     FLOATS,
@@ -77,7 +77,7 @@ def _weigher_of(num_lanes: int) -> Any:
 _weigh_4, _weigh_8, _weigh_16 = map(_weigher_of, (4, 8, LANES))
 
 
-@strict
+@strict_inner
 def lanes_of(num_rows):  # type: ignore[no-untyped-def]
     """So many lanes have the keys of some rows: no more than LANES, where rows then fill several blocks."""
     lanes = LANES
@@ -110,7 +110,8 @@ def weigh_scores(scores, scale, softcap, sinks, totals):  # type: ignore[no-unty
         peaks[place] = peaks[place % lanes]
     weights_of_sinks = np.empty(LANES, np.float32)
     put(weights_of_sinks, 0, exp(load(sinks, 0) - load(peaks, 0)))
-    totals[:] = weights_of_sinks[:lanes]
+    for lane in range(lanes):  # a slice to a slice has a check of shapes, which takes seconds to compile
+        totals[lane] = weights_of_sinks[lane]
     if lanes == 4:
         _weigh_4(flat, peaks, totals)
     elif lanes == 8:

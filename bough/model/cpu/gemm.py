@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict, strict_inner
 from bough.model.cpu.llvm_vectors import (
     FLOATS,
     I32,
@@ -229,7 +229,7 @@ def lay_out(words, block, blocks):  # type: ignore[no-untyped-def]
             blocks[block, word, lane] = words[row, word] if row < num_rows else 0
 
 
-@strict
+@strict_inner
 def multiply_groups(blocks, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
     """Rows times groups [begin, end) of a matrix's rows, GROUP in each.
 

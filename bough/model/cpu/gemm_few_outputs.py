@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from bough.model.cpu.float_bits import widened as widened_number
 from bough.model.cpu.gemm import GROUP
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import (
     FLOATS,
     I32,
@@ -127,7 +127,7 @@ def _tile_of(num_rows: int) -> Any:
 _tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
 
 
-@strict
+@strict_inner
 def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
     """The rows themselves, 1, 2, 4 or 8 of them, (rows, inputs) float32; none where they are not few.
 
@@ -145,7 +145,7 @@ def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
     return rows
 
 
-@strict
+@strict_inner
 def multiply_few(rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
     """As `bough.model.cpu.gemm.multiply_groups`, of 1, 2, 4 or 8 rows as `few_of` makes them."""
     for group in range(begin, end):

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bough.model.cpu.gemm import WORD_BYTES, by_lanes
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import (
     ADDS_TWOS,
     FLOATS,
@@ -201,7 +201,7 @@ _tile_16 = tile_of(LANES, _sums_by_twos if ADDS_TWOS else _sums)
 _HAS_16, _MOST_WITHOUT = ADDS_TWOS or _MOST_ROWS >= LANES, 4 if ADDS_TWOS else 12  # rows for which others are faster
 
 
-@strict
+@strict_inner
 def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: ignore[no-untyped-def]
     """Some of the rows from `row` on, or all that are left; how many."""
     if _HAS_16 and num_left > _MOST_WITHOUT:
@@ -220,7 +220,7 @@ def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: igno
     return 1
 
 
-@strict
+@strict_inner
 def multiply_int8(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
     """Rows in 8 bits times groups [begin, end) of a matrix in 8 bits; for `out` see `gemm_parallel.multiply`."""
     for group in range(begin, end):

@@ -10,7 +10,7 @@ from numba.extending import overload
 from bough.model.cpu.gemm import GROUP, multiply_groups
 from bough.model.cpu.gemm_few_outputs import few_of, multiply_few
 from bough.model.cpu.gemm_int8 import multiply_int8
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict, strict_inner
 from bough.model.cpu.llvm_vectors import multiplies_pairs
 from bough.model.cpu.operands import are_codes, num_outputs_of
 from bough.model.cpu.work_stealing import take, take_next, wait_for_all
@@ -63,19 +63,19 @@ def _form_of(rows, num_rows):  # type: ignore[no-untyped-def]  # noqa: ARG001
     return lambda rows, num_rows: rows[:0]  # noqa: ARG005
 
 
-@strict
+@strict_inner
 def num_groups_of(matrix):  # type: ignore[no-untyped-def]
     """Groups of its rows."""
     return (num_outputs_of(matrix) + GROUP - 1) // GROUP
 
 
-@strict
+@strict_inner
 def num_pieces_of(num_parts, num_threads):  # type: ignore[no-untyped-def]
     """In how many pieces threads take so many parts of a matrix."""
     return min(num_parts, PIECES * num_threads)
 
 
-@strict
+@strict_inner
 def parts_of(piece, num_pieces, num_parts):  # type: ignore[no-untyped-def]
     """Those of a piece, [begin, end)."""
     return piece * num_parts // num_pieces, (piece + 1) * num_parts // num_pieces

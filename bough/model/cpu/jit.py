@@ -36,6 +36,11 @@ def strict_inline(function: Any) -> Any:
     return _compiled(function, fastmath=False, inline="always")
 
 
+def strict_inner(function: Any) -> Any:
+    """The same, for a function that only compiled ones call: without what lets Python call it, which takes longest."""
+    return _inner(function, fastmath=False)
+
+
 def fastmath(function: Any) -> Any:
     """Compiled code in which LLVM may add up numbers in any order, always the same for one processor."""
     return _compiled(function, fastmath=FASTMATH)
@@ -46,12 +51,26 @@ def fastmath_parallel(function: Any) -> Any:
     return _compiled(function, fastmath=FASTMATH, parallel=True)
 
 
+def fastmath_inner(function: Any) -> Any:
+    """The same, for a function that only compiled ones call."""
+    return _inner(function, fastmath=FASTMATH)
+
+
 def _compiled(function: Any, **options: Any) -> Any:
     if _is_interpreted:
         return function
     import numba
 
-    return numba.njit(cache=True, error_model="numpy", nogil=True, **options)(function)
+    settings: dict[str, Any] = {"cache": True, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
+    return numba.njit(**settings, **options)(function)
+
+
+def _inner(function: Any, **options: Any) -> Any:
+    if _is_interpreted:
+        return function
+    from numba.extending import register_jitable
+
+    return register_jitable(error_model="numpy", nogil=True, **options)(function)
 
 
 def pointer(function: Any, *arguments: Any) -> Any:

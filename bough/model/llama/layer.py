@@ -11,11 +11,11 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.batch.path_spans import layer_rows
 from bough.model.cpu.attention_cpu import share_attention
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
-from bough.model.cpu.jit import fastmath, fastmath_parallel
+from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
+from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.operands import LINE, num_outputs_of
 from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
 from bough.model.llama.rows import Bits, Floats, gate_line, rotate, round_to, share_laying_out, share_norms
@@ -67,7 +67,7 @@ class Room(NamedTuple):
     gated: Any  # rows of a product
 
 
-@fastmath
+@fastmath_inner
 def _place(task, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
     """Turns a KV head's queries and keys to their positions, and puts its keys and values into the slots."""
     num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
@@ -88,7 +88,7 @@ def _place(task, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[
         round_to(qkv[begin : begin + head_dim], values[stored, kv_head])
 
 
-@fastmath
+@fastmath_inner
 def _share_placing(taken, thread, num_threads, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
     num_tasks = len(spans.tasks)
     task = take(taken, thread, num_threads, num_tasks)
@@ -98,7 +98,7 @@ def _share_placing(taken, thread, num_threads, layer, weights, sizes, room, span
     wait_for_all(taken, num_threads, num_tasks)
 
 
-@fastmath
+@fastmath_inner
 def _heads_piece(begin, end, weights, rows, few, num_rows, out):  # type: ignore[no-untyped-def]
     """Groups of three matrices one after another."""
     queries, keys, values, bias = weights.queries, weights.keys, weights.values, weights.bias
@@ -112,7 +112,7 @@ def _heads_piece(begin, end, weights, rows, few, num_rows, out):  # type: ignore
     multiply(rows, few, num_rows, values, own_begin, own_end, bias[end_keys:], of_values)
 
 
-@fastmath
+@fastmath_inner
 def _share_heads(taken, thread, num_threads, weights, rows, num_rows, out):  # type: ignore[no-untyped-def]
     """Queries, keys and values side by side in `out` (rows, of all three), in one loop over three matrices."""
     num_groups = num_groups_of(weights.queries) + num_groups_of(weights.keys) + num_groups_of(weights.values)
@@ -125,7 +125,7 @@ def _share_heads(taken, thread, num_threads, weights, rows, num_rows, out):  # t
     wait_for_all(taken, num_threads, num_pieces)
 
 
-@fastmath
+@fastmath_inner
 def _gates_piece(begin, end, weights, rows, few, num_rows, gate, up, gated):  # type: ignore[no-untyped-def]
     """Outputs [begin, end) of two matrices."""
     gate[:, begin:end] = 0
@@ -137,7 +137,7 @@ def _gates_piece(begin, end, weights, rows, few, num_rows, gate, up, gated):  # 
             gate_line(gate[block], up[block], line, min(line + LINE, end), gated, block)
 
 
-@fastmath
+@fastmath_inner
 def _share_gates(taken, thread, num_threads, weights, rows, num_rows, gate, up, gated):  # type: ignore[no-untyped-def]
     """gated = silu(rows times one matrix) * (rows times the other), by whole lines."""
     num_lines = (gate.shape[1] + LINE - 1) // LINE

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.model.cpu.float_bits import rounded, widened
-from bough.model.cpu.jit import fastmath, fastmath_parallel
+from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import LINE, put
 from bough.model.cpu.simd import (
@@ -49,7 +49,7 @@ def collect(hidden, rows):  # type: ignore[no-untyped-def]
             rows[row, i] = rounded(here[i, lane])
 
 
-@fastmath
+@fastmath_inner
 def _normalise(block, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
     """RMS norm (arXiv 1910.07467) of a block."""
     here, normed = hidden[block], np.empty((LINE, LANES), np.float32)
@@ -66,7 +66,7 @@ def _normalise(block, hidden, weight, epsilon, rows):  # type: ignore[no-untyped
         put(normed[:count], rows, block, begin)
 
 
-@fastmath
+@fastmath_inner
 def share_norms(taken, thread, num_threads, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
     """RMS norms of hidden (blocks, hidden, LANES) as rows of a product: a thread's part."""
     block = take(taken, thread, num_threads, len(hidden))
@@ -76,7 +76,7 @@ def share_norms(taken, thread, num_threads, hidden, weight, epsilon, rows):  # t
     wait_for_all(taken, num_threads, len(hidden))
 
 
-@fastmath
+@fastmath_inner
 def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
     """A query's or key's own norm, where there is one, then its position (arXiv 2104.09864), as bits of bfloat16."""
     half = len(head) // 2
@@ -98,7 +98,7 @@ def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
             out[d + half] = rounded(head[d + half] * cos[d + half] + head[d] * sin[d + half])
 
 
-@fastmath
+@fastmath_inner
 def round_to(numbers, out):  # type: ignore[no-untyped-def]
     """Bits of bfloat16."""
     if len(numbers) % LANES == 0:
@@ -109,7 +109,7 @@ def round_to(numbers, out):  # type: ignore[no-untyped-def]
             out[d] = rounded(numbers[d])
 
 
-@fastmath
+@fastmath_inner
 def share_laying_out(taken, thread, num_threads, numbers, rows):  # type: ignore[no-untyped-def]
     """Numbers (blocks, inputs, LANES) as rows of a product: a thread's part."""
     num_blocks, num_inputs = len(numbers), numbers.shape[1]
@@ -121,7 +121,7 @@ def share_laying_out(taken, thread, num_threads, numbers, rows):  # type: ignore
     wait_for_all(taken, num_threads, num_blocks)
 
 
-@fastmath
+@fastmath_inner
 def gate_line(gate, up, begin, end, gated, block):  # type: ignore[no-untyped-def]
     """gated = silu(gate) * up, for inputs [begin, end) of a block, LINE at most."""
     values, zero, one = np.empty((end - begin, LANES), np.float32), all_lanes(np.float32(0)), all_lanes(np.float32(1))

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from bough.model.cpu.gemm_parallel import share_product
-from bough.model.cpu.jit import fastmath, fastmath_parallel
+from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import put_output
 from bough.model.cpu.work_stealing import as_thread
@@ -26,7 +26,7 @@ class Weights(NamedTuple):
     head_bias: Floats  # (vocab_size,)
 
 
-@fastmath
+@fastmath_inner
 def _embed(tokens, embeddings, hidden):  # type: ignore[no-untyped-def]
     """Lanes beyond the last token become 0, so that nothing piles up there."""
     for row in range(len(hidden) * LANES):
@@ -37,7 +37,7 @@ def _embed(tokens, embeddings, hidden):  # type: ignore[no-untyped-def]
             place[:] = 0
 
 
-@fastmath
+@fastmath_inner
 def _layer_of(layers, layer):  # type: ignore[no-untyped-def]
     return LayerWeights(
         layers.attention_norm[layer],
