@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 AUTO = "auto"
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
@@ -32,10 +33,31 @@ def parse_layers(text: str) -> tuple[int, ...]:
     return tuple(layers)
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names from "a,b"; the empty text is none."""
+    names = tuple(part.strip() for part in text.split(",")) if text else ()
+    if not all(names):
+        raise ValueError("names such as a,b would do")
+    return names
+
+
 def parse_device(text: str) -> str:
     """A device as torch spells it, or "auto"; whether it is there is seen when the model is loaded."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:
         raise ValueError("auto, cpu, cuda or cuda:1 would do")
+    return text
+
+
+def parse_endpoint(text: str) -> str:
+    """A URL of a gRPC server, with no more than scheme, host and port; the empty text is none."""
+    try:
+        url = urlsplit(text)
+        is_plain = url.path in ("", "/") and not (url.query or url.fragment or url.username or url.password)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
+    except ValueError:
+        is_plain = is_url = False
+    if text and not (is_plain and is_url):
+        raise ValueError("must be http://HOST:PORT or https://HOST:PORT, without a path, a name or a password")
     return text
 
 

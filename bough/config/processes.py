@@ -17,7 +17,9 @@ from bough.config.parsers import (
     parse_bytes,
     parse_count,
     parse_device,
+    parse_endpoint,
     parse_layers,
+    parse_names,
     parse_port,
     parse_rates,
     parse_seconds,
@@ -30,7 +32,10 @@ from bough.config.reader import to_flags as to_flags
 from bough.runtime.machine import usable_cpus
 
 DEFAULT_PORT = 7411
+OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own
+LOG_FORMAT_VARIABLE = "BOUGH_LOG_FORMAT"
 KEY_FILE_VARIABLE = "BOUGH_WORKER_KEY_FILE"
+CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE = "BOUGH_TLS_CERT", "BOUGH_TLS_KEY", "BOUGH_TLS_CA"
 ADVERTISE_AUTO = "auto"
 PLANNERS = ("self", "fixed")
 
@@ -61,10 +66,50 @@ class ServiceConfig:
         f"{KEY_FILE_VARIABLE} for all processes",
         shared=KEY_FILE_VARIABLE,
     )
+    tls_cert: str = setting(
+        "",
+        str,
+        "PEM file of this process's certificate: it then speaks nothing but TLS; read again as it changes. "
+        f"{CERT_VARIABLE} for all processes, as {TLS_KEY_VARIABLE} and {AUTHORITY_VARIABLE}",
+        shared=CERT_VARIABLE,
+    )
+    tls_key: str = setting("", str, "PEM file of the certificate's key, closed to others", shared=TLS_KEY_VARIABLE)
+    tls_ca: str = setting(
+        "",
+        str,
+        "PEM file of the authority of all processes' certificates: workers then answer only who has one of it, and are "
+        "called only over TLS",
+        shared=AUTHORITY_VARIABLE,
+    )
+    tls_peer_names: tuple[str, ...] = setting(
+        (),
+        parse_names,
+        "names, such as a,b, of which a certificate must have one for a worker to answer; all of --tls-ca by default",
+        shared="BOUGH_TLS_PEER_NAMES",
+    )
+    insecure: bool = setting(
+        False,
+        parse_switch,
+        "listen beyond this machine though nothing keeps strangers out: neither keys nor certificates are asked for",
+        shared="BOUGH_INSECURE",
+    )
     open_metrics: bool = setting(
         False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
     )
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
+    log_format: str = setting(
+        "text",
+        one_of("text", "json"),
+        f"lines of the log for people, or a JSON object each; {LOG_FORMAT_VARIABLE} for all processes",
+        shared=LOG_FORMAT_VARIABLE,
+    )
+    otlp_endpoint: str = setting(
+        "",
+        parse_endpoint,
+        "send traces to this collector over gRPC (OTLP), such as http://127.0.0.1:4317; none where it is empty; "
+        f"{OTLP_VARIABLE} for all processes",
+        shared=OTLP_VARIABLE,
+    )
     drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")
     max_connection_age: float = setting(
         0.0,
@@ -213,6 +258,12 @@ class OrchestratorConfig(ServiceConfig):
         24 * 3600.0, parse_seconds, "after its last request a session is kept so long"
     )
     session_max_seconds: float = setting(7 * 24 * 3600.0, parse_seconds, "after its first request it ends, used or not")
+    trace_sample: float = setting(
+        1.0,
+        number(float, 0, 1),
+        "with --otlp-endpoint: share of requests that are traced, of those whose callers have not decided it by a "
+        "traceparent",
+    )
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     http_port: int = setting(
         0, number(int, -1, 65535), "port that OpenAI's clients speak HTTP to; 0 takes a free one, -1 serves none"
@@ -221,6 +272,9 @@ class OrchestratorConfig(ServiceConfig):
         "", str, "file of API keys, as `bough keys add` writes it, without one of which nobody comes in; read again as "
         "it changes, and at SIGHUP"
     )  # fmt: skip
+    tls_client_ca: str = setting(
+        "", str, "PEM file of an authority: clients must have a certificate of it (or of --tls-ca), at both doors"
+    )
     share_prefixes: bool = setting(
         False,
         parse_switch,

@@ -23,6 +23,7 @@ from bough.config.addresses import joined
 from bough.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from bough.rpc.drain import Gate
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
+from bough.telemetry.call_context import CallContextInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,11 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to "host:port"; connects when first used."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """A channel to "host:port", with TLS where there are credentials; connects when first used."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +164,12 @@ async def serving(
     grace_seconds: float = 1.0,
     max_connection_age: float = 0.0,
     doorkeepers: Sequence[grpc.aio.ServerInterceptor] = (),
+    credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[Served]:
     """Runs a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
 
-    `doorkeepers` see every call before anything else does.
+    `doorkeepers` see every call before anything else does, but for what notes whose it is, for the log. With
+    `credentials` nothing but TLS is spoken.
 
     A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection that has lasted
     `max_connection_age` seconds takes no new calls, and ends once those on it have; 0 lets it last.
@@ -175,16 +180,17 @@ async def serving(
     gate = gate or Gate()
     # Without a grace period of its own, an old connection waits for its calls for as long as they take.
     age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
-    interceptors = [*doorkeepers, ErrorInterceptor(gate, stalled_seconds)]
+    interceptors = [CallContextInterceptor(), *doorkeepers, ErrorInterceptor(gate, stalled_seconds)]
     server = grpc.aio.server(interceptors=interceptors, options=[*_SERVER_OPTIONS, *age])
     add(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([service, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
-        bound = server.add_insecure_port(joined(host, port))
+        where = joined(host, port)
+        bound = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
     except RuntimeError as exc:
-        raise ConfigError(f"port: cannot listen on {joined(host, port)}; is it in use? 0 takes a free one") from exc
+        raise ConfigError(f"port: cannot listen on {where}; is it in use? 0 takes a free one") from exc
     served = Served(bound, service, gate, health_servicer)
     await served.set_ready(False)
     await server.start()

@@ -1,4 +1,4 @@
-"""Packed weights written out: the CPU's bits, and how fast, by format; part of `loadtest.gpu_check`."""
+"""Packed weights written out: the CPU's bits, and how fast, by format; part of `loadtest.gpu`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import FreshMemory, ReusedMemory, Source
 from bough.model.quant.packed import Awq, Gptq, Packed
 from bough.model.quant.quantize import GROUP_SIZES
-from loadtest.gpu_parts import milliseconds
+from loadtest.gpu.parts import milliseconds
 
 GROUP = 128  # as most checkpoints of others have it
 LAYER_WEIGHTS = 855_638_016  # of a layer of a 70B

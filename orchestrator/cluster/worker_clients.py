@@ -15,9 +15,10 @@ from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.protocol import codec
 from bough.protocol.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult, WorkerInfo
 from bough.protocol.prefix_hash import prefix_hash
-from bough.rpc.server import open_channel
 from bough.rpc.status_map import to_error
 from bough.security.access import OPEN, Access
+from bough.telemetry.call_context import carried
+from bough.telemetry.spans import NO_SPAN, Span
 from bough.trees.tree_plan import Scheme, TreePlan
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
@@ -50,9 +51,18 @@ class WorkerClient:
     """What both kinds of worker are to the orchestrator: an address, a channel, and what it said of itself."""
 
     def __init__(self, address: str, make_stub: Callable[[grpc.aio.Channel], Any], access: Access) -> None:
-        self.address, self._access = address, access
-        self._channel = open_channel(address)
-        self._stub = make_stub(self._channel)
+        self.address, self._access, self._make_stub = address, access, make_stub
+        self._channel = access.channel(address)
+        self._opened = self._channel.current
+        self._made = make_stub(self._opened)
+
+    @property
+    def _stub(self) -> Any:
+        """For the next call: of another channel once this process has another certificate."""
+        if self._opened is not self._channel.current:
+            self._opened = self._channel.current
+            self._made = self._make_stub(self._opened)
+        return self._made
 
     async def close(self) -> None:
         """Ends the connection."""
@@ -68,10 +78,13 @@ class WorkerClient:
         request = common_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)
         await self._ask(self._stub.Release, request, RELEASE_TIMEOUT_SECONDS)
 
-    async def _ask(self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float) -> Reply:
-        """One call. Raises what the worker answers, or Unavailable; also where the channel has been closed."""
+    async def _ask(
+        self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float, span: Span = NO_SPAN
+    ) -> Reply:
+        """One call, within a span. Raises what the worker answers, or Unavailable, also for a closed channel."""
+        metadata = (*self._access.credentials, *carried(span))
         try:
-            reply = await method(request, timeout=timeout_seconds, metadata=self._access.credentials)
+            reply = await method(request, timeout=timeout_seconds, metadata=metadata)
         except grpc.aio.AioRpcError as exc:
             raise to_error(exc, self.address) from exc
         except grpc.aio.UsageError as exc:  # of a worker that was forgotten while a request waited for it
@@ -102,7 +115,8 @@ class DraftClient(WorkerClient):
             round_ = context.base_length
             grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan, vocab_size, session.epoch)
             request = codec.grow_call_to_wire(grow)
-            return codec.grow_result_from_wire(await self._ask(self._stub.Grow, request, timeout_seconds))
+            with session.span.call("bough.v1.Draft/Grow", self.address) as span:
+                return codec.grow_result_from_wire(await self._ask(self._stub.Grow, request, timeout_seconds, span))
 
         return await _with_context(session, session.draft_held, call)
 
@@ -161,7 +175,9 @@ class TargetClient(WorkerClient):
                 reserves,
             )
             request = codec.verify_call_to_wire(verify)
-            return codec.verify_result_from_wire(await self._ask(self._stub.Verify, request, timeout_seconds))
+            with session.span.call("bough.v1.Target/Verify", self.address) as span:
+                reply = await self._ask(self._stub.Verify, request, timeout_seconds, span)
+                return codec.verify_result_from_wire(reply)
 
         return call
 

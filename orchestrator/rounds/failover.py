@@ -11,9 +11,10 @@ from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
 from bough.protocol.messages import weights_differ
 from bough.trees.tree_plan import Scheme
-from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
 from orchestrator.cluster.worker_clients import Answer, TargetClient
+from orchestrator.cluster.worker_handle import Known
 from orchestrator.cluster.worker_health import is_fault
 from orchestrator.opening.epochs import Claims
 from orchestrator.opening.slot_waiting import Slots
@@ -153,6 +154,8 @@ class Failover:
         lost_id, new_id = seat.target.record.worker_id, target.record.worker_id
         logger.warning("session %s moves from %s to %s", session.session_id, lost_id, new_id)
         session.warn(f"{lost_id} failed ({exc}): {new_id} has taken over")
+        moved = {"bough.from": lost_id, "bough.to": new_id, "error.type": type(exc).__name__}
+        session.span.event("failover", moved)
         session.num_failovers += 1
         session.target_held = 0
         seat.move(target)
