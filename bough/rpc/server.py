@@ -82,7 +82,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def run(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
                 with self.gate.entering(method, len(data)):
-                    request = _decoded(data, decode)
+                    request = decoded(data, decode)
                     with self.gate.passing(method, request):
                         return await answer(request, context)
             except grpc.aio.AbortError:
@@ -118,7 +118,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             raise errors.Unavailable("the caller has gone") from exc
 
 
-def _decoded(data: bytes, decode: Callable[[bytes], Any]) -> Any:
+def decoded(data: bytes, decode: Callable[[bytes], Any]) -> Any:
     """The message; raises InvalidRequest for bytes that are none, for which gRPC itself has only UNKNOWN."""
     try:
         return decode(data)

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from bough.config.processes import ServiceConfig
 from bough.errors import ConfigError
+from bough.runtime.log_lines import LineFormatter, cut
 from bough.telemetry.log_context import log_context
 
 QUIET = ("httpx", "numba", "asyncio")  # whose lines below WARNING say nothing of bough
@@ -26,7 +27,7 @@ def configure_logging(config: ServiceConfig) -> None:
         logging.getLogger(name).setLevel("WARNING")
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(LineFormatter):
     """Time, level, logger and message, and after them what the line is about: ` [request_id=r1 session_id=s1]`.
 
     `bough.processes.child` finds the message in such a line again.
@@ -45,7 +46,7 @@ class TextFormatter(logging.Formatter):
 SAFE = "!#$&'()*+,-./:;<>?@^_`{|}~"  # in a name in a line of text: what is printed, but for what ends the name
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(LineFormatter):
     """One object a line: time (UTC), level, logger and message, then `request_id` and others that are known."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -54,8 +55,9 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": cut(record.getMessage()),
         } | log_context().known()
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        if trace := self.trace_lines(record):
+            line["exception"] = "\n".join(trace)
+        text = json.dumps(line, ensure_ascii=False)
+        return text if text.isprintable() else json.dumps(line)

@@ -263,6 +263,7 @@ class Requests:
             self.totals,
             self.sizer.totals,
             self.loop_lag.tally,
+            self.loop_lag.num_tasks,
         )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:

@@ -76,7 +76,7 @@ def test_a_line_of_text_ends_with_what_it_is_about_and_no_name_makes_a_line_of_i
 def test_a_traceback_comes_after_a_line_of_text(about: None) -> None:
     first, *others = written(TextFormatter(), "it failed", is_error=True).splitlines()
     assert first.endswith("]")
-    assert others[-1] == "ValueError: on purpose"
+    assert others[-1] == "    | ValueError: on purpose"  # set apart from lines of the log
 
 
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
