@@ -30,7 +30,7 @@ class Sight(NamedTuple):
 
 
 async def top(arguments: argparse.Namespace) -> int:
-    """Shows it every `--interval` seconds, `--count` times or for ever; exit status 1 where nobody answers."""
+    """Show the load every `--interval` seconds, `--count` times or forever; exit status 1 if nothing answers."""
     before: Sight | None = None
     async with client_from(arguments) as client:
         number = 0
