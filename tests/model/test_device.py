@@ -113,10 +113,9 @@ def test_processors_that_round_otherwise_have_other_names(capability: str, monke
     """Torch's kernels are chosen by an instruction that ours may do without; sessions stay where they are then."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     names = []
-    for has, has_tiles, by_pairs in itertools.product((False, True), repeat=3):
+    for has, by_pairs in itertools.product((False, True), repeat=2):
         monkeypatch.setattr(bough.model.running.device, "has_feature", lambda _name, has=has: has)
-        monkeypatch.setattr(bough.model.running.device, "HAS_TILES", has_tiles)
         monkeypatch.setattr(bough.model.running.device, "multiplies_pairs", lambda by_pairs=by_pairs: by_pairs)
         names.append(device_name(torch.device("cpu")))
     assert f"CPU with {capability} and products of bfloat16, ours by pairs" in names
-    assert len(set(names)) == 6, "with tiles pairs are not asked about"
+    assert len(set(names)) == 4
