@@ -47,6 +47,7 @@ DECIDING = _modules(
 )  # fmt: skip
 OTHERS = _modules(
     ("bough", "errors"),
+    ("bough.model", "architecture cpu gpu"),  # the rooms themselves
     ("bough.concurrency", "futures"),
     ("bough.config", "cache_paths parsers processes reader service_links"),
     ("bough.model.checkpoint", "atomic_files checkpoint content_samples hub pack_manifest shared_weights"),

@@ -97,7 +97,9 @@ def test_kv_on_the_host_leaves_the_device_to_layers(free: None, tiny: Path) -> N
     assert [len(placed.layers(Tier.RESIDENT)) for placed in (on_host, on_device)] == [10, 7]
     assert len(on_host.layers(Tier.HOST)) < len(on_device.layers(Tier.HOST))
     assert on_host.host_bytes <= 80 * GB
-    with pytest.raises(ConfigError, match=r"--host-memory: 5\.00 GB; KV slots kept there take 8\.00 GB"):
+    with pytest.raises(
+        ConfigError, match=r"--host-memory: must be more than 8\.00 GB for KV slots on the host, got 5\.00 GB"
+    ):
         choose_places(sizes, there, gpu_settings("--host-memory", "5GB"), GPU)
 
 
