@@ -51,23 +51,26 @@ async def up(arguments: argparse.Namespace) -> int:
         progress.clear()
         index = without_passwords(cluster.index_url)
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
-        authority = f" {AUTHORITY} {authority}" if (authority := files_towards(settings.orchestrator).authority) else ""
-        print(f'try: bough generate --address {cluster.address}{authority} "Why is the sky blue?"')
+        authority = files_towards(settings.orchestrator).authority
+        known = f" {AUTHORITY} {authority}" if authority else ""
+        print(f'try: bough generate --address {cluster.address}{known} "Why is the sky blue?"')
         orchestrator, host = cluster.settings.orchestrator, cluster.address.rpartition(":")[0]
         if orchestrator.http_port > 0:
             scheme = "https" if orchestrator.tls_cert else "http"
-            print_http_usage(f"{scheme}://{host}:{orchestrator.http_port}", has_keys=bool(orchestrator.keys))
+            url = f"{scheme}://{host}:{orchestrator.http_port}"
+            print_http_usage(url, has_keys=bool(orchestrator.keys), authority=authority)
         sys.stdout.flush()
         await asyncio.Event().wait()
     return 0
 
 
-def print_http_usage(url: str, *, has_keys: bool) -> None:
+def print_http_usage(url: str, *, has_keys: bool, authority: str = "") -> None:
     """Print the base URL for OpenAI's clients, and a curl command to paste; it uses BOUGH_API_KEY if `has_keys`."""
     question = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
     key = ' -H "Authorization: Bearer $BOUGH_API_KEY"' if has_keys else ""
     print(f"OpenAI's clients: base URL {url}/v1; or try:")
-    print(f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
+    known = f" --cacert {authority}" if authority else ""
+    print(f"curl{known} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:

@@ -1,6 +1,6 @@
 """Weights of 4 and 8 bits written out on a GPU, as Triton kernels: one a format, packed bytes in, numbers out.
 
-What `bough.model.quant.packed` says in torch's words, with its very bits: an integer of at most 8 bits times a scale of
+What `bough.model.quant` says in torch's words, with its very bits: an integer of at most 8 bits times a scale of
 11 is exact in float32, so that there is one rounding, that to the type which is written. A tile reads its packed bytes
 once and its scales once, but where GPTQ's inputs are not in the order of their groups: every input then reads its
 group's, from a table that a GPU's cache holds.

@@ -15,7 +15,7 @@ from bough.model.architecture.architecture import max_positions
 from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.loading import Skeleton
-from bough.model.quant.packed import BLOCK_BYTES, BLOCK_ELEMENTS
+from bough.model.quant.format import BLOCK_BYTES, BLOCK_ELEMENTS
 from bough.model.sizes.target_limits import Limits
 from bough.runtime.kv_budget import kv_budget
 from bough.runtime.machine import default_budget, free_memory

@@ -22,8 +22,8 @@ from bough.model.checkpoint.hub import is_hub_id
 from bough.model.checkpoint.tensor_source import room_bytes
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.loading import DTYPES
-from bough.model.loading.weight_map import Quantization
 from bough.model.packing.pack import is_packed, packed_bytes
+from bough.model.quant.formats import format_of
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.running.batch_invariance import row_counts
 from bough.model.running.host_embeddings import embeddings_for_host
@@ -54,7 +54,7 @@ class Packing:
         """
         if bits:
             return cls("bough", bits, GROUP_SIZES[bits]) if bits in GROUP_SIZES else None
-        quantization = Quantization.of(config, folder)
+        quantization = format_of(config, folder)
         if quantization is None:
             return None
         if not quantization.bits:
@@ -187,7 +187,7 @@ def model_shapes(
         scratch_bytes=max(sum(p.scratch_bytes for p in layer) for layer in parameters),
         packed_bits=packing.bits if packing else 0,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
-        rows=row_counts(model, None if bits else Quantization.of(config, folder), dtype, rows, device_type),
+        rows=row_counts(model, None if bits else format_of(config, folder), dtype, rows, device_type),
         work=_work(config, parameters, _head_bytes(model), dtype),
         apart=_apart(parameters),
     )
