@@ -34,7 +34,7 @@ from bough.sizing.cost_model import (
     step_seconds,
     sweep_model,
 )
-from bough.sizing.placement import Budgets, Placement, Tier, place, place_apart
+from bough.sizing.placement import Budgets, Placement, Tier, place, place_with_expert_cache
 
 COMPARED_ROWS = 256  # measured besides the rows of a chunk
 GIGA, TERA = 1e9, 1e12
@@ -91,7 +91,7 @@ def make_plan(settings: PlanConfig) -> Plan:
     def place_in(budgets: Budgets) -> Placement:
         if apart is None:
             return place(shapes.layer_bytes, fixed, budgets)
-        return place_apart(shapes.layer_bytes, apart, fixed, budgets, is_gpu, settings.experts == "chosen")
+        return place_with_expert_cache(shapes.layer_bytes, apart, fixed, budgets, is_gpu, settings.experts == "chosen")
 
     placement = place_in(allowed)
     require_way_through(placement, is_gpu, allowed.host)
