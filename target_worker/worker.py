@@ -17,6 +17,7 @@ from bough.model.cpu.kernel_cache import compiled_ground
 from bough.model.cpu.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
+from bough.model.llama.weights import is_lean
 from bough.model.loading.default_settings import conversion, settled
 from bough.model.loading.loading import DTYPES, build_skeleton
 from bough.model.running.device import choose_device, device_name
@@ -30,7 +31,7 @@ from bough.model.sizes.memory_budget import (
     with_kv_memory,
 )
 from bough.model.sizes.target_limits import Limits
-from bough.processes.compile_once import compile_apart
+from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.messages import WorkerInfo
 from bough.sizing.placement import Placement, Tier, gigabytes
@@ -49,9 +50,10 @@ from target_worker.sweep.tiers import Tiers, lanes_of
 logger = logging.getLogger(__name__)
 
 
-def compile_target(dtype: str) -> bool:
-    """Has what sweeps in numbers of this type call on a CPU compiled, as `compile_apart` does."""
-    return compile_apart("target_worker.sweep.kernels", [dtype], compiled_ground(Path(__file__).parent))
+def compile_target(dtype: str, layers: str, weights: str) -> bool:
+    """Has what sweeps call on a CPU compiled, as `compile_once` does; arguments of `target_worker.sweep.kernels`."""
+    arguments = [dtype, layers, weights]
+    return compile_in_subprocess("target_worker.sweep.kernels", arguments, compiled_ground(Path(__file__).parent))
 
 
 class TargetWorker(ServedTarget):
@@ -80,7 +82,13 @@ class TargetWorker(ServedTarget):
         self._num_rows = self._limits.num_rows(self._skeleton.kv_shape().row_bytes, config.kv_memory)
         self._placement = self._place()
         if self._device.type == "cpu":
-            compile_target(config.dtype)
+            packing = self._skeleton.quantization
+            is_whole = is_lean(self._skeleton, self._device) and (packing is None or packing.method == "bough")
+            compile_target(
+                config.dtype,
+                "whole" if is_whole else "attention",
+                "packed" if packing is not None and packing.method == "bough" else "plain",
+            )
         stage("reading weights")
         try:
             self._start()

@@ -1,4 +1,4 @@
-"""Divides this machine's memory among the processes that a command is about to start, and says how."""
+"""Division of this machine's memory among the processes that a command starts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bough.runtime.machine import free_memory, may_be_gpu
 
 
 def divided(settings: Settings, report: Callable[[str], None]) -> Settings:
-    """The same settings with what each worker may take; `report` hears the plan.
+    """Settings with a memory budget for each worker; `report` is called with the division.
 
-    Where a worker computes on a GPU, or has no weights, they stay as they are: it finds out itself what there is.
+    Settings with a GPU or a simulated worker are returned unchanged: such workers find their budgets themselves.
 
     Raises:
-        ConfigError: memory does not suffice.
-        CheckpointError: the draft's model is not there, or damaged.
+        ConfigError: there is too little memory.
+        CheckpointError: the draft's model is missing or damaged.
     """
     target, draft = settings.target, settings.draft
     if target.simulate or may_be_gpu(target.device) or (draft is not None and may_be_gpu(draft.device)):

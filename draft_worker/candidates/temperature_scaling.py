@@ -11,10 +11,12 @@ nodes are worth having does.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import compiled
+from bough.model.cpu.jit import strict
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.growth.grower import Candidates
 
@@ -84,8 +86,8 @@ def sharpened(log_probs: NDArray[np.float32], power: float) -> NDArray[np.float3
     return log_probs if power == 1.0 else _sharpened(log_probs, power)
 
 
-@compiled
-def _log_rest(log_probs):  # type: ignore[no-untyped-def]
+@strict
+def _log_rest(log_probs: Any) -> Any:
     """Logarithm of what candidates leave for other tokens."""
     total = 0.0
     for log_prob in log_probs:
@@ -93,8 +95,8 @@ def _log_rest(log_probs):  # type: ignore[no-untyped-def]
     return np.log(max(1.0 - total, LEAST_CHANCE))
 
 
-@compiled
-def _log_total(log_probs, log_rest, power):  # type: ignore[no-untyped-def]
+@strict
+def _log_total(log_probs: Any, log_rest: Any, power: Any) -> Any:
     """Logarithm of the sum by which powers of probabilities are probabilities again."""
     total = np.exp(power * log_rest)
     for log_prob in log_probs:
@@ -102,8 +104,8 @@ def _log_total(log_probs, log_rest, power):  # type: ignore[no-untyped-def]
     return np.log(total)
 
 
-@compiled
-def _sharpened(log_probs, power):  # type: ignore[no-untyped-def]
+@strict
+def _sharpened(log_probs: Any, power: Any) -> Any:
     result = np.empty_like(log_probs)
     for node in range(len(log_probs)):
         log_total = _log_total(log_probs[node], _log_rest(log_probs[node]), power)
@@ -112,8 +114,8 @@ def _sharpened(log_probs, power):  # type: ignore[no-untyped-def]
     return result
 
 
-@compiled
-def _slope(tokens, log_probs, right, power):  # type: ignore[no-untyped-def]
+@strict
+def _slope(tokens: Any, log_probs: Any, right: Any, power: Any) -> Any:
     """Derivative by the power of the log-likelihood of what was right, and Fisher's information about the power."""
     slope, information = 0.0, 0.0
     for node in range(len(right)):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bough.model.cpu.jit import strict, strict_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.simd import all_lanes, at_least, larger, load, lowest, store
 
@@ -39,8 +42,8 @@ def _by_torch(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDAr
     return top.values.cpu().numpy(), top.indices.cpu().numpy().astype(np.int32)
 
 
-@numba.njit(fastmath=False, cache=True)
-def _note(found, count, bits, token):  # type: ignore[no-untyped-def]
+@strict
+def _note(found: Any, count: Any, bits: Any, token: Any) -> Any:
     """Puts a logit where there is room: a whole number by which larger ones come first, and of equals the lower token.
 
     The token is its low half. Returns how many have been found.
@@ -51,8 +54,46 @@ def _note(found, count, bits, token):  # type: ignore[no-untyped-def]
     return count + 1
 
 
-@numba.njit(fastmath=False, cache=True)
-def _find_in_row(numbers, bits, num_spans, num, found):  # type: ignore[no-untyped-def]
+# Few numbers are put in order here: numpy's functions for it take seconds to compile.
+
+
+@strict
+def _nth_largest(numbers: Any, num: Any) -> Any:
+    """Puts numbers in another order, by which it is found (Hoare's FIND)."""
+    place, first, last = len(numbers) - num, 0, len(numbers) - 1
+    while first < last:
+        pivot, low, high = numbers[place], first, last
+        while low <= high:
+            while numbers[low] < pivot:
+                low += 1
+            while pivot < numbers[high]:
+                high -= 1
+            if low <= high:
+                numbers[low], numbers[high] = numbers[high], numbers[low]
+                low, high = low + 1, high - 1
+        if high < place:
+            first = low
+        if place < low:
+            last = high
+    return numbers[place]
+
+
+@strict
+def _sort(numbers: Any) -> Any:
+    """Ascending, in place (Shell's sort)."""
+    gap = len(numbers) // 2
+    while gap > 0:
+        for i in range(gap, len(numbers)):
+            number, place = numbers[i], i
+            while place >= gap and numbers[place - gap] > number:
+                numbers[place] = numbers[place - gap]
+                place -= gap
+            numbers[place] = number
+        gap //= 2
+
+
+@strict
+def _find_in_row(numbers: Any, bits: Any, num_spans: Any, num: Any, found: Any) -> Any:
     """The logits not below the `num`-th largest maximum, as `_note` puts them; how many these are."""
     maxima, in_lanes = np.empty(num_spans * LANES, np.float32), len(numbers) // LANES * LANES
     for span in range(num_spans):
@@ -60,7 +101,7 @@ def _find_in_row(numbers, bits, num_spans, num, found):  # type: ignore[no-untyp
         for place in range(span * SPAN, (span + 1) * SPAN, LANES):
             most = larger(most, load(numbers, place))
         store(maxima, span * LANES, most)
-    threshold = np.partition(maxima, len(maxima) - num)[len(maxima) - num]
+    threshold = _nth_largest(maxima, num)
     least, count = all_lanes(threshold), 0
     for place in range(0, in_lanes, LANES):
         which = at_least(load(numbers, place), least)
@@ -74,8 +115,8 @@ def _find_in_row(numbers, bits, num_spans, num, found):  # type: ignore[no-untyp
     return count
 
 
-@numba.njit(fastmath=False, cache=True, parallel=True)
-def _find(logits, bits, num_spans, values, tokens, num_found):  # type: ignore[no-untyped-def]
+@strict_parallel
+def _find(logits: Any, bits: Any, num_spans: Any, values: Any, tokens: Any, num_found: Any) -> Any:
     """Puts each row's largest in their order into values and tokens, (num_rows, num), and how many could have been.
 
     Where there are fewer, -inf follows; where there are none, nothing but NaN.
@@ -86,7 +127,7 @@ def _find(logits, bits, num_spans, values, tokens, num_found):  # type: ignore[n
         count = _find_in_row(logits[row], bits[row], num_spans, num, found)
         num_found[row] = count
         kept = min(count, num)
-        found[: min(count, len(found))].sort()
+        _sort(found[: min(count, len(found))])
         for place in range(kept):
             token = np.int32(found[place] & 0xFFFFFFFF)
             values[row, place], tokens[row, place] = logits[row, token], token

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import compiled
+from bough.model.cpu.jit import strict
 from draft_worker.expansions.expansion_cache import Explored
 from draft_worker.growth.grower import NO_NODES, Grower
 
@@ -51,8 +53,8 @@ class Walk:
         return places
 
 
-@compiled
-def _places_of(nodes, parents, expansions, tokens, root_parent):  # type: ignore[no-untyped-def]
+@strict
+def _places_of(nodes: Any, parents: Any, expansions: Any, tokens: Any, root_parent: Any) -> Any:
     """The expansions above nodes, and their tokens."""
     above, own = np.empty(len(nodes), np.int32), np.empty(len(nodes), np.int32)
     for i in range(len(nodes)):

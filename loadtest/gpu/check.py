@@ -32,7 +32,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.session_kv import KVSlot
 from bough.model.packing.pack import pack
-from bough.runtime.machine import free_memory, most_of
+from bough.runtime.machine import default_budget, free_memory
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from loadtest.gpu import parts as gpu_parts
@@ -211,7 +211,7 @@ def check(device: torch.device, sizes: Sizes, folder: Path, arguments: argparse.
     report["host_to_device_gb_s"] = round(rate / 1e9, 2)
     print(report, flush=True)
     sources = write_big(sizes.target, folder / "target", device)  # before the host's memory is counted: it may be there
-    host = arguments.host_memory or most_of(free_memory())
+    host = arguments.host_memory or default_budget(free_memory())
     machine = replace(machine, host_memory=host, max_resident=sizes.max_resident)
     report |= big_model(sources, machine, sizes, folder / "target", arguments.layers, rate)
     report["ok"] = _holds(report, on_gpu=device.type != "cpu")

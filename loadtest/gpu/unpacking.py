@@ -12,7 +12,9 @@ import torch
 
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import FreshMemory, ReusedMemory, Source
-from bough.model.quant.packed import Awq, Gptq, Packed
+from bough.model.quant.awq import Awq
+from bough.model.quant.bough_format import Packed
+from bough.model.quant.gptq import Gptq
 from bough.model.quant.quantize import GROUP_SIZES
 from loadtest.gpu.parts import milliseconds
 

@@ -13,7 +13,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from bough.model.cpu.atomics import APART, compiled, hold, let_go
+from bough.model.cpu.atomics import APART, hold, let_go
+from bough.model.cpu.jit import strict
 from target_worker.link.disk_stats import Traffic, read_begins, read_ends
 
 Ints = NDArray[np.int64]
@@ -76,14 +77,14 @@ class Link(NamedTuple):
         return cls(lock, counts, missing, numbers, num_reads, memory, slab_bytes, room, arrived, one, traffic)
 
 
-@compiled
-def _layer_of(link, number):  # type: ignore[no-untyped-def]
+@strict
+def _layer_of(link: Any, number: Any) -> Any:
     """Which of all layers a read is for."""
     return number // len(link.reads) * len(link.num_reads) + link.reads[number % len(link.reads), 0]
 
 
-@compiled
-def _begin(link):  # type: ignore[no-untyped-def]
+@strict
+def _begin(link: Any) -> Any:
     """Number of the next read, -1 if none may begin."""
     hold(link.lock)
     number = link.counts[ISSUED]
@@ -97,8 +98,8 @@ def _begin(link):  # type: ignore[no-untyped-def]
     return number
 
 
-@compiled
-def end_read(link, number, is_well):  # type: ignore[no-untyped-def]
+@strict
+def end_read(link: Any, number: Any, is_well: Any) -> Any:
     """After a read; one that went wrong stops all others until `restart`."""
     hold(link.lock)
     slab = _layer_of(link, number) % len(link.missing)
@@ -113,8 +114,8 @@ def end_read(link, number, is_well):  # type: ignore[no-untyped-def]
         _write(link.arrived, link.one.ctypes.data, 8)
 
 
-@compiled
-def read_on(link):  # type: ignore[no-untyped-def]
+@strict
+def read_on(link: Any) -> Any:
     """Reads as long as all goes well: CLOSED, or the number of a read that did not bring what it should, under way."""
     byte = np.empty(1, np.uint8)
     while True:
@@ -130,8 +131,8 @@ def read_on(link):  # type: ignore[no-untyped-def]
             end_read(link, number, True)
 
 
-@compiled
-def has_arrived(link, sequence):  # type: ignore[no-untyped-def]
+@strict
+def has_arrived(link: Any, sequence: Any) -> Any:
     """Whether a layer that is not consumed is there."""
     hold(link.lock)
     there = link.missing[sequence % len(link.missing)] == 0
@@ -139,8 +140,8 @@ def has_arrived(link, sequence):  # type: ignore[no-untyped-def]
     return there
 
 
-@compiled
-def consume(link):  # type: ignore[no-untyped-def]
+@strict
+def consume(link: Any) -> Any:
     """Gives the oldest layer's slab to the next that has none; with how many reads it comes."""
     hold(link.lock)
     num_slabs = len(link.missing)
@@ -152,8 +153,8 @@ def consume(link):  # type: ignore[no-untyped-def]
     return num_reads
 
 
-@compiled
-def stop(link):  # type: ignore[no-untyped-def]
+@strict
+def stop(link: Any) -> Any:
     """Lets no read begin until `restart`; how many are under way."""
     hold(link.lock)
     link.counts[IS_STOPPED] = 1
@@ -162,8 +163,8 @@ def stop(link):  # type: ignore[no-untyped-def]
     return num_reads
 
 
-@compiled
-def restart(link):  # type: ignore[no-untyped-def]
+@strict
+def restart(link: Any) -> Any:
     """Begins with the first layer, while no read is under way; how many reads there is room for."""
     hold(link.lock)
     link.counts[ISSUED] = link.counts[CONSUMED] = link.counts[IS_STOPPED] = 0

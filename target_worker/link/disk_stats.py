@@ -8,7 +8,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from bough.model.cpu.atomics import APART, compiled, hold, let_go
+from bough.model.cpu.atomics import APART, hold, let_go
+from bough.model.cpu.jit import strict
 
 NUM_BYTES, IN_FLIGHT, BUSY_NS, BUSY_SINCE_NS = range(4)
 _CLOCK_MONOTONIC = 1  # which time.perf_counter_ns reads
@@ -27,15 +28,15 @@ class Traffic(NamedTuple):
         return cls(np.zeros(2 * APART, np.int64), np.zeros(4, np.int64))
 
 
-@compiled
-def _now():  # type: ignore[no-untyped-def]
+@strict
+def _now() -> Any:
     time = np.empty(2, np.int64)  # seconds, nanoseconds
     _clock_gettime(_CLOCK_MONOTONIC, time.ctypes.data)
     return time[0] * 1_000_000_000 + time[1]
 
 
-@compiled
-def read_begins(traffic):  # type: ignore[no-untyped-def]
+@strict
+def read_begins(traffic: Any) -> Any:
     """Before a read."""
     hold(traffic.lock)
     traffic.counts[IN_FLIGHT] += 1
@@ -44,8 +45,8 @@ def read_begins(traffic):  # type: ignore[no-untyped-def]
     let_go(traffic.lock)
 
 
-@compiled
-def read_ends(traffic, num_bytes):  # type: ignore[no-untyped-def]
+@strict
+def read_ends(traffic: Any, num_bytes: Any) -> Any:
     """After it, whether or not it went well."""
     hold(traffic.lock)
     traffic.counts[NUM_BYTES] += num_bytes
@@ -55,8 +56,8 @@ def read_ends(traffic, num_bytes):  # type: ignore[no-untyped-def]
     let_go(traffic.lock)
 
 
-@compiled
-def bytes_and_busy_ns(traffic):  # type: ignore[no-untyped-def]
+@strict
+def bytes_and_busy_ns(traffic: Any) -> Any:
     """Read so far, and with at least one read under way."""
     hold(traffic.lock)
     num_bytes, busy_ns = traffic.counts[NUM_BYTES], traffic.counts[BUSY_NS]

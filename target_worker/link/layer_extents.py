@@ -14,7 +14,7 @@ from bough.model.architecture.moe import stack_of
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory, crc32
 from bough.model.loading.loading import ParameterSlot, require_checksum
-from bough.sizing.placement import Apart, ExpertSizes
+from bough.sizing.placement import ExpertSizes, SeparateExperts
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT asks for on every common file system
 MAX_GAP_BYTES = 256 * 1024  # reading across a smaller hole is cheaper than a second read
@@ -117,11 +117,11 @@ def sizes_of(layers: Collection[LayerExperts]) -> ExpertSizes:
 
 def sizes_apart(
     layers: Sequence[LayerWeights], experts: Mapping[int, LayerExperts], dtype: torch.dtype, unpacking: int
-) -> Apart:
+) -> SeparateExperts:
     """Of layers without their experts, and of these; `unpacking` bytes of scratch memory are taken besides."""
     scratch = max(layer.scratch_bytes(dtype) for layer in layers)
     scratch += max(layer.scratch_bytes(dtype) for layer in experts.values())
-    return Apart([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch + unpacking)
+    return SeparateExperts([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch + unpacking)
 
 
 def plan_apart(layers: Sequence[Sequence[ParameterSlot]]) -> tuple[tuple[LayerWeights, ...], dict[int, LayerExperts]]:

@@ -10,7 +10,7 @@ import torch
 
 from bough.config.processes import TargetConfig
 from bough.model.sizes.memory_budget import budgets, device_budget, free_device_bytes, host_budget, require_way_through
-from bough.sizing.placement import Apart, Fixed, Placement, gigabytes, place, place_apart
+from bough.sizing.placement import Fixed, Placement, SeparateExperts, gigabytes, place, place_with_expert_cache
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,11 @@ class Places(NamedTuple):
 
 
 def choose_places(
-    layer_bytes: Sequence[int], fixed: Fixed, config: TargetConfig, device: torch.device, apart: Apart | None = None
+    layer_bytes: Sequence[int],
+    fixed: Fixed,
+    config: TargetConfig,
+    device: torch.device,
+    apart: SeparateExperts | None = None,
 ) -> Places:
     """A place for each layer, with its experts, or without where they find room of their own (`Fixed.experts`).
 
@@ -36,7 +40,7 @@ def choose_places(
     device_bytes = device_budget(config, device)
     allowed = budgets(config, layer_bytes, device_bytes, host_budget(config, is_gpu))
     if apart is not None and config.experts != "all":
-        placement = place_apart(layer_bytes, apart, fixed, allowed, is_gpu, config.experts == "chosen")
+        placement = place_with_expert_cache(layer_bytes, apart, fixed, allowed, is_gpu, config.experts == "chosen")
     else:
         placement = place(layer_bytes, fixed, allowed)
     require_way_through(placement, is_gpu, allowed.host)

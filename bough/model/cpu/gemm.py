@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from bough.model.cpu.jit import strict, strict_inner
 from bough.model.cpu.llvm_vectors import (
     FLOATS,
     I32,
@@ -175,14 +176,14 @@ class Tile:
             store(b, b.fadd(b.load(place, typ=FLOATS, align=4), total), place)
 
 
-def tile_of(num_blocks: int, num_outputs: int, kind: type[Tile] = Tile) -> Any:
+def tile_of(num_blocks: int, num_outputs: int) -> Any:
     """A function that compiled code may call; see `multiply_groups`."""
 
-    def tile(_context, blocks, block, matrix, output, bias, out):  # type: ignore[no-untyped-def]
+    def tile(_context: Any, blocks: Any, block: Any, matrix: Any, output: Any, bias: Any, out: Any) -> Any:
         arguments = blocks, block, matrix, output, bias, out
         signature = numba.types.void(*arguments)
 
-        def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             _, block, _, output, _, _ = values
 
             def array(place: int) -> tuple[Any, list[Any], list[Any]]:
@@ -195,7 +196,7 @@ def tile_of(num_blocks: int, num_outputs: int, kind: type[Tile] = Tile) -> Any:
             (rows, (block_bytes, *_), (_, num_words, _)), (weights, (row_step, _), _) = array(0), array(2)
             result, steps, _ = array(5)
             row_bytes = _times(builder, WORD_BYTES, num_words)
-            made = kind(builder, num_blocks, num_outputs, kind_of_matrix.dtype == numba.types.uint16)
+            made = Tile(builder, num_blocks, num_outputs, kind_of_matrix.dtype == numba.types.uint16)
             matrix = entry(weights, row_step, output)
             sums = made.sums(entry(rows, block_bytes, block), block_bytes, matrix, row_step, row_bytes)
             if kind_of_out.ndim == 3:
@@ -216,14 +217,10 @@ def tile_of(num_blocks: int, num_outputs: int, kind: type[Tile] = Tile) -> Any:
 _NUM_SUMS, _LEAST_OUTPUTS = NUM_VECTORS // 2, 4
 _OF_1, _OF_2, _OF_4 = (_NUM_SUMS // num_blocks for num_blocks in (1, 2, 4))  # outputs
 _tile_1, _tile_2, _tile_4 = tile_of(1, _OF_1), tile_of(2, _OF_2), tile_of(4, _OF_4)
-# "fastmath" is said everywhere: where it is not, numba takes it over from whichever function is compiled first of those
-# that call, and sums whose order must not change would be put in another.
-compiled = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True)
-parallel = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True, parallel=True)
 
 
-@compiled
-def lay_out(words, block, blocks):  # type: ignore[no-untyped-def]
+@strict
+def lay_out(words: Any, block: Any, blocks: Any) -> Any:
     """A block of rows, word by word for all of them, from words (rows, words); beyond the last row zeros."""
     begin, num_rows = block * LANES, len(words)
     for word in range(words.shape[1]):
@@ -232,8 +229,8 @@ def lay_out(words, block, blocks):  # type: ignore[no-untyped-def]
             blocks[block, word, lane] = words[row, word] if row < num_rows else 0
 
 
-@compiled
-def multiply_groups(blocks, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
+@strict_inner
+def multiply_groups(blocks: Any, matrix: Any, begin: Any, end: Any, bias: Any, out: Any) -> Any:
     """Rows times groups [begin, end) of a matrix's rows, GROUP in each.
 
     blocks (blocks, words, LANES) of words: float32, or int32 of two bfloat16; matrix (outputs, inputs) of float32, or

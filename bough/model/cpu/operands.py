@@ -22,7 +22,8 @@ import numpy as np
 from numba.extending import overload
 
 from bough.model.cpu.float_bits import widened
-from bough.model.cpu.gemm import LINE_BYTES, compiled
+from bough.model.cpu.gemm import LINE_BYTES
+from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import ADDS_TWOS, LANES, MOST_SIGNED
 from bough.model.cpu.simd import all_lanes, larger, load, magnitude, nearest, pair, store, where_positive
 
@@ -46,14 +47,14 @@ def is_int8(matrix: Any) -> bool:
     return bool(matrix.dtype == numba.types.int32)
 
 
-@compiled
-def _put_words(values, words):  # type: ignore[no-untyped-def]
+@strict_inner
+def _put_words(values: Any, words: Any) -> Any:
     for word in range(len(values) // 2):
         store(words, word, pair(load(values, 2 * word), load(values, 2 * word + 1)))
 
 
-@compiled
-def _put_codes(values, words):  # type: ignore[no-untyped-def]
+@strict_inner
+def _put_codes(values: Any, words: Any) -> Any:
     """A line of numbers, (LINE, LANES), in LINE_WORDS words."""
     zero, peak = all_lanes(np.float32(0)), _peak_of(values)
     factor = where_positive(peak, all_lanes(np.float32(MOST_SIGNED)) / peak, zero)
@@ -78,8 +79,8 @@ def _put_codes(values, words):  # type: ignore[no-untyped-def]
     store(words, LINE // 4 + 1, total * offset)
 
 
-@compiled
-def _peak_of(values):  # type: ignore[no-untyped-def]
+@strict_inner
+def _peak_of(values: Any) -> Any:
     """What the largest code stands for."""
     peak, share = all_lanes(np.float32(0)), all_lanes(np.float32(MOST_SIGNED / MOST_TOGETHER if PARTS else 0))
     for part in range(LINE // 4 // PART):

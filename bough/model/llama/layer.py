@@ -1,8 +1,6 @@
 """One layer of a Llama-like decoder over some rows, compiled whole: no call of Python or torch between its parts.
 
-What becomes of a row depends on the row alone, bit for bit, wherever it stands and whatever is beside it; but for few
-rows, which on some processors have products of their own, where a caller does not say
-`bough.model.cpu.gemm_parallel.Alike`.
+What becomes of a row depends on the row alone, bit for bit, wherever it stands and whatever is beside it.
 """
 
 from __future__ import annotations
@@ -13,23 +11,14 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.batch.path_spans import layer_rows
 from bough.model.cpu.attention_cpu import share_attention
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
+from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
+from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.operands import LINE, num_outputs_of
 from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
-from bough.model.llama.rows import (
-    Bits,
-    Floats,
-    compiled,
-    gate_line,
-    parallel,
-    rotate,
-    round_to,
-    share_laying_out,
-    share_norms,
-)
+from bough.model.llama.rows import Bits, Floats, gate_line, rotate, round_to, share_laying_out, share_norms
 
 LOOPS = 9  # of a layer, of pieces that threads take
 _BITS = np.uint16(0)
@@ -78,8 +67,8 @@ class Room(NamedTuple):
     gated: Any  # rows of a product
 
 
-@compiled
-def _place(task, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def _place(task: Any, layer: Any, weights: Any, sizes: Any, room: Any, spans: Any, cos: Any, sin: Any) -> Any:
     """Turns a KV head's queries and keys to their positions, and puts its keys and values into the slots."""
     num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     group, epsilon = num_heads // num_kv_heads, np.float32(sizes.epsilon)
@@ -99,8 +88,19 @@ def _place(task, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[
         round_to(qkv[begin : begin + head_dim], values[stored, kv_head])
 
 
-@compiled
-def _share_placing(taken, thread, num_threads, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def _share_placing(
+    taken: Any,
+    thread: Any,
+    num_threads: Any,
+    layer: Any,
+    weights: Any,
+    sizes: Any,
+    room: Any,
+    spans: Any,
+    cos: Any,
+    sin: Any,
+) -> Any:
     num_tasks = len(spans.tasks)
     task = take(taken, thread, num_threads, num_tasks)
     while task < num_tasks:
@@ -109,8 +109,8 @@ def _share_placing(taken, thread, num_threads, layer, weights, sizes, room, span
     wait_for_all(taken, num_threads, num_tasks)
 
 
-@compiled
-def _heads_piece(begin, end, weights, rows, few, num_rows, out):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def _heads_piece(begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_rows: Any, out: Any) -> Any:
     """Groups of three matrices one after another."""
     queries, keys, values, bias = weights.queries, weights.keys, weights.values, weights.bias
     first_key, end_queries = num_groups_of(queries), num_outputs_of(queries)
@@ -123,8 +123,8 @@ def _heads_piece(begin, end, weights, rows, few, num_rows, out):  # type: ignore
     multiply(rows, few, num_rows, values, own_begin, own_end, bias[end_keys:], of_values)
 
 
-@compiled
-def _share_heads(taken, thread, num_threads, weights, rows, num_rows, out):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def _share_heads(taken: Any, thread: Any, num_threads: Any, weights: Any, rows: Any, num_rows: Any, out: Any) -> Any:
     """Queries, keys and values side by side in `out` (rows, of all three), in one loop over three matrices."""
     num_groups = num_groups_of(weights.queries) + num_groups_of(weights.keys) + num_groups_of(weights.values)
     few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_groups, num_threads)
@@ -136,8 +136,10 @@ def _share_heads(taken, thread, num_threads, weights, rows, num_rows, out):  # t
     wait_for_all(taken, num_threads, num_pieces)
 
 
-@compiled
-def _gates_piece(begin, end, weights, rows, few, num_rows, gate, up, gated):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def _gates_piece(
+    begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_rows: Any, gate: Any, up: Any, gated: Any
+) -> Any:
     """Outputs [begin, end) of two matrices."""
     gate[:, begin:end] = 0
     up[:, begin:end] = 0
@@ -148,8 +150,10 @@ def _gates_piece(begin, end, weights, rows, few, num_rows, gate, up, gated):  # 
             gate_line(gate[block], up[block], line, min(line + LINE, end), gated, block)
 
 
-@compiled
-def _share_gates(taken, thread, num_threads, weights, rows, num_rows, gate, up, gated):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def _share_gates(
+    taken: Any, thread: Any, num_threads: Any, weights: Any, rows: Any, num_rows: Any, gate: Any, up: Any, gated: Any
+) -> Any:
     """gated = silu(rows times one matrix) * (rows times the other), by whole lines."""
     num_lines = (gate.shape[1] + LINE - 1) // LINE
     few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_lines, num_threads)
@@ -161,8 +165,20 @@ def _share_gates(taken, thread, num_threads, weights, rows, num_rows, gate, up, 
     wait_for_all(taken, num_threads, num_pieces)
 
 
-@compiled
-def share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+@fastmath
+def share_layer(
+    taken: Any,
+    thread: Any,
+    num_threads: Any,
+    num_rows: Any,
+    layer: Any,
+    weights: Any,
+    sizes: Any,
+    room: Any,
+    spans: Any,
+    cos: Any,
+    sin: Any,
+) -> Any:
     """A thread's part of `run_layer`; `taken` counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`)."""
     me, epsilon = (thread, num_threads), np.float32(sizes.epsilon)
     no_sinks = np.full(sizes.num_heads, -np.inf, np.float32)
@@ -178,13 +194,25 @@ def share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, roo
     share_product(taken[8], *me, room.gated, num_rows, weights.down, None, room.hidden)
 
 
-@parallel
-def run_layer(taken, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+@fastmath_parallel
+def run_layer(
+    share: Any,
+    taken: Any,
+    num_threads: Any,
+    num_rows: Any,
+    layer: Any,
+    weights: Any,
+    sizes: Any,
+    room: Any,
+    spans: Any,
+    cos: Any,
+    sin: Any,
+) -> Any:
     """Takes room.hidden through a layer, and puts keys and values of all rows into slots, as their number `layer`.
 
-    Few rows in 16 bits are computed otherwise, unless `num_rows` are `bough.model.cpu.gemm_parallel.Alike`.
-    cos, sin (rows, head_dim) float32; `taken` counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`).
+    `share` is a pointer to `share_layer` (`bough.model.cpu.jit.pointer`); cos, sin (rows, head_dim) float32; `taken`
+    counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`).
     """
     for number in numba.prange(num_threads):
         thread = as_thread(number)
-        share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin)
+        share(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin)

@@ -5,11 +5,14 @@ Rows are the lanes of vectors, LANES in a block; what goes into a product is put
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from bough.model.cpu.float_bits import rounded, widened
+from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import LINE, put
 from bough.model.cpu.simd import (
@@ -28,13 +31,9 @@ from bough.model.cpu.work_stealing import take, take_next, wait_for_all
 Floats = NDArray[np.float32]
 Bits = NDArray[np.uint16]  # of bfloat16
 
-FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
-compiled = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy", nogil=True)
-parallel = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy", nogil=True, parallel=True)
 
-
-@parallel
-def spread(rows, hidden):  # type: ignore[no-untyped-def]
+@fastmath_parallel
+def spread(rows: Any, hidden: Any) -> Any:
     """Rows of bfloat16's bits as float32 in blocks of LANES; lanes beyond the last row are 0."""
     for block in numba.prange(len(hidden)):
         for lane in range(LANES):
@@ -43,8 +42,8 @@ def spread(rows, hidden):  # type: ignore[no-untyped-def]
                 hidden[block, i, lane] = widened(rows[row, i]) if row < len(rows) else 0
 
 
-@parallel
-def collect(hidden, rows):  # type: ignore[no-untyped-def]
+@fastmath_parallel
+def collect(hidden: Any, rows: Any) -> Any:
     """The other way round, rounded."""
     for row in numba.prange(len(rows)):
         here, lane = hidden[row // LANES], row % LANES
@@ -52,8 +51,8 @@ def collect(hidden, rows):  # type: ignore[no-untyped-def]
             rows[row, i] = rounded(here[i, lane])
 
 
-@compiled
-def _normalise(block, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def _normalise(block: Any, hidden: Any, weight: Any, epsilon: Any, rows: Any) -> Any:
     """RMS norm (arXiv 1910.07467) of a block."""
     here, normed = hidden[block], np.empty((LINE, LANES), np.float32)
     even, odd = all_lanes(np.float32(0)), all_lanes(np.float32(0))  # sums of squares: one would wait for itself
@@ -69,8 +68,8 @@ def _normalise(block, hidden, weight, epsilon, rows):  # type: ignore[no-untyped
         put(normed[:count], rows, block, begin)
 
 
-@compiled
-def share_norms(taken, thread, num_threads, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def share_norms(taken: Any, thread: Any, num_threads: Any, hidden: Any, weight: Any, epsilon: Any, rows: Any) -> Any:
     """RMS norms of hidden (blocks, hidden, LANES) as rows of a product: a thread's part."""
     block = take(taken, thread, num_threads, len(hidden))
     while block < len(hidden):
@@ -79,8 +78,8 @@ def share_norms(taken, thread, num_threads, hidden, weight, epsilon, rows):  # t
     wait_for_all(taken, num_threads, len(hidden))
 
 
-@compiled
-def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def rotate(head: Any, norm: Any, epsilon: Any, cos: Any, sin: Any, out: Any) -> Any:
     """A query's or key's own norm, where there is one, then its position (arXiv 2104.09864), as bits of bfloat16."""
     half = len(head) // 2
     if len(norm):
@@ -101,8 +100,8 @@ def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
             out[d + half] = rounded(head[d + half] * cos[d + half] + head[d] * sin[d + half])
 
 
-@compiled
-def round_to(numbers, out):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def round_to(numbers: Any, out: Any) -> Any:
     """Bits of bfloat16."""
     if len(numbers) % LANES == 0:
         for d in range(0, len(numbers), LANES):
@@ -112,8 +111,8 @@ def round_to(numbers, out):  # type: ignore[no-untyped-def]
             out[d] = rounded(numbers[d])
 
 
-@compiled
-def share_laying_out(taken, thread, num_threads, numbers, rows):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def share_laying_out(taken: Any, thread: Any, num_threads: Any, numbers: Any, rows: Any) -> Any:
     """Numbers (blocks, inputs, LANES) as rows of a product: a thread's part."""
     num_blocks, num_inputs = len(numbers), numbers.shape[1]
     block = take(taken, thread, num_threads, num_blocks)
@@ -124,8 +123,8 @@ def share_laying_out(taken, thread, num_threads, numbers, rows):  # type: ignore
     wait_for_all(taken, num_threads, num_blocks)
 
 
-@compiled
-def gate_line(gate, up, begin, end, gated, block):  # type: ignore[no-untyped-def]
+@fastmath_inner
+def gate_line(gate: Any, up: Any, begin: Any, end: Any, gated: Any, block: Any) -> Any:
     """gated = silu(gate) * up, for inputs [begin, end) of a block, LINE at most."""
     values, zero, one = np.empty((end - begin, LANES), np.float32), all_lanes(np.float32(0)), all_lanes(np.float32(1))
     for i in range(begin, end):

@@ -23,7 +23,7 @@ from bough.errors import ConfigError
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.cpu.huge_pages import large_pages
-from bough.model.quant.packed import Packed
+from bough.model.quant.bough_format import Packed
 from bough.model.quant.quantize import GROUP_SIZES, SCALE_BYTES
 from bough.model.running.batch_invariance import Product
 from bough.sizing.cost_model import Speed

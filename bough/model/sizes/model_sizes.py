@@ -22,14 +22,14 @@ from bough.model.checkpoint.hub import is_hub_id
 from bough.model.checkpoint.tensor_source import room_bytes
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.loading import DTYPES
-from bough.model.loading.weight_map import Quantization
 from bough.model.packing.pack import is_packed, packed_bytes
+from bough.model.quant.formats import format_of
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.running.batch_invariance import row_counts
 from bough.model.running.host_embeddings import embeddings_for_host
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.sizing.flops import ExpertWork, Work
-from bough.sizing.placement import Apart, ExpertSizes, Fixed
+from bough.sizing.placement import ExpertSizes, Fixed, SeparateExperts
 from bough.sizing.row_counts import RowCounts
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
@@ -54,7 +54,7 @@ class Packing:
         """
         if bits:
             return cls("bough", bits, GROUP_SIZES[bits]) if bits in GROUP_SIZES else None
-        quantization = Quantization.of(config, folder)
+        quantization = format_of(config, folder)
         if quantization is None:
             return None
         if not quantization.bits:
@@ -107,7 +107,7 @@ class ModelShapes:
     matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of a layer that has most bytes
     rows: RowCounts  # of a chunk
     work: Work
-    apart: Apart | None  # where layers have experts
+    apart: SeparateExperts | None  # where layers have experts
 
     def fixed(self, settings: TargetConfig, is_gpu: bool) -> Fixed:
         """What a target takes of the device's memory whatever the placement.
@@ -187,7 +187,7 @@ def model_shapes(
         scratch_bytes=max(sum(p.scratch_bytes for p in layer) for layer in parameters),
         packed_bits=packing.bits if packing else 0,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
-        rows=row_counts(model, None if bits else Quantization.of(config, folder), dtype, rows, device_type),
+        rows=row_counts(model, None if bits else format_of(config, folder), dtype, rows, device_type),
         work=_work(config, parameters, _head_bytes(model), dtype),
         apart=_apart(parameters),
     )
@@ -213,7 +213,7 @@ def _work(
     )
 
 
-def _apart(layers: Sequence[Sequence[_Parameter]]) -> Apart | None:
+def _apart(layers: Sequence[Sequence[_Parameter]]) -> SeparateExperts | None:
     """Sizes of layers without their experts, and of these."""
     stacks = [stack for layer in layers if (stack := [p for p in layer if p.num_experts])]
     if not stacks:
@@ -225,7 +225,7 @@ def _apart(layers: Sequence[Sequence[_Parameter]]) -> Apart | None:
     scratch = max(sum(p.scratch_bytes for p in layer) for layer in rest)
     scratch += max(p.scratch_bytes for stack in stacks for p in stack)
     sizes_of_rest = [sum(p.stored_bytes for p in layer) for layer in rest]
-    return Apart(sizes_of_rest, ExpertSizes(largest, max(counts), sum(counts), sum(sizes)), scratch)
+    return SeparateExperts(sizes_of_rest, ExpertSizes(largest, max(counts), sum(counts), sum(sizes)), scratch)
 
 
 def _stored_dtype(config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
