@@ -192,7 +192,7 @@ def _memory(model: StreamedModel, machine: Machine) -> dict[str, Any]:
         "planned_gb": round(planned / 1e9, 3),
         "used_gb": round(used / 1e9, 3),
         "is_within": used <= machine.device_memory,
-        "is_pinned": model.tiers.is_pinned,
+        "unpinned_gb": round(model.tiers.unpinned_bytes / 1e9, 3),
     }
 
 
@@ -233,7 +233,7 @@ def _holds(report: dict[str, Any], on_gpu: bool) -> bool:
     speeds = [row["link_efficiency"] for row in report["sweeps"] if row["tokens"] == smallest]
     is_fast = (
         min(speeds) >= LEAST_EFFICIENCY
-        and all(memory["is_pinned"] for memory in report["memory"])
+        and all(memory["unpinned_gb"] == 0 for memory in report["memory"])
         and all(row["graph_ms"] is not None for row in report["draft"])
     )
     return bool(is_right and (is_fast or not on_gpu))

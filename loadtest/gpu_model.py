@@ -92,12 +92,13 @@ def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int)
     """Places the first layers of a model, beside a KV slot of `num_rows` tokens, within what the machine has."""
     layers = planned(skeleton)[:num_layers]
     sizes = [layer.num_bytes for layer in layers]
-    on_host, rows = host_bytes(skeleton, machine.device.type), machine.rows
+    on_host, rows, on_gpu = host_bytes(skeleton, machine.device.type), machine.rows, machine.device.type != "cpu"
     fixed = Fixed(
         resident_bytes(skeleton) - on_host,
         num_rows * skeleton.kv_shape().row_bytes,
         activation_bytes(skeleton.config, skeleton.kv_shape(), Limits(rows, num_rows, num_rows, num_rows)),
-        max(layer.scratch_bytes(skeleton.dtype) for layer in layers) + unpacking_bytes(skeleton, machine.device),
+        max(layer.scratch_bytes(skeleton.dtype, on_gpu) for layer in layers)
+        + unpacking_bytes(skeleton, machine.device),
         host_embeddings=on_host,
     )
     budgets = Budgets(machine.device_memory, machine.host_memory, 3 * max(sizes), machine.max_resident)

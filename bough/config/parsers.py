@@ -8,7 +8,7 @@ from typing import Any
 
 AUTO = "auto"
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
-DRAFT_BITS = ("auto", "8", "16")
+DRAFT_BITS = ("auto", "4", "8", "16")
 _UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
 
 
@@ -37,6 +37,19 @@ def parse_device(text: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:
         raise ValueError("auto, cpu, cuda or cuda:1 would do")
     return text
+
+
+def parse_shares(text: str) -> tuple[tuple[str, int], ...]:
+    """GPUs and bytes of each from "cuda:1=10GB,cuda:2=8GB"; the empty text is none."""
+    shares = []
+    for part in text.split(",") if text else ():
+        device, _, size = part.strip().partition("=")
+        if re.fullmatch(r"cuda:[0-9]+", device) is None or not size:
+            raise ValueError("GPUs and what may be taken of each, such as cuda:1=10GB,cuda:2=8GB, would do")
+        shares.append((device, parse_bytes(size)))
+    if len({device for device, _ in shares}) < len(shares):
+        raise ValueError("each GPU once would do")
+    return tuple(shares)
 
 
 def number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], Any]:

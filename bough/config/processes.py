@@ -21,6 +21,7 @@ from bough.config.parsers import (
     parse_port,
     parse_rates,
     parse_seconds,
+    parse_shares,
     parse_speed,
     parse_switch,
 )
@@ -110,7 +111,7 @@ class DraftConfig(WorkerConfig):
         "auto",
         one_of(*DRAFT_BITS),
         "of weights, in which products are made; auto is 8 on a CPU that has an instruction for them, for models of a "
-        "Llama's build",
+        "Llama's build, and 16 otherwise; 4 is for a GPU that has little room: a model packed in 4 bits stays so there",
     )
     branch: int = setting(16, parse_count, "most children of a node")
     sharpness: float = setting(
@@ -138,10 +139,20 @@ class TargetConfig(WorkerConfig):
         "and 64 on a CPU",
     )
     device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
+    device_reserve: int = setting(
+        0,
+        parse_bytes,
+        "memory of a GPU that is another's, taken yet or not, such as a draft worker's on the same one",
+    )
     host_memory: int = setting(
         0,
         parse_bytes,
         "beside a GPU: pinned memory for layers, and for KV that is kept there; 0 takes most of what is free",
+    )
+    kv_sessions: int = setting(
+        0,
+        number(int, 0),
+        "instead of --kv-memory: sessions of the longest context that it is to hold; 0 is as told there",
     )
     kv_tier: str = setting(
         "device",
@@ -152,6 +163,12 @@ class TargetConfig(WorkerConfig):
         0,
         parse_bytes,
         "of it, at most so much for layers that were read ahead; 0 is 512MB, or three layers where those are more",
+    )
+    resident_devices: tuple[tuple[str, int], ...] = setting(
+        (),
+        parse_shares,
+        "other GPUs that layers stay on and are computed on, and how much memory of each, KV of these layers and all: "
+        "cuda:1=10GB",
     )
     resident_layers: int = setting(-1, number(int, -1), "most layers that stay in memory; -1 is as many as fit")
     experts: str = setting(
@@ -173,6 +190,11 @@ class PlanConfig(TargetConfig):
     """Settings of `bough plan`: those of the target that is planned, and of a machine that need not be this one."""
 
     draft: str = setting("", str, "model folder or hub id of the draft, which then takes its time in every round")
+    draft_bits: str = setting(
+        "auto",
+        one_of(*DRAFT_BITS),
+        "as the draft worker's --bits: 4 writes out a packed draft's matrices in every step",
+    )
     bits: int = setting(0, one_of(0, 4, 8, 16), "bits of the layers' matrices: 4 or 8 as `bough pack` writes them")
     device: str = setting("", one_of("", "cpu", "gpu"), "cpu, or gpu: one with memory of its own; what is here")
     link_speed: float = setting(0.0, parse_speed, "GB/s from disk; measured where it is not given")

@@ -55,6 +55,11 @@ class SamplingParams:
         """Whether a token's logits depend on the tokens before it through more than the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether nothing is asked of a token's logits but which is the largest."""
+        return self.is_greedy and not (self.has_penalties or self.logit_bias) and self.logprobs is None
+
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field that is out of its range."""
         _require(

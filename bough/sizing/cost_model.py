@@ -52,7 +52,7 @@ class SweepModel:
     disk_seconds: float = 0.0  # of a disk behind that link, which reads at the same time
 
     def chunk_seconds(self, num_tokens: int) -> float:
-        """Of the products of a chunk, padding included; of experts also what is written out for them."""
+        """Of the products of a chunk, padding included, and what is written out for them."""
         seconds = step_seconds(self.work, self.rows.padded(num_tokens), num_tokens, self.speeds)
         unpack = self.speeds.unpack
         return seconds + (self.work.bytes_unpacked(num_tokens) / unpack.per_second if unpack else 0.0)
@@ -61,7 +61,7 @@ class SweepModel:
         """One chunk after another, and before them, beside the link, what is written out once a sweep."""
         whole, rest = divmod(num_tokens, self.rows.most)
         seconds = whole * self.chunk_seconds(self.rows.most) + (self.chunk_seconds(rest) if rest else 0.0)
-        return seconds + (self.work.unpacked_bytes / self.speeds.unpack.per_second if self.speeds.unpack else 0.0)
+        return seconds + (self.work.bytes_unpacked_once / self.speeds.unpack.per_second if self.speeds.unpack else 0.0)
 
     def link_seconds_of(self, num_tokens: int) -> float:
         """Of the link: what every sweep reads, and the experts that its rows choose."""

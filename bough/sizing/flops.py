@@ -40,8 +40,9 @@ class Work:
 
     token_flops: float  # of one row, in all layers and the output head
     weight_bytes: int  # that every chunk of rows reads from the accelerator's memory
-    unpacked_bytes: int = 0  # of these, what each sweep first writes out from 4 or 8 bits
+    unpacked_bytes: int = 0  # of these, what is first written out from 4 or 8 bits
     experts: ExpertWork | None = None
+    is_unpacked_by_chunk: bool = False  # by every chunk of rows, not once in a sweep
 
     @property
     def flops_per_token(self) -> float:
@@ -58,4 +59,10 @@ class Work:
 
     def bytes_unpacked(self, num_tokens: int) -> float:
         """By a chunk with so many tokens, beside what a sweep writes out once."""
-        return self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0.0
+        experts = self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0.0
+        return experts + (self.unpacked_bytes if self.is_unpacked_by_chunk else 0)
+
+    @property
+    def bytes_unpacked_once(self) -> int:
+        """By a sweep, whatever its rows."""
+        return 0 if self.is_unpacked_by_chunk else self.unpacked_bytes

@@ -24,6 +24,7 @@ class Tier(Enum):
     """Where a layer lives."""
 
     RESIDENT = "resident"  # in the accelerator's own memory
+    ELSEWHERE = "elsewhere"  # in another accelerator's, which computes it
     HOST = "host"  # in pinned memory of the host; only where that is not the accelerator's own
     DISK = "disk"
 
@@ -82,6 +83,7 @@ class Placement:
     num_slabs: int  # of the ring through which layers that are not resident reach the accelerator
     num_host_slabs: int = 0  # of the ring between disk and host memory, where there are three tiers
     expert_bytes: int = 0  # of experts that come when rows choose them, and are in no layer's bytes
+    others: tuple[int, ...] = ()  # by layer that is elsewhere, in order: which of the other accelerators has it
 
     def layers(self, tier: Tier) -> tuple[int, ...]:
         """Layers of a tier, in order."""
@@ -94,8 +96,12 @@ class Placement:
     @property
     def slab_bytes(self) -> int:
         """The largest layer that streams."""
-        streamed = (size for size, tier in zip(self.layer_bytes, self.tiers, strict=True) if tier is not Tier.RESIDENT)
-        return max(streamed, default=0)
+        return max((self.layer_bytes[index] for index in self.streamed), default=0)
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Layers that cross the link in every sweep, in order."""
+        return tuple(index for index, where in enumerate(self.tiers) if where in (Tier.HOST, Tier.DISK))
 
     @property
     def link_bytes(self) -> int:

@@ -66,9 +66,9 @@ class ReusedMemory:
         self._used = 0
         self.writes: list[Callable[[], object]] = []  # since the beginning, in order
 
-    def begin(self) -> None:
-        """Gives everything back."""
-        self._used, self.writes = 0, []
+    def begin(self, at: int = 0) -> None:
+        """Gives everything back but what is before a byte."""
+        self._used, self.writes = at, []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor."""
