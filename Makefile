@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test check loadtest proto bench clean help
+.PHONY: demo serve test test-fast check loadtest proto clean help
 
 help:  ## list the commands
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 demo: $(READY)  ## the whole pipeline on a real model: build, start, generate with trees, in sizes, and without, compare
 	@$(BIN)/bough demo
@@ -21,6 +21,10 @@ test: $(READY)  ## the whole suite
 	@$(BIN)/python -m tests.compile_kernels
 	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+test-fast: $(READY)  ## the tests of single parts, in two minutes
+	@$(BIN)/python -m tests.compile_kernels
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'unit and not slow'
+
 check: $(READY)  ## formatting, lint, types, import rules
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -32,9 +36,6 @@ loadtest: $(READY)  ## users by locust over both doors, on workers without weigh
 
 proto: $(READY)  ## regenerate bough/pb from proto/
 	@$(BIN)/python -m grpc_tools.protoc -Ibough/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
-
-bench: $(READY)  ## what a substitute draft is worth, by layers left out and tree size
-	@$(BIN)/python -m loadtest.drafts
 
 clean:  ## remove the virtual environment and caches of tools
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 import aiohttp
@@ -21,9 +22,9 @@ CONNECT_SECONDS = 5.0
 class Forwarder:
     """Passes requests on to one upstream, whose answers it streams back piece by piece, as they come."""
 
-    def __init__(self, base_url: str) -> None:
-        """`base_url` such as http://10.0.0.3:7413, without a path."""
-        self._base_url = base_url
+    def __init__(self, base_url: str, context: Callable[[], ssl.SSLContext] | None = None) -> None:
+        """`base_url` such as http://10.0.0.3:7413, without a path; `context` for one of https."""
+        self._base_url, self._context = base_url, context
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         connector = aiohttp.TCPConnector(limit=0)  # how many may come is decided by the orchestrator's admission
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
@@ -40,7 +41,11 @@ class Forwarder:
         query = request.scope.get("query_string", b"").decode("latin-1")
         try:
             upstream = await self._session.request(
-                request.method, f"{url}?{query}" if query else url, headers=headers, data=await request.body()
+                request.method,
+                f"{url}?{query}" if query else url,
+                headers=headers,
+                data=await request.body(),
+                ssl=True if self._context is None else self._context(),
             )
         except (aiohttp.ClientError, TimeoutError) as exc:
             return unavailable(f"the orchestrator does not answer: {exc}")

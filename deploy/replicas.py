@@ -11,7 +11,6 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bough.config.addresses import joined
 from bough.errors import ConfigError, Unavailable
 from deploy.forward import Forwarder, unavailable
 from deploy.index import IndexServer
@@ -160,8 +159,7 @@ class OrchestratorReplica(Supervising):
         return {REQUESTS: float(loads.num_requests_running + loads.num_requests_waiting) if loads else 0.0}
 
     async def _started(self, supervisor: Supervisor) -> None:
-        if supervisor.http_port > 0:
-            self._forwarder = Forwarder(f"http://{joined(supervisor.host, supervisor.http_port)}")
+        self._forwarder = supervisor.forwarder()
 
     async def _stop(self) -> None:
         await super()._stop()

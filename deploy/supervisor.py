@@ -10,13 +10,15 @@ from contextlib import suppress
 
 from bough.config.addresses import bare, joined
 from bough.config.processes import OrchestratorConfig
+from bough.config.reader import with_shared
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.processes.child import Child
 from bough.protocol.generation import Loads
 from bough.protocol.messages import WorkerInfo
-from bough.rpc.server import is_serving, open_channel
+from bough.rpc.server import is_serving
 from bough.security.access import Access
 from deploy.child import describe_end, python, start, stop
+from deploy.forward import Forwarder
 from deploy.ports import free_port, require_free_port
 from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
@@ -39,15 +41,23 @@ class Supervisor:
         self._port = settings.config.port or free_port(self.host)
         self.http_port = _http_port(settings, self.host)  # -1 where there is no door for HTTP
         self._progress = Progress()
-        self._access = Access.of(settings.config, os.environ)
+        self._access = Access.of(with_shared(settings.config, os.environ))
         self._child: Child | None = None
-        self._channel = open_channel(self.address)
+        self._channel = self._access.own_channel(self.address)
         self._answered: float | None = None  # on the monotonic clock: when it was last heard of; None before it serves
 
     @property
     def address(self) -> str:
         """Of the program's gRPC services."""
         return joined(self.host, self._port)
+
+    def forwarder(self) -> Forwarder | None:
+        """To the program's door for HTTP, where it has one."""
+        if self.http_port < 0:
+            return None
+        context = self._access.own_context
+        scheme = "http" if context is None else "https"
+        return Forwarder(f"{scheme}://{joined(self.host, self.http_port)}", context)
 
     @property
     def role(self) -> Role:
@@ -70,7 +80,7 @@ class Supervisor:
         self._child = child
         deadline = time.monotonic() + supervision.start_seconds
         service = "" if self.role is Role.ORCHESTRATOR else self.role.service
-        while not await is_serving(self._channel, service, CALL_SECONDS):
+        while not await is_serving(self._channel.current, service, CALL_SECONDS):
             if child.has_ended():
                 raise ConfigError(describe_end(child))
             if time.monotonic() > deadline:
@@ -91,6 +101,7 @@ class Supervisor:
             return
         if child.has_ended():
             raise Unavailable(describe_end(child))
+        await asyncio.to_thread(self._access.refresh)
         try:
             problem = await self._problem()
         except BoughError as exc:
@@ -104,11 +115,12 @@ class Supervisor:
 
     async def loads(self) -> Loads:
         """What an orchestrator is doing."""
-        return await get_loads(self._channel, self.address, CALL_SECONDS, self._access.credentials)
+        return await get_loads(self._channel.current, self.address, CALL_SECONDS, self._access.credentials)
 
     async def info(self) -> WorkerInfo:
         """What a worker is doing."""
-        return await get_worker_info(self._channel, self.role, self.address, CALL_SECONDS, self._access.credentials)
+        channel, shown = self._channel.current, self._access.credentials
+        return await get_worker_info(channel, self.role, self.address, CALL_SECONDS, shown)
 
     async def stop(self) -> None:
         """Lets the program finish what it does, for as long as its own settings say, and ends it."""

@@ -105,8 +105,8 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
                 requests.running(),
                 callers.watching(),
                 access.watching(),
-                serving_generation(config, callers) as served,
-                http_door(config, callers, metrics.registry),
+                serving_generation(config, callers, access.door_credentials) as served,
+                http_door(config, callers, metrics.registry, access.door_context),
             ):
                 metrics_address = metrics_at(for_metrics(config, config.keys), metrics.port)
                 yield Orchestrator(config, worker_id, registry, directory, requests, served, callers, metrics_address)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from bough.config.addresses import advertised_host, bare, is_loopback, joined
 from bough.config.processes import OrchestratorConfig
+from bough.security.tls import CurrentContext
 from orchestrator.serving.tenants import Callers
 
 logger = logging.getLogger(__name__)
@@ -21,8 +22,11 @@ def has_page(config: OrchestratorConfig) -> bool:
 
 
 @asynccontextmanager
-async def http_door(config: OrchestratorConfig, callers: Callers, figures: CollectorRegistry) -> AsyncIterator[None]:
-    """Serves OpenAI's clients for as long as the block runs; `figures` are served at /metrics.
+async def http_door(
+    config: OrchestratorConfig, callers: Callers, figures: CollectorRegistry, tls: CurrentContext | None = None
+) -> AsyncIterator[None]:
+    """Serves OpenAI's clients for as long as the block runs; `figures` are served at /metrics. With
+    `tls` nothing but HTTPS is spoken.
 
     Raises:
         ConfigError: the port is in use.
@@ -37,7 +41,7 @@ async def http_door(config: OrchestratorConfig, callers: Callers, figures: Colle
     app = http_app(
         callers, figures, config.stalled_timeout, has_open_figures=config.open_metrics, has_page=has_page(config)
     )
-    async with http_serving(bare(config.host), config.http_port, app) as port:
-        callers.requests.http_url = f"http://{joined(advertised_host(config), port)}"
+    async with http_serving(bare(config.host), config.http_port, app, tls) as port:
+        callers.requests.http_url = f"{'http' if tls is None else 'https'}://{joined(advertised_host(config), port)}"
         logger.info("OpenAI's clients are served at %s/v1", callers.requests.http_url)
         yield

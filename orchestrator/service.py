@@ -102,7 +102,9 @@ def _require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
     return sum(number for _, number, _ in counts)
 
 
-def serving_generation(config: OrchestratorConfig, callers: Callers) -> AbstractAsyncContextManager[Served]:
+def serving_generation(
+    config: OrchestratorConfig, callers: Callers, credentials: grpc.ServerCredentials | None = None
+) -> AbstractAsyncContextManager[Served]:
     """A gRPC server with this service, inside the block. Raises ConfigError where its port is in use."""
     service, requests = GenerationService(callers), callers.requests
     return serving(
@@ -114,4 +116,5 @@ def serving_generation(config: OrchestratorConfig, callers: Callers) -> Abstract
         config.stalled_timeout,
         max_connection_age=config.max_connection_age,
         doorkeepers=[] if callers.keyring is None else [Doorkeeper(callers.admit)],
+        credentials=credentials,
     )

@@ -14,7 +14,7 @@ from bough.model.loading.loading import DTYPES, build_skeleton
 from bough.model.running.runner import ResidentModel
 from draft_worker.model.sources import load_draft
 from draft_worker.model.warm_up import warm_up_choosing
-from loadtest.tiny_model import TINY, save_model
+from loadtest.common.tiny_model import TINY, save_model
 from target_worker.worker import compile_target
 from tests.fakes.models import CPU
 

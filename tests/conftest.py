@@ -20,15 +20,28 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.processes.launch import Cluster, Settings, launched
 from bough.tokenization.vocabulary import TokenizerFiles
-from loadtest.tiny_model import TINY, save_model, save_tokenizer
+from loadtest.common.tiny_model import TINY, save_model, save_tokenizer
 from tests.fakes.fleet import Fleet, fleet
 from tests.fakes.stage import Orchestrator, Stage, orchestrating, staged
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
 
+FOLDERS = {"pipeline": "pipeline", "clients": "pipeline", "loadtest": "pipeline"}  # kinds of tests; others are units
+PROCESSES = {"tiny_cluster", "smollm"}  # fixtures of real processes and real models
+
 # Time never decides a test: neither an example's, nor that of making them.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test by its kind: `make test-fast` runs the units that are not slow."""
+    for item in items:
+        kinds = {mark.name for mark in item.iter_markers()} & {"pipeline", "chaos", "cluster"}
+        if kinds:
+            continue
+        kind = FOLDERS.get(item.path.relative_to(Path(__file__).parent).parts[0], "unit")
+        item.add_marker("pipeline" if PROCESSES & set(getattr(item, "fixturenames", ())) else kind)
 
 
 @pytest.fixture(scope="session")

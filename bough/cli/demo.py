@@ -38,7 +38,7 @@ async def demo(arguments: argparse.Namespace) -> int:
         tell_of_first_start()
     settings = divided(settings, tell)
     progress = Progress()
-    async with launched(settings, progress) as cluster, supervised(cluster, tell), Client(cluster.address) as client:
+    async with launched(settings, progress) as cluster, supervised(cluster, tell), cluster.client() as client:
         progress.clear()
         workers = {worker.info.kind: worker.info for worker in (await client.server_info()).workers}
         contest = await _run_all(client, arguments, workers["target"].max_nodes)

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from bough import __version__
 from bough.cli.doctor_cluster import report_cluster
-from bough.client import Client
+from bough.cli.reaching import client_from
 from bough.errors import BoughError, Unauthenticated
 from bough.protocol.decision import DraftCalibration
 from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
@@ -21,7 +21,7 @@ async def doctor(arguments: argparse.Namespace) -> int:
     """Prints a report; exit status 1 where something is wrong."""
     problems, found = await report_cluster(arguments.ray) if arguments.ray else ([], [])
     address = ",".join(found) or arguments.address
-    async with Client(*address.split(",")) as client:
+    async with client_from(arguments, *address.split(",")) as client:
         try:
             server, loads = await client.server_info(), await client.loads()
             calibrations = {one.draft_id: one for one in await client.calibrations()}

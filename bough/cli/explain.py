@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from bough.cli.plotting import require_matplotlib
-from bough.client import Client
+from bough.cli.reaching import client_from
 from bough.errors import NotFound
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.account import PART_NAMES, Account, account, why
@@ -26,7 +26,7 @@ async def explain(arguments: argparse.Namespace) -> int:
     """
     if arguments.plot:
         require_matplotlib("--plot")
-    decisions = await _decisions(arguments.address.split(","), arguments.session)
+    decisions = await _decisions(arguments)
     if arguments.plot:
         from bough.cli.decision_plot import save_decisions
 
@@ -39,13 +39,13 @@ async def explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _decisions(addresses: Sequence[str], session: str) -> tuple[Decision, ...]:
+async def _decisions(arguments: argparse.Namespace) -> tuple[Decision, ...]:
     """Of the first orchestrator that remembers the session."""
     problem: NotFound | None = None
-    for address in addresses:
-        async with Client(address) as client:
+    for address in arguments.address.split(","):
+        async with client_from(arguments, address) as client:
             try:
-                return await client.decisions(session)
+                return await client.decisions(arguments.session)
             except NotFound as exc:
                 problem = exc
     assert problem is not None, "there is an address, and nothing is remembered there"

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from bough.cli.main import options_from
+from bough.cli.reaching import client_from
 from bough.client import Client
 from bough.errors import BoughError, InvalidRequest, NotFound
 from bough.protocol.generation import (
@@ -30,7 +31,7 @@ async def generate(arguments: argparse.Namespace) -> int:
     """Answers one prompt, as text while it comes or as one JSON line."""
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     prompt: Prompt = TextPrompt(text) if arguments.raw else ChatPrompt((*_system(arguments), Message("user", text)))
-    async with Client(*arguments.address.split(",")) as client:
+    async with client_from(arguments) as client:
         answer = await Answer.read(client, prompt, options_from(arguments), is_shown=not arguments.json)
     if arguments.json:
         print(json.dumps(answer.as_json()))
@@ -41,7 +42,7 @@ async def chat(arguments: argparse.Namespace) -> int:
     """Reads lines and answers them, until the end of the input. Nothing of the history is sent or computed twice."""
     options = replace(options_from(arguments), session_id=arguments.session or uuid.uuid4().hex)
     history = list(_system(arguments))
-    async with Client(*arguments.address.split(",")) as client:
+    async with client_from(arguments) as client:
         name = options.model or (await client.model_info()).model_name
         print(f"{name}; end with Ctrl-D", file=sys.stderr)
         while line := await _read_line():

@@ -77,7 +77,7 @@ def _add(arguments: argparse.Namespace, name: str) -> int:
 
 
 def _list(file: str) -> int:
-    for key in read_keys(f"{FLAG}: {file}", read_private(FLAG, file)[0]):
+    for key in read_keys(f"{FLAG}: {file}", read_private(FLAG, file)):
         ends = "never ends" if key.expires is None else f"{_ends(key)} {key.expires}"
         limits = [f"{key.requests} requests at once"] if key.requests else []
         limits += [f"{key.tokens_per_minute} tokens a minute"] if key.tokens_per_minute else []
@@ -107,7 +107,7 @@ def _is_meant(key: ApiKey, name: str, key_id: str) -> bool:
 
 def _lines(file: str) -> list[str]:
     """Of a file that can be used."""
-    text, _ = read_private(FLAG, file)
+    text = read_private(FLAG, file)
     read_keys(f"{FLAG}: {file}", text)
     return [line for line in text.splitlines() if line.strip()]
 

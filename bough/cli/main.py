@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,6 +12,7 @@ from dataclasses import fields
 from bough import __version__
 from bough.cli.closed_pipe import reader_may_leave
 from bough.cli.keys import add_keys, keys
+from bough.cli.reaching import add_address
 from bough.cli.simulate_flags import add_simulate
 from bough.cli.speculation import add_speculation, speculation_from
 from bough.config.parsers import DRAFT_BITS, DTYPE_NAMES
@@ -127,10 +127,10 @@ def argument_parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
     generate.add_argument("--json", action="store_true", help="print one JSON line instead of the text")
     _add_sampling(generate)
-    _add_address(generate)
+    add_address(generate)
     chat = commands.add_parser("chat", help="talk; KV is kept from turn to turn")
     _add_sampling(chat)
-    _add_address(chat)
+    add_address(chat)
     _add_plan(commands.add_parser("plan", help="what a model would need and how fast it would be, before it is there"))
     _add_shape(commands.add_parser("shape", help="the tree worth most, given how often guesses are accepted"))
     add_simulate(
@@ -141,7 +141,7 @@ def argument_parser() -> argparse.ArgumentParser:
     running = commands.add_parser("top", help="what is running now, shown again and again")
     running.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (default 1)")
     running.add_argument("--count", type=int, default=0, help="looks, after which it ends (default: never)")
-    _add_address(running)
+    add_address(running)
     _add_doctor(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser
 
@@ -224,7 +224,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     schemes = [scheme.value for scheme in Scheme]
     parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
     parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")
-    _add_address(parser)
+    add_address(parser)
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -233,7 +233,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
     parser.add_argument("--plot", metavar="FILE", help="also draw the rounds into a PNG file")
-    _add_address(parser)
+    add_address(parser)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -241,13 +241,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "dashboard of a Ray cluster, such as http://HEAD:8265: show its nodes and replicas, and ask its orchestrators"
     )
     parser.add_argument("--ray", metavar="URL", default="", help=text)
-    _add_address(parser)
-
-
-def _add_address(parser: argparse.ArgumentParser) -> None:
-    default = os.environ.get("BOUGH_ADDRESS", f"127.0.0.1:{DEFAULT_PORT}")
-    text = f"of the orchestrator, or of several: A,B (BOUGH_ADDRESS; default {default})"
-    parser.add_argument("--address", default=default, help=text)
+    add_address(parser)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from bough.cli.plotting import require_matplotlib
+from bough.cli.reaching import client_from
 from bough.cli.shape_plot import save_shape
 from bough.cli.speculation import MOST_NODES
-from bough.client import Client
 from bough.errors import ConfigError
 from bough.trees.acceptance import Acceptance, FloatArray, acceptance_from, by_depth_and_rank, by_rank
 from bough.trees.optimal_tree import (
@@ -93,7 +93,7 @@ async def live(arguments: argparse.Namespace) -> Acceptance:
         ConfigError: it has measured nothing of this scheme yet.
         Unavailable: it does not answer.
     """
-    async with Client(*arguments.address.split(",")) as client:
+    async with client_from(arguments) as client:
         counted = {one.scheme: one for one in await client.acceptance()}
     scheme = Scheme(arguments.scheme or Scheme.TARGET)
     if scheme not in counted:

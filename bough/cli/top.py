@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from bough.cli.reaching import client_from
 from bough.client import Client
 from bough.errors import BoughError, NotFound
 from bough.protocol.decision import Decision
@@ -31,7 +32,7 @@ class Sight(NamedTuple):
 async def top(arguments: argparse.Namespace) -> int:
     """Shows it every `--interval` seconds, `--count` times or for ever; exit status 1 where nobody answers."""
     before: Sight | None = None
-    async with Client(*arguments.address.split(",")) as client:
+    async with client_from(arguments) as client:
         number = 0
         while arguments.count == 0 or number < arguments.count:
             if number:

@@ -24,6 +24,8 @@ from bough.processes.exit_with_parent import MODULE, run
 from bough.processes.launch import Settings, launched
 from bough.processes.supervision import supervised
 from bough.registry.url import without_passwords
+from bough.security.certificates import AUTHORITY
+from bough.security.secured import files_towards
 from bough.simulation.profile import load_profile, shipped_profiles
 
 HTTP_PORT = 8000  # where servers of this kind are looked for
@@ -49,10 +51,12 @@ async def up(arguments: argparse.Namespace) -> int:
         progress.clear()
         index = without_passwords(cluster.index_url)
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
-        print(f'try: bough generate --address {cluster.address} "Why is the sky blue?"')
+        authority = f" {AUTHORITY} {authority}" if (authority := files_towards(settings.orchestrator).authority) else ""
+        print(f'try: bough generate --address {cluster.address}{authority} "Why is the sky blue?"')
         orchestrator, host = cluster.settings.orchestrator, cluster.address.rpartition(":")[0]
         if orchestrator.http_port > 0:
-            tell_of_http(f"http://{host}:{orchestrator.http_port}", has_keys=bool(orchestrator.keys))
+            scheme = "https" if orchestrator.tls_cert else "http"
+            tell_of_http(f"{scheme}://{host}:{orchestrator.http_port}", has_keys=bool(orchestrator.keys))
         sys.stdout.flush()
         await asyncio.Event().wait()
     return 0

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import grpc
 
 from bough.client.resumable_stream import Patience, ResumableStream
-from bough.config.parsers import MAX_PORT
 from bough.errors import BoughError, ConfigError, Exhausted, NotFound, Unavailable
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
@@ -25,9 +24,11 @@ from bough.protocol import codec_generation as wire
 from bough.protocol import generation as g
 from bough.protocol.codec_costs import decisions_from_wire
 from bough.protocol.decision import Decision, DraftCalibration
-from bough.rpc.server import open_channel
 from bough.rpc.status_map import to_error
 from bough.security.bearer import credentials, require_key
+from bough.security.certificates import CertificateFiles
+from bough.security.secured import Secured, environment_files
+from bough.security.tls import PeerChannel
 from bough.trees.acceptance import SchemeAcceptance
 
 KEY_VARIABLE = "BOUGH_API_KEY"
@@ -45,21 +46,24 @@ class Client:
     What the server refuses is raised as the errors of `bough.errors`.
     """
 
-    def __init__(self, *addresses: str, patience_seconds: float = PATIENCE_SECONDS, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        *addresses: str,
+        patience_seconds: float = PATIENCE_SECONDS,
+        api_key: str | None = None,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
         """A stream that breaks is gone on with until for `patience_seconds` after that nothing more has come.
 
-        `api_key` is shown to orchestrators that ask for one; the variable BOUGH_API_KEY has it by default.
+        `api_key` is shown to orchestrators that ask for one; the variable BOUGH_API_KEY has it by default. TLS is
+        spoken to an address such as grpcs://10.0.0.1:7411, and to all where `certificates` name an authority; the
+        variables BOUGH_TLS_CA, BOUGH_TLS_CERT and BOUGH_TLS_KEY name the files by default.
         """
         if not addresses or not all(addresses):
             raise ConfigError(f"addresses: {', '.join(addresses)!r}; one or more such as 127.0.0.1:7411 would do")
-        for address in addresses:
-            if not address.isprintable():
-                raise ConfigError(f"addresses: {address!r}; one such as 127.0.0.1:7411 would do")
-            port = address.rpartition(":")[2]
-            if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would take the rest of it by 65536
-                raise ConfigError(f"addresses: {address!r}; a port from 1 to {MAX_PORT} would do")
         key = require_key("api_key", os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key)
-        self._servers = [_Server(address, key) for address in addresses]  # the one in use first
+        secured = Secured.by(environment_files() if certificates is None else certificates)
+        self._servers = [_Server(secured.channel(address), key) for address in addresses]  # the one in use first
         self._patience_seconds = patience_seconds
         self._is_closed = False
 
@@ -176,6 +180,7 @@ class Client:
 
     def _turn_from(self, server: _Server) -> None:
         """The next call goes to another one, unless another stream has seen to that already."""
+        server.channel.refresh()
         if self._servers[0] is server:
             self._servers.append(self._servers.pop(0))
 
@@ -183,10 +188,17 @@ class Client:
 class _Server:
     """One orchestrator."""
 
-    def __init__(self, address: str, api_key: str) -> None:
-        self.address, self._metadata = address, credentials(api_key)
-        self.channel = open_channel(address)
-        self.stub = generation_pb2_grpc.GenerationStub(self.channel)
+    def __init__(self, channel: PeerChannel, api_key: str) -> None:
+        self.channel, self._metadata = channel, credentials(api_key)
+
+    @property
+    def address(self) -> str:
+        return self.channel.address
+
+    @property
+    def stub(self) -> generation_pb2_grpc.GenerationStub:
+        """For the next call."""
+        return generation_pb2_grpc.GenerationStub(self.channel.current)
 
     async def generate(self, prompt: g.Prompt, options: g.GenerateOptions) -> AsyncGenerator[g.Event]:
         """The events of one call. Raises Unavailable where it ends before its last event."""

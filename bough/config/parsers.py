@@ -32,6 +32,14 @@ def parse_layers(text: str) -> tuple[int, ...]:
     return tuple(layers)
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names from "a,b"; the empty text is none."""
+    names = tuple(part.strip() for part in text.split(",")) if text else ()
+    if not all(names):
+        raise ValueError("names such as a,b would do")
+    return names
+
+
 def parse_device(text: str) -> str:
     """A device as torch spells it, or "auto"; whether it is there is seen when the model is loaded."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:

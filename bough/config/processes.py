@@ -18,6 +18,7 @@ from bough.config.parsers import (
     parse_count,
     parse_device,
     parse_layers,
+    parse_names,
     parse_port,
     parse_rates,
     parse_seconds,
@@ -32,6 +33,7 @@ from bough.runtime.machine import usable_cpus
 
 DEFAULT_PORT = 7411
 KEY_FILE_VARIABLE = "BOUGH_WORKER_KEY_FILE"
+CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE = "BOUGH_TLS_CERT", "BOUGH_TLS_KEY", "BOUGH_TLS_CA"
 ADVERTISE_AUTO = "auto"
 PLANNERS = ("self", "fixed")
 
@@ -61,6 +63,27 @@ class ServiceConfig:
         "file of a secret, `openssl rand -hex 32`: workers answer only who shows it, and it is shown to them; "
         f"{KEY_FILE_VARIABLE} for all processes",
         shared=KEY_FILE_VARIABLE,
+    )
+    tls_cert: str = setting(
+        "",
+        str,
+        "PEM file of this process's certificate: it then speaks nothing but TLS; read again as it changes. "
+        f"{CERT_VARIABLE} for all processes, as {TLS_KEY_VARIABLE} and {AUTHORITY_VARIABLE}",
+        shared=CERT_VARIABLE,
+    )
+    tls_key: str = setting("", str, "PEM file of the certificate's key, closed to others", shared=TLS_KEY_VARIABLE)
+    tls_ca: str = setting(
+        "",
+        str,
+        "PEM file of the authority of all processes' certificates: workers then answer only who has one of it, and are "
+        "called only over TLS",
+        shared=AUTHORITY_VARIABLE,
+    )
+    tls_peer_names: tuple[str, ...] = setting(
+        (),
+        parse_names,
+        "names, such as a,b, of which a certificate must have one for a worker to answer; all of --tls-ca by default",
+        shared="BOUGH_TLS_PEER_NAMES",
     )
     open_metrics: bool = setting(
         False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
@@ -243,6 +266,9 @@ class OrchestratorConfig(ServiceConfig):
         "", str, "file of API keys, as `bough keys add` writes it, without one of which nobody comes in; read again as "
         "it changes, and at SIGHUP"
     )  # fmt: skip
+    tls_client_ca: str = setting(
+        "", str, "PEM file of an authority: clients must have a certificate of it (or of --tls-ca), at both doors"
+    )
     share_prefixes: bool = setting(
         False,
         parse_switch,

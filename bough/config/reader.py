@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
 from bough.config.service_links import is_service_link
@@ -41,6 +41,14 @@ def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping
         beside = f", or {_flag(other)} does without it" if other else ""
         raise ConfigError(f"{_flag(name)}: missing; the flag or {variable(service, name)} sets it{beside}")
     return cls(**values)
+
+
+def with_shared(config: Config, environ: Mapping[str, str]) -> Config:
+    """Settings whose flags are read already, and beside them what one variable sets for all processes."""
+    shared = {f: f.metadata["shared"] for f in _fields(type(config)) if f.metadata["shared"] in environ}
+    unset = {f: name for f, name in shared.items() if getattr(config, f.name) == f.default}
+    changed: Config = replace(config, **{f.name: _read(name, f, environ[name]) for f, name in unset.items()})  # type: ignore[type-var]
+    return changed
 
 
 def to_flags(config: object, besides: Collection[str] = ()) -> list[str]:

@@ -14,7 +14,6 @@ from bough.protocol import codec
 from bough.protocol.messages import WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
-from bough.rpc.server import open_channel
 from bough.security.access import OPEN, Access
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 
@@ -51,7 +50,7 @@ async def refuse_misfits(
 
 async def _compare_tokenizers(record: WorkerRecord, kind: str, mine: TokenizerFiles, access: Access) -> None:
     try:
-        async with open_channel(record.address) as channel:
+        async with access.channel(record.address).opened() as channel:
             theirs = await fetch_tokenizer(channel, record.kind, access)
     except grpc.aio.AioRpcError as exc:
         logger.warning("%s at %s does not tell its tokenizer: %s", record.worker_id, record.address, exc.details())
@@ -64,7 +63,7 @@ async def _compare_tokenizers(record: WorkerRecord, kind: str, mine: TokenizerFi
 
 async def _compare_weights(record: WorkerRecord, mine: WorkerInfo, access: Access) -> None:
     try:
-        async with open_channel(record.address) as channel:
+        async with access.channel(record.address).opened() as channel:
             request = common_pb2.GetServerInfoRequest()
             stub = target_pb2_grpc.TargetStub(channel)
             call = stub.GetServerInfo(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)

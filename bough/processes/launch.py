@@ -28,6 +28,7 @@ from bough.processes.forked import ForkedProcess, Preloader, Program
 from bough.processes.signals import cancelled_by_sigterm, signals_ignored
 from bough.registry.registry import Registry
 from bough.runtime.machine import may_be_gpu
+from bough.security.secured import files_towards
 
 POLL_SECONDS = 0.1
 INDEX = "index"
@@ -183,6 +184,10 @@ class Cluster:
         finally:
             await registry.close()
 
+    def client(self) -> Client:
+        """Of the orchestrator, once it is ready; whoever asks for it closes it."""
+        return Client(self.address, certificates=files_towards(self.settings.orchestrator))
+
     def registry(self) -> Registry:
         """A client of the index; whoever asks for it closes it."""
         return Registry(self.index_url, self.settings.target.namespace)
@@ -203,7 +208,7 @@ class Cluster:
 
     async def _strangers(self, addresses: Mapping[str, str]) -> dict[str, str]:
         """Workers that are there, but that the orchestrator does not use yet, and why."""
-        async with Client(self.address) as client:
+        async with self.client() as client:
             try:
                 workers = (await client.server_info()).workers
             except Unauthenticated:  # it asks for a key that this process need not have: it is there

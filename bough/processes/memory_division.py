@@ -1,7 +1,7 @@
 """How the memory of one machine is divided among the processes of `bough up`: sizes in, settings of each out.
 
 Only where the CPU computes: an accelerator's memory is measured by whoever computes on it. Figures of what processes
-take beside weights and KV are those of `python -m loadtest.memory`, and some more.
+take beside weights and KV are those of `python -m loadtest.pipeline.memory`, and some more.
 """
 
 from __future__ import annotations

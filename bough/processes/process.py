@@ -211,9 +211,15 @@ async def serve_worker(
         await unless_stopped(stop, registry.wait())
         config = await unless_stopped(stop, with_advertised_host(config))
         age, add_servicer = config.max_connection_age, lambda server: add(servicer, server)
-        doorkeepers = access.doorkeepers
         serves = serving(
-            config.host, config.port, service, add_servicer, gate, max_connection_age=age, doorkeepers=doorkeepers
+            config.host,
+            config.port,
+            service,
+            add_servicer,
+            gate,
+            max_connection_age=age,
+            doorkeepers=access.doorkeepers,
+            credentials=access.worker_credentials,
         )
         await stack.enter_async_context(access.watching())
         served = await stack.enter_async_context(serves)

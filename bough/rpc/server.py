@@ -47,9 +47,11 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to "host:port"; connects when first used."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """A channel to "host:port", with TLS where there are credentials; connects when first used."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,11 @@ async def serving(
     grace_seconds: float = 1.0,
     max_connection_age: float = 0.0,
     doorkeepers: Sequence[grpc.aio.ServerInterceptor] = (),
+    credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[Served]:
     """Runs a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
 
-    `doorkeepers` see every call before anything else does.
+    `doorkeepers` see every call before anything else does; with `credentials` nothing but TLS is spoken.
 
     A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection that has lasted
     `max_connection_age` seconds takes no new calls, and ends once those on it have; 0 lets it last.
@@ -182,9 +185,10 @@ async def serving(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([service, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
-        bound = server.add_insecure_port(joined(host, port))
+        where = joined(host, port)
+        bound = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
     except RuntimeError as exc:
-        raise ConfigError(f"port: cannot listen on {joined(host, port)}; is it in use? 0 takes a free one") from exc
+        raise ConfigError(f"port: cannot listen on {where}; is it in use? 0 takes a free one") from exc
     served = Served(bound, service, gate, health_servicer)
     await served.set_ready(False)
     await server.start()

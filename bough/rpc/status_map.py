@@ -14,6 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from bough import errors
 from bough.errors import BoughError, Exhausted, InvalidRequest, PrefixMissing, StaleEpoch
+from bough.rpc.tls_faults import explained
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
     if kind is not None:
         return kind(details)
     if exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-        return errors.NoAnswer(f"{address} does not answer: {exc.code().name}: {details}")
+        return errors.NoAnswer(f"{address} does not answer: {exc.code().name}: {explained(details)}")
     if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own words
         return InvalidRequest(f"message: {details}; at most {MAX_MESSAGE_BYTES} bytes would do")
     if exc.code() is grpc.StatusCode.UNAUTHENTICATED:  # a proxy's

@@ -13,27 +13,35 @@ FORBIDDEN = stat.S_IWGRP | stat.S_IRWXO  # a group may read: Kubernetes mounts s
 
 
 class Stamp(NamedTuple):
-    """Changes whenever a file is written anew, or another takes its place."""
+    """Changes whenever a file is written anew, is opened or closed to others, or another takes its place."""
 
     device: int
     inode: int
     num_bytes: int
-    modified_ns: int
+    changed_ns: int
 
 
-def read_private(setting: str, path: str) -> tuple[str, Stamp]:
-    """The text of a file.
+def read_private(setting: str, path: str) -> str:
+    """The text of a file that is closed to others.
 
     Raises:
         ConfigError: naming the setting: the file is not there, is no text, or is open to others.
     """
+    return _read(setting, path, is_private=True)
+
+
+def read_public(setting: str, path: str) -> str:
+    """The text of a file that anybody may read, such as a certificate. Raises ConfigError naming the setting."""
+    return _read(setting, path, is_private=False)
+
+
+def _read(setting: str, path: str, *, is_private: bool) -> str:
     try:
         with open(path, encoding="utf-8") as stream:
-            status = os.fstat(stream.fileno())
-            if status.st_mode & FORBIDDEN:
-                mode = stat.S_IMODE(status.st_mode)
+            mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
+            if is_private and mode & FORBIDDEN:
                 raise ConfigError(f"{setting}: {path} must be closed to others (chmod 600), got mode {mode:o}")
-            return stream.read(), stamp_of(status)
+            return stream.read()
     except OSError as exc:
         raise ConfigError(f"{setting}: {path} must be a file that can be read, got: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
@@ -42,7 +50,7 @@ def read_private(setting: str, path: str) -> tuple[str, Stamp]:
 
 def stamp_of(status: os.stat_result) -> Stamp:
     """Of an open file or a path."""
-    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
 
 
 def write_private(setting: str, path: str, text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from bough.client import Client
 from bough.protocol.generation import GenerateOptions, TextPrompt
-from loadtest.chaos_streams import Received, Streams, Tally, make_scripts, undisturbed
+from loadtest.chaos.streams import Received, Streams, Tally, make_scripts, undisturbed
 from loadtest.cluster.configurations import trial_config, with_index_elsewhere, with_other_settings
 from loadtest.cluster.ray_cluster import DRAFT, FRONT, TARGET, RayCluster, ray_cluster, until
 

@@ -1,1 +1,1 @@
-"""What a GPU will run, looked at or measured."""
+"""What a GPU runs: whether it is exact, within its memory, and as fast as the link."""

@@ -1,4 +1,4 @@
-"""What attention takes by rows and context; part of `loadtest.gpu_check`."""
+"""What attention takes by rows and context; part of `loadtest.gpu`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bough.model.batch.gpu_paths import PathArrays
 from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
-from loadtest.gpu_parts import milliseconds
+from loadtest.gpu.parts import milliseconds
 
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128  # a 70B's
 

@@ -1,4 +1,4 @@
-"""How fast the host's memory is pinned and copied from; part of `loadtest.gpu_check`."""
+"""How fast the host's memory is pinned and copied from; part of `loadtest.gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a row of a large layer has the same bits anywhere; part of `loadtest.gpu_check`.
+"""Whether a row of a large layer has the same bits anywhere; part of `loadtest.gpu`.
 
 A library chooses how it multiplies by the shapes of a product, and all products of a sweep have one number of rows. So
 a row's result should be the same at any place and beside any neighbours; a product that is cut along its sums among

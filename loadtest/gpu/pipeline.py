@@ -1,4 +1,4 @@
-"""The whole pipeline, all its processes, on the demonstration pair; part of `loadtest.gpu_check`."""
+"""The whole pipeline, all its processes, on the demonstration pair; part of `python -m loadtest.gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report of `loadtest.gpu_check` as tables for people."""
+"""A report of `loadtest.gpu` as tables for people."""
 
 from __future__ import annotations
 

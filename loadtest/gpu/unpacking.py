@@ -1,4 +1,4 @@
-"""Packed weights written out: the CPU's bits, and how fast, by format; part of `loadtest.gpu_check`."""
+"""Packed weights written out: the CPU's bits, and how fast, by format; part of `loadtest.gpu`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from bough.model.checkpoint.tensor_source import FreshMemory, ReusedMemory
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import PackedFormat, PackedSample
-from loadtest.gpu_parts import milliseconds
+from loadtest.gpu.parts import milliseconds
 
 GROUP = 128  # as most checkpoints of others have it
 LAYER_WEIGHTS = 855_638_016  # of a layer of a 70B

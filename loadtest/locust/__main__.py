@@ -36,10 +36,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from bough.processes.launch import launched
+from loadtest.common.stacks import http_url_of, stack_settings
 from loadtest.locust.mix import parse_kinds
 from loadtest.locust.plan import Plan
 from loadtest.locust.samples import Objective, Sample, percentile, read_samples, span_seconds, summarise
-from loadtest.stacks import http_url_of, stack_settings
 
 STOP_SECONDS = 30.0  # that locust waits for answers under way at its end
 KILL_SECONDS = 60.0  # after which a locust that does not end is killed

@@ -18,12 +18,12 @@ from gevent.pool import Pool
 from locust import LoadTestShape, User, events, task
 from locust.exception import StopUser
 
+from loadtest.common.prompts import load_prompts
 from loadtest.locust.climb import Climb
 from loadtest.locust.doors import Conversation, Door, GrpcDoor, HttpDoor
 from loadtest.locust.mix import Mix, Question
 from loadtest.locust.plan import plan_from_environment
 from loadtest.locust.samples import UNFINISHED, Sample, write_sample
-from loadtest.prompts import load_prompts
 
 grpc_gevent.init_gevent()  # before any channel: gRPC waits in C, and would hold up every user
 

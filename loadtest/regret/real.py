@@ -15,7 +15,7 @@ from typing import Any
 
 from bough.config.cache_paths import SUBSTITUTE_DROPS, cache_folder
 from bough.processes.exit_with_parent import start
-from loadtest.limits import limited
+from loadtest.common.limits import limited
 from loadtest.regret.scoring import geomean, interval, score
 
 MEGABYTE = 1000**2

@@ -33,9 +33,9 @@ from bough.protocol.generation import GenerateOptions, Speculation, TokenPrompt
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.tokenization.tokenizer import Tokenizer
-from loadtest.prompts import load_prompts
+from loadtest.common.prompts import load_prompts
 from loadtest.regret.real import Measured, RealRegime, Task
-from loadtest.sessions_runs import Stream, stream
+from loadtest.sessions.runs import Stream, stream
 
 WARM_TOKENS = 4
 HALF_TOKENS = 6  # of an answer: plain decoding times twelve, and is to be disturbed for half of them

@@ -47,7 +47,8 @@ from typing import Any
 
 from bough.errors import BoughError
 from bough.processes.launch import launched
-from loadtest.prompts import load_prompts
+from loadtest.common.prompts import load_prompts
+from loadtest.common.stacks import http_url_of, stack_settings
 from loadtest.served.carrying import carry
 from loadtest.served.doors import DIRECT, compare_doors, door_figures
 from loadtest.served.overload import overload
@@ -58,7 +59,6 @@ from loadtest.served.stack import stack
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor
 from loadtest.served.under_ray import Addresses, under_ray
 from loadtest.served.verdict import verdict
-from loadtest.stacks import http_url_of, stack_settings
 
 PARTS = ("doors", "demonstration", "carrying", "overload", "restarts", "soak")
 SWEEP_SECONDS = 0.05  # of `doors`

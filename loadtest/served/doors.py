@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.ratios import interval, ratio
+from loadtest.common.ratios import interval, ratio
 from loadtest.served.streams import Answered, Ask, Door
 
 DIRECT = "grpc"

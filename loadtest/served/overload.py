@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from loadtest.common.stacks import http_url_of
 from loadtest.locust.samples import Objective, Sample, percentile, summarise
 from loadtest.served.profiles import write_profile
 from loadtest.served.stack import stack
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
-from loadtest.stacks import http_url_of
 
 RUNNING, WAITING = 16, 16
 SWEEP_SECONDS = 0.2

@@ -11,11 +11,11 @@ from typing import Any
 
 import redis.asyncio
 
+from loadtest.common.stacks import http_url_of
 from loadtest.locust.samples import Sample, percentile
 from loadtest.served.profiles import write_profile
 from loadtest.served.stack import Stack, stack
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
-from loadtest.stacks import http_url_of
 
 SWEEP_SECONDS = 0.02
 ANSWER_TOKENS = 16

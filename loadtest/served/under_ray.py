@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from bough.errors import ConfigError, Unavailable
 from bough.processes import exit_with_parent
-from loadtest.stacks import http_url_of
+from loadtest.common.stacks import http_url_of
 
 ROOT = Path(__file__).parent.parent.parent
 HOST = "127.0.0.1"

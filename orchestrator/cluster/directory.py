@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any
 
 import grpc
 
@@ -20,18 +20,16 @@ from bough.concurrency.tasks import end
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
 from bough.protocol.generation import WorkerStatus
-from bough.protocol.messages import PROTOCOL_VERSION, VerifyResult, WorkerInfo
+from bough.protocol.messages import PROTOCOL_VERSION
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import LEASE_SECONDS, Registry
-from bough.rpc.server import open_channel
 from bough.security.access import OPEN, Access
-from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
-from orchestrator.cluster.expected_wait import Need, Pace, UsualRound, expected_seconds
+from orchestrator.cluster.expected_wait import UsualRound
 from orchestrator.cluster.same_weights import watch_weights, with_weights
 from orchestrator.cluster.tokenizer_threads import Tokenizing
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
-from orchestrator.cluster.worker_health import Health
+from orchestrator.cluster.worker_handle import AnyClient, Known
 
 logger = logging.getLogger(__name__)
 
@@ -39,64 +37,6 @@ POLL_SECONDS = 0.5
 MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # looks in a row without a worker before it is forgotten
 SWEEP_SECONDS = 5.0  # between two tidyings of the index
 FIRST_LOOK_SECONDS = 3.0  # that a start waits for the workers already there to say what they are
-
-AnyClient = TypeVar("AnyClient", DraftClient, TargetClient)
-
-
-@dataclass(slots=True)
-class Known(Generic[AnyClient]):
-    """A worker that the index named."""
-
-    record: WorkerRecord
-    client: AnyClient
-    info: WorkerInfo
-    tokens: Tokenizer  # the same object for all workers that have the same
-    problem: str = ""  # why it is not used, as long as it is there
-    num_running: int = 0
-    num_missing: int = 0  # looks in a row at which the index did not name it
-    health: Health = field(default_factory=Health)
-    pace: Pace = field(default_factory=Pace)  # of a target
-    usual: UsualRound = field(default_factory=UsualRound)  # the same object for all workers
-
-    def __post_init__(self) -> None:
-        self.pace.times.told(self.info.worker_id, self.info.cost)
-
-    @property
-    def tokenizer(self) -> TokenizerFiles:
-        return self.tokens.files
-
-    @property
-    def is_usable(self) -> bool:
-        return not self.problem and self.health.is_good
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether the index lists it no more: it drains, or is about to be forgotten."""
-        return self.num_missing > 1
-
-    @property
-    def busyness(self) -> tuple[int, float]:
-        """To choose the least of: what this orchestrator runs there, then what all do, as the worker last said."""
-        load = self.record.load
-        return self.num_running, load.kv_used_bytes / max(1, load.kv_bytes)
-
-    def observe(self, result: VerifyResult) -> None:
-        """A round at this target is over."""
-        self.pace.times.told(self.info.worker_id, result.cost)
-        self.usual.observe(result)
-
-    def learn(self, info: WorkerInfo) -> None:
-        """What it says of itself later: of what it serves, that is what it did not know before."""
-        if info.worker_id == self.record.worker_id:
-            self.info = replace(self.info, weights_hash=info.weights_hash)
-
-    def is_usable_by(self, session_id: str) -> bool:
-        """Whether a session, which may have seen it fail, is to use it."""
-        return not self.problem and self.health.is_good_for(session_id)
-
-    def expected_seconds(self, need: Need) -> float:
-        """How long a request would take at this target, which runs others by now."""
-        return expected_seconds(self.pace, self.usual, self.info, self.record.load, self.num_running, need)
 
 
 class Directory:
@@ -245,11 +185,13 @@ class Directory:
                 client = TargetClient(record.address, record.worker_id, self._access)
                 known = await self._introduce(record, client)
                 known.usual = self._usual
+                await self._read_vocabularies(known, self._drafts.values())
                 self._targets[record.worker_id] = known
                 self.model_names.add(known.info.model_name)
             elif record.kind == "draft":
-                draft = DraftClient(record.address, self._access)
-                self._drafts[record.worker_id] = await self._introduce(record, draft)
+                drafting = await self._introduce(record, DraftClient(record.address, self._access))
+                await self._read_vocabularies(drafting, self._targets.values())
+                self._drafts[record.worker_id] = drafting
             else:
                 return
         except BoughError as exc:
@@ -269,7 +211,7 @@ class Directory:
             info = await client.info()
             if info.worker_id != record.worker_id:
                 raise Unavailable(f"{info.worker_id} is at its address")
-            async with open_channel(record.address) as channel:
+            async with self._access.channel(record.address).opened() as channel:
                 files = await fetch_tokenizer(channel, record.kind, self._access)
             known = Known(record, client, info, await self.tokenizing.shared(files))
         except BaseException as exc:
@@ -280,6 +222,12 @@ class Directory:
         if info.protocol_version != PROTOCOL_VERSION:
             known.problem = f"it speaks protocol version {info.protocol_version}; this is version {PROTOCOL_VERSION}"
         return known
+
+    async def _read_vocabularies(self, known: Known[AnyClient], others: Iterable[Known[Any]]) -> None:
+        """Of workers that do not fit, whose problem names the difference: reading takes long, and is remembered."""
+        misfits: list[TokenizerFiles] = [other.tokenizer for other in others if not _fit(other, known)]
+        for files in (known.tokenizer, *misfits) if misfits else ():
+            await self.tokenizing.run(partial(getattr, files, "vocabulary"))
 
     async def _forget_unlisted(self) -> None:
         """Not by the clock: an index that comes back empty, or a pause of this process, has nobody forgotten."""
@@ -295,6 +243,6 @@ class Directory:
                 await table.pop(worker_id).client.close()
 
 
-def _fit(draft: Known[DraftClient] | Known[TargetClient], target: Known[TargetClient]) -> bool:
+def _fit(draft: Known[Any], target: Known[Any]) -> bool:
     """Whether a token means the same to both; a draft of which that is not so should have refused to start."""
     return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from bough.errors import BoughError
 
 if TYPE_CHECKING:
-    from orchestrator.cluster.directory import Known
     from orchestrator.cluster.worker_clients import TargetClient
+    from orchestrator.cluster.worker_handle import Known
 
     Targets = Sequence[Known[TargetClient]]
 

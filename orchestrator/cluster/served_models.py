@@ -8,9 +8,10 @@ from dataclasses import replace
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, ModelInfo
 from bough.registry.records import RequestRecord, SessionRecord
-from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.same_weights import other_weights, with_weights
 from orchestrator.cluster.worker_clients import TargetClient
+from orchestrator.cluster.worker_handle import Known
 
 SHOWN = 64  # characters of a name that nobody knows
 OF_EARLIER = "was recorded by an earlier version of bough, which did not say with which model"

@@ -15,7 +15,6 @@ from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.protocol import codec
 from bough.protocol.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult, WorkerInfo
 from bough.protocol.prefix_hash import prefix_hash
-from bough.rpc.server import open_channel
 from bough.rpc.status_map import to_error
 from bough.security.access import OPEN, Access
 from bough.trees.tree_plan import Scheme, TreePlan
@@ -50,9 +49,18 @@ class WorkerClient:
     """What both kinds of worker are to the orchestrator: an address, a channel, and what it said of itself."""
 
     def __init__(self, address: str, make_stub: Callable[[grpc.aio.Channel], Any], access: Access) -> None:
-        self.address, self._access = address, access
-        self._channel = open_channel(address)
-        self._stub = make_stub(self._channel)
+        self.address, self._access, self._make_stub = address, access, make_stub
+        self._channel = access.channel(address)
+        self._opened = self._channel.current
+        self._made = make_stub(self._opened)
+
+    @property
+    def _stub(self) -> Any:
+        """For the next call: of another channel once this process has another certificate."""
+        if self._opened is not self._channel.current:
+            self._opened = self._channel.current
+            self._made = self._make_stub(self._opened)
+        return self._made
 
     async def close(self) -> None:
         """Ends the connection."""

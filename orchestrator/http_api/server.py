@@ -8,13 +8,16 @@ import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bough.errors import ConfigError, Unavailable
+from bough.security.tls import CurrentContext
 from orchestrator.http_api.errors import api_error
+from orchestrator.http_api.handshakes import Handshakes
 
 IDLE_SECONDS = 75  # after which a connection without a whole head is closed; balancers keep theirs for a minute
 MAX_CONNECTIONS = 4096
@@ -22,16 +25,17 @@ GRACE_SECONDS = 2  # that answers may take to be sent when the server ends; requ
 
 
 @asynccontextmanager
-async def http_serving(host: str, port: int, app: ASGIApp) -> AsyncIterator[int]:
+async def http_serving(host: str, port: int, app: ASGIApp, tls: CurrentContext | None = None) -> AsyncIterator[int]:
     """Serves for as long as the block runs, which is given the port; 0 takes a free one.
 
     Raises:
         ConfigError: the port is in use, or the host is not ours.
     """
     listener = _listener(host, port)
+    handshakes = None if tls is None else Handshakes(_Protocol, tls, most_connections())
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=cast(type[asyncio.Protocol], handshakes or _Protocol),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -49,6 +53,8 @@ async def http_serving(host: str, port: int, app: ASGIApp) -> AsyncIterator[int]
         yield bound
     finally:
         server.should_exit = True
+        if handshakes is not None:
+            handshakes.close()
         await serving
 
 

@@ -6,8 +6,9 @@ import asyncio
 from contextlib import suppress
 
 from bough.errors import BoughError
-from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
+from orchestrator.cluster.worker_handle import Known
 from orchestrator.opening.recorder import Recorder
 from orchestrator.sessions.session import Session
 

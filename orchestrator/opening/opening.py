@@ -19,10 +19,11 @@ from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord
 from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
-from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
 from orchestrator.cluster.served_models import Targets, targets_for, with_its_model
 from orchestrator.cluster.worker_clients import TargetClient
+from orchestrator.cluster.worker_handle import Known
 from orchestrator.opening.epochs import Claims
 from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
 from orchestrator.opening.recorder import Recorder

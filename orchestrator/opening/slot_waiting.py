@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, Preempted
 from bough.trees.tree_plan import Scheme
-from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need, expected_wait
 from orchestrator.cluster.worker_clients import Answer, TargetClient
+from orchestrator.cluster.worker_handle import Known
 from orchestrator.cluster.worker_health import is_fault
 from orchestrator.opening.slot_queue import Line, Place
 from orchestrator.opening.target_lease import Seat

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
-from orchestrator.cluster.directory import Known
 from orchestrator.cluster.worker_clients import TargetClient
+from orchestrator.cluster.worker_handle import Known
 
 
 @dataclass(slots=True)

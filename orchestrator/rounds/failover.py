@@ -11,9 +11,10 @@ from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
 from bough.protocol.messages import weights_differ
 from bough.trees.tree_plan import Scheme
-from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
 from orchestrator.cluster.worker_clients import Answer, TargetClient
+from orchestrator.cluster.worker_handle import Known
 from orchestrator.cluster.worker_health import is_fault
 from orchestrator.opening.epochs import Claims
 from orchestrator.opening.slot_waiting import Slots

@@ -14,8 +14,9 @@ from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
 from bough.trees.suffix_automaton import Limits
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme, TreePlan
-from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient, Timed
+from orchestrator.cluster.worker_handle import Known
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.target_lease import Seat
 from orchestrator.rounds.failover import Failover

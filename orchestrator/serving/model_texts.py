@@ -11,9 +11,10 @@ from bough.protocol.codec import require_tokens
 from bough.protocol.generation import GenerateOptions, Prompt
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.admission.size_limits import require_size
-from orchestrator.cluster.directory import Directory, Known
+from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.served_models import targets_for
 from orchestrator.cluster.worker_clients import TargetClient
+from orchestrator.cluster.worker_handle import Known
 from orchestrator.opening.prompt import whole_prompt
 
 

@@ -210,7 +210,7 @@ async def test_the_orchestrator_that_remembers_is_found(monkeypatch: pytest.Monk
                 raise NotFound(f"{self.address} has no {session}")
             return (FIXED,)
 
-    monkeypatch.setattr(explain_module, "Client", OneOf)
+    monkeypatch.setattr(explain_module, "client_from", lambda _, address: OneOf(address))
     arguments = argument_parser().parse_args(["explain", "of b:2", "--address", "a:1,b:2", "--json"])
     assert await explain(arguments) == 0
     arguments.session = "of c:3"

@@ -1,7 +1,7 @@
 """All three services in this process, over real gRPC and a real index, on the smallest model: for tests of many calls.
 
 The seams are those of the processes' own `__main__`: settings in, servicers and workers out. What is missing is only
-that each runs in a process of its own, which is what `tests/loadtest/test_chaos.py` is for.
+that each runs in a process of its own, which is what `tests/loadtest/chaos/test_chaos.py` is for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bough.simulation.pair import SimulatedPair
 from draft_worker.service import DraftService
 from draft_worker.simulated import SimulatedDraftWorker
 from draft_worker.worker import DraftWorker
-from loadtest.tiny_model import save_model
+from loadtest.common.tiny_model import save_model
 from orchestrator.cluster.directory import Directory
 from orchestrator.service import GenerationService
 from orchestrator.serving.requests import Requests

@@ -11,7 +11,7 @@ import numpy as np
 from bough.protocol.messages import Verdict
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from loadtest.scheme_rates import Pair
+from loadtest.acceptance.rates import Pair
 from tests.target_worker.test_verify import law_at_root, one_level
 
 A, B = 0, 1

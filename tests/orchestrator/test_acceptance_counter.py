@@ -11,7 +11,7 @@ import pytest
 from bough.trees.acceptance import DepthCounts, SchemeAcceptance, by_rank
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from loadtest.scheme_rates import in_rounds
+from loadtest.acceptance.rates import in_rounds
 from orchestrator.sizing.acceptance_counts import HALF_LIFE_ROUNDS, NUM_DEPTHS, NUM_RANKS, AcceptanceCounter
 from tests.fakes.two_tokens import PAIR, cases
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from unittest.mock import AsyncMock
 
 import pytest
+from tokenizers import Tokenizer
 
 from bough.errors import Unavailable
 from bough.protocol.generation import GenerateOptions
 from bough.registry.records import WorkerLoad, WorkerRecord
 from orchestrator.cluster import directory as module
-from orchestrator.cluster.directory import MOST_MISSING, Directory, Known
+from orchestrator.cluster.directory import MOST_MISSING, Directory
 from orchestrator.cluster.served_models import targets_for
 from orchestrator.cluster.worker_clients import TargetClient
-from tests.fakes.fleet import FakeTarget, Fleet
+from orchestrator.cluster.worker_handle import Known
+from tests.fakes.fleet import FakeDraft, FakeTarget, Fleet
 
 
 def least_busy(directory: Directory) -> Known[TargetClient]:
@@ -85,3 +88,17 @@ async def test_a_worker_is_forgotten_when_the_index_has_not_named_it_for_a_while
             assert directory.has_target
     await directory._refresh()
     assert not directory.has_target
+
+
+async def test_how_a_draft_differs_is_found_out_before_anybody_asks(fakes: Fleet) -> None:
+    """Reading a vocabulary of 150,000 tokens takes the better part of a second, which the event loop has not."""
+    await fakes.target("a")
+    other = Tokenizer.from_str(fakes.tokenizer.tokenizer_json.decode())
+    other.add_tokens(["another"])
+    await fakes.worker(FakeDraft("b", replace(fakes.tokenizer, tokenizer_json=other.to_str().encode())))
+    directory = Directory(fakes.registry)
+    async with directory.running(), asyncio.timeout(10):
+        while len(directory._everyone()) < 2:
+            await asyncio.sleep(0.02)
+        assert all("vocabulary" in vars(known.tokenizer) for known in directory._everyone())
+        assert any("its tokenizer differs from a's" in status.problem for status in directory.statuses())

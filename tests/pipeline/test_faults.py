@@ -21,6 +21,8 @@ from bough.protocol.generation import Finished, GenerateOptions, Speculation, St
 from bough.registry.registry import Registry
 from tests.conftest import pipeline, settings
 
+pytestmark = pytest.mark.chaos
+
 PROMPT = TextPrompt("the quick brown fox")
 LONG = GenerateOptions(temperature=0.8, seed=3, max_tokens=120, ignore_eos=True, speculation=Speculation(budget=8))
 

@@ -17,7 +17,7 @@ from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt, TokenPrompt, Tokens
 from bough.tokenization.tokenizer import Tokenizer
-from loadtest.prompts import load_prompts
+from loadtest.common.prompts import load_prompts
 from tests.conftest import pipeline, settings
 
 LENGTH = 64

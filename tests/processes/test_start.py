@@ -38,7 +38,15 @@ def test_a_process_knows_its_age() -> None:
 
 
 def test_a_start_is_measured_and_ends_with_one_line_of_json(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "loadtest.start", "--runs", "1", "--simulate", str(write_profile(tmp_path))]
+    command = [
+        sys.executable,
+        "-m",
+        "loadtest.pipeline.start",
+        "--runs",
+        "1",
+        "--simulate",
+        str(write_profile(tmp_path)),
+    ]
     figures = json.loads(subprocess.check_output(command).splitlines()[-1])
     assert figures["warm_runs"] == [figures["warm_seconds"]]
     for part in ("cold", "warm"):

@@ -26,6 +26,8 @@ from bough.protocol.generation import Event, Finished, GenerateOptions, TextProm
 from tests.fakes.index_server import served
 from tests.fakes.simulated import simulated_settings, write_profile
 
+pytestmark = pytest.mark.chaos
+
 PROMPT = TextPrompt("Once upon a time")
 OPTIONS = GenerateOptions(max_tokens=100, temperature=0.8, seed=11, ignore_eos=True)
 POLICY = RestartPolicy(first_pause_seconds=0.1, max_in_a_row=2)

@@ -11,7 +11,7 @@ import pytest
 
 from bough.config.processes import TargetConfig, parse
 from bough.runtime.machine import free_memory, may_be_gpu, most_of, usable_cpus
-from loadtest.limits import limited
+from loadtest.common.limits import limited
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw\n"
 V1_MOUNTS = (

@@ -23,7 +23,7 @@ from bough.sizing.division import Price, Rider
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from loadtest.tiny_model import TINY, save_model
+from loadtest.common.tiny_model import TINY, save_model
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import Engine
 from target_worker.scheduler.price import TokenPrice

@@ -1,0 +1,23 @@
+"""Where commands find an orchestrator, and how: flags that several of them have."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from bough.client import Client
+from bough.config.processes import DEFAULT_PORT
+from bough.security.secured import add_certificates, files_from
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """The flags that `client_from` reads."""
+    default = os.environ.get("BOUGH_ADDRESS", f"127.0.0.1:{DEFAULT_PORT}")
+    text = f"of the orchestrator, or of several: A,B; grpcs://HOST:PORT for TLS (BOUGH_ADDRESS; default {default})"
+    parser.add_argument("--address", default=default, help=text)
+    add_certificates(parser)
+
+
+def client_from(arguments: argparse.Namespace, *addresses: str) -> Client:
+    """A client of the orchestrators at these addresses, or at those of the flags. Raises ConfigError."""
+    return Client(*(addresses or arguments.address.split(",")), certificates=files_from(arguments))

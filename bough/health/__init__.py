@@ -1,0 +1,1 @@
+"""`python -m bough.health`: whether a process serves, for containers and scripts."""

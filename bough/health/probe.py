@@ -1,0 +1,52 @@
+"""`python -m bough.health ADDRESS [SERVICE]`: whether a process serves, by its exit status; for containers.
+
+ADDRESS is a host and port of any of the three programs. SERVICE is a full name such as bough.v1.Generation; without one
+it is the whole process that is asked about. The variables of a process that speaks TLS (BOUGH_TLS_CERT, ...) let it be
+asked, by an address that is among its certificate's names. Exit status 0 is SERVING, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bough.errors import ConfigError
+from bough.rpc.tls_faults import explained
+from bough.security.certificates import CertificateFiles
+from bough.security.secured import Secured, add_certificates, files_from
+
+PATIENCE_SECONDS = 3.0
+PLAIN = CertificateFiles()
+
+
+async def status_of(address: str, service: str = "", files: CertificateFiles = PLAIN) -> str:
+    """SERVING, NOT_SERVING or SERVICE_UNKNOWN; where nobody answers, why. Raises ConfigError for `files` of no use."""
+    async with Secured.by(files).channel(address).opened() as channel:
+        try:
+            request = health_pb2.HealthCheckRequest(service=service)
+            reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_SECONDS)
+        except grpc.aio.AioRpcError as exc:
+            return f"{exc.code().name}: {explained(exc.details() or '')}"
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the status; 0 where it is SERVING."""
+    parser = argparse.ArgumentParser(prog="bough.health", description=__doc__)
+    parser.add_argument("address", metavar="ADDRESS")
+    parser.add_argument("service", metavar="SERVICE", nargs="?", default="")
+    add_certificates(parser)
+    arguments = parser.parse_args(argv)
+    files = files_from(arguments)
+    if files.cert and not files.authority:  # the variables of the very process that is asked: it is known by itself
+        files = CertificateFiles(authority=files.cert)
+    try:
+        status = asyncio.run(status_of(arguments.address, arguments.service, files))
+    except ConfigError as exc:
+        status = f"error: {exc}"
+    print(status)
+    return 0 if status == "SERVING" else 1

@@ -1,0 +1,167 @@
+"""Certificates as files have them: read, and refused by the setting's name where peers would refuse them."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import Any
+
+from bough.errors import ConfigError
+from bough.security.private_files import read_private, read_public
+
+CERT, KEY, AUTHORITY, CLIENT_AUTHORITY = "--tls-cert", "--tls-key", "--tls-ca", "--tls-client-ca"
+Shown = dict[str, Any]  # a certificate, as `ssl.SSLSocket.getpeercert` has it
+MOST_TURNS = 10  # of a handshake in memory: it takes half as many
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFiles:
+    """Paths of PEM files. Empty ones are not there; certificate and key are there together or not at all."""
+
+    cert: str = ""  # a process's own, and behind it the authorities between it and one that peers know
+    key: str = ""
+    authority: str = ""  # that peers' certificates are checked by
+    client_authority: str = ""  # that certificates of clients, who are no processes of this bough, are checked by
+
+    def __bool__(self) -> bool:
+        return any(self.paths)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of the files that are there."""
+        return tuple(path for path in (self.cert, self.key, self.authority, self.client_authority) if path)
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """What the files say."""
+
+    chain: bytes = b""
+    key: bytes = b""
+    authority: bytes = b""
+    client_authority: bytes = b""
+    names: tuple[str, ...] = ()  # that peers know the process by
+    expires: float = 0.0  # seconds since 1970
+
+
+def read_certificates(files: CertificateFiles, *, is_server: bool) -> Certificates:
+    """All of the files, which fit one another.
+
+    Raises:
+        ConfigError: naming the setting: a file is missing, is not what it should be, or makes a certificate that peers
+            would refuse, for its time, its authority or what it may be used for.
+    """
+    if bool(files.cert) != bool(files.key):
+        given, other = (CERT, KEY) if files.cert else (KEY, CERT)
+        raise ConfigError(f"{other}: missing; must be given where {given} is")
+    authority = _read_authority(AUTHORITY, files.authority)
+    clients = _read_authority(CLIENT_AUTHORITY, files.client_authority)
+    if not files.cert:
+        return Certificates(authority=authority.encode(), client_authority=clients.encode())
+    chain, key = read_public(CERT, files.cert), read_private(KEY, files.key)
+    shown = _shown(files, chain, authority, is_server=is_server)
+    names = tuple(value for _, value in shown.get("subjectAltName", ())) or tuple(
+        value for part in shown.get("subject", ()) for name, value in part if name == "commonName"
+    )
+    expires = ssl.cert_time_to_seconds(shown["notAfter"])
+    return Certificates(chain.encode(), key.encode(), authority.encode(), clients.encode(), names, expires)
+
+
+def own_context(purpose: int, files: CertificateFiles) -> ssl.SSLContext:
+    """A context with the process's own certificate. Raises ConfigError where certificate and key do not fit."""
+    context = ssl.SSLContext(purpose)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # A key with a passphrase would be asked for at the terminal.
+        context.load_cert_chain(files.cert, files.key, password=lambda: "")
+    except ssl.SSLError as exc:
+        if exc.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"{KEY}: {files.key} must be the key of the certificate in {files.cert}") from exc
+        raise ConfigError(
+            f"{CERT}: {files.cert} must be a certificate in PEM, and {KEY}: {files.key} its key without a passphrase"
+        ) from exc
+    except OSError as exc:
+        raise ConfigError(f"{CERT}: {files.cert} must be a file that can be read, got: {exc.strerror}") from exc
+    return context
+
+
+def _read_authority(setting: str, path: str) -> str:
+    if not path:
+        return ""
+    text = read_public(setting, path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
+    except (ssl.SSLError, ValueError) as exc:
+        raise ConfigError(f"{setting}: {path} must be certificates of authorities in PEM") from exc
+    return text
+
+
+def _shown(files: CertificateFiles, chain: str, authority: str, *, is_server: bool) -> Shown:
+    """The certificate as a peer sees it that knows the authority, or else this certificate alone.
+
+    A process is a server to some peers and a client to others: where there is an authority, it must pass for both. An
+    application is a client, whose own authority need not be that of servers.
+    """
+    authority = authority if is_server else ""
+    known = authority or chain
+    uses = [(True, _as_server)] if is_server else [(False, _as_client)]
+    if is_server and authority:
+        uses.append((False, _as_client))
+    shown: Shown = {}
+    for serves, shake in uses:
+        try:
+            shown = shake(files, known)
+        except ssl.SSLCertVerificationError as exc:
+            use = "server" if serves else "client"
+            by = f"the authority in {AUTHORITY} {files.authority}" if authority else "itself"
+            raise ConfigError(
+                f"{CERT}: {files.cert} must be valid now, as a {use}'s, and by {by}, got: {exc.verify_message}"
+            ) from exc
+        except ssl.SSLError as exc:
+            raise ConfigError(f"{CERT}: {files.cert} must be fit for TLS 1.2 or newer, got: {exc.reason}") from exc
+    return shown
+
+
+def _as_server(files: CertificateFiles, known: str) -> Shown:
+    client = _checking(ssl.PROTOCOL_TLS_CLIENT, known)
+    _, shown_to_client = _handshake(own_context(ssl.PROTOCOL_TLS_SERVER, files), client)
+    return shown_to_client
+
+
+def _as_client(files: CertificateFiles, known: str) -> Shown:
+    server = _checking(ssl.PROTOCOL_TLS_SERVER, known)
+    server.load_cert_chain(files.cert, files.key, password=lambda: "")
+    client = own_context(ssl.PROTOCOL_TLS_CLIENT, files)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    shown_to_server, _ = _handshake(server, client)
+    return shown_to_server
+
+
+def _checking(purpose: int, known: str) -> ssl.SSLContext:
+    """A context of a peer that takes certificates of what is known, whatever their names."""
+    context = ssl.SSLContext(purpose)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=known)
+    return context
+
+
+def _handshake(server_context: ssl.SSLContext, client_context: ssl.SSLContext) -> tuple[Shown, Shown]:
+    """The certificates that server and client were shown in a handshake over no network. Raises ssl.SSLError."""
+    towards_server, towards_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = server_context.wrap_bio(towards_server, towards_client, server_side=True)
+    client = client_context.wrap_bio(towards_client, towards_server)
+    num_done = 0
+    for _ in range(MOST_TURNS):
+        num_done = 0
+        for side in (client, server):
+            try:
+                side.do_handshake()
+                num_done += 1
+            except ssl.SSLWantReadError:
+                continue
+        if num_done == 2:
+            break
+    assert num_done == 2, "a handshake ends"
+    return server.getpeercert() or {}, client.getpeercert() or {}

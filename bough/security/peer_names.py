@@ -1,0 +1,61 @@
+"""Which of those with a certificate of the authority a worker answers: by the names in their certificates."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from inspect import isasyncgenfunction
+from typing import Any
+
+import grpc
+
+from bough.errors import Unauthenticated
+from bough.rpc.status_map import abort
+from bough.security.doorkeeper import OPEN
+
+NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of what gRPC says of a peer's certificate
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerNames(grpc.aio.ServerInterceptor):
+    """Stands before all services of a server, and refuses before anything of a message is decoded; health is open."""
+
+    allowed: Collection[str]
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """The handler of a call, which first looks who calls."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(OPEN):
+            return handler
+        codec = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(self._guarded(handler.unary_unary), *codec)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(self._guarded(handler.unary_stream), *codec)
+        if handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(self._guarded(handler.stream_unary), *codec)
+        return grpc.stream_stream_rpc_method_handler(self._guarded(handler.stream_stream), *codec)
+
+    def _guarded(self, answer: Callable[..., Any]) -> Callable[..., Any]:
+        async def run(request: Any, context: Context) -> Any:
+            await self._require(context)
+            return await answer(request, context)
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            await self._require(context)
+            async for reply in answer(request, context):
+                yield reply
+
+        return stream if isasyncgenfunction(answer) else run
+
+    async def _require(self, context: Context) -> None:
+        shown = names_of(context.auth_context())
+        if not shown & set(self.allowed):
+            await abort(context, Unauthenticated(f"the certificate must be of {' or '.join(sorted(self.allowed))}"))
+
+
+def names_of(shown: Mapping[str, Any]) -> set[str]:
+    """The names in a peer's certificate, by what gRPC says of it."""
+    return {value.decode(errors="replace") for name in NAMES for value in shown.get(name, ())}

@@ -1,0 +1,69 @@
+"""How applications and commands come to an orchestrator: over TLS, or as it is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bough.config.parsers import MAX_PORT
+from bough.config.processes import AUTHORITY_VARIABLE, CERT_VARIABLE, TLS_KEY_VARIABLE, OrchestratorConfig
+from bough.errors import ConfigError
+from bough.security.certificates import AUTHORITY, CERT, KEY, CertificateFiles
+from bough.security.tls import PeerChannel, Tls
+
+SCHEME = "grpcs://"
+
+
+@dataclass(frozen=True, slots=True)
+class Secured:
+    """Files of certificates, and whether all addresses are called over TLS or those that say so."""
+
+    tls: Tls
+    is_everywhere: bool
+
+    @classmethod
+    def by(cls, files: CertificateFiles) -> Secured:
+        """Raises ConfigError for a file that cannot be used."""
+        return cls(Tls(files), is_everywhere=bool(files.authority))
+
+    def channel(self, address: str) -> PeerChannel:
+        """To an orchestrator. Raises ConfigError for what is no address."""
+        plain = address.removeprefix(SCHEME)
+        if not plain or not plain.isprintable():
+            raise ConfigError(f"addresses: {address!r}; one such as 127.0.0.1:7411 or {SCHEME}127.0.0.1:7411 would do")
+        port = plain.rpartition(":")[2]
+        if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would take the rest of it by 65536
+            raise ConfigError(f"addresses: {address!r}; a port from 1 to {MAX_PORT} would do")
+        return PeerChannel(plain, self.tls if self.is_everywhere or plain != address else None)
+
+
+def files_towards(config: OrchestratorConfig) -> CertificateFiles:
+    """For clients of an orchestrator with these settings, on its own machine."""
+    authority = config.tls_ca or config.tls_cert
+    if config.tls_client_ca:
+        return CertificateFiles(config.tls_cert, config.tls_key, authority)
+    return CertificateFiles(authority=authority)
+
+
+def environment_files(environ: Mapping[str, str] = os.environ) -> CertificateFiles:
+    """Those that the variables of all processes name."""
+    names = (CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE)
+    return CertificateFiles(*(environ.get(name, "") for name in names))
+
+
+def add_certificates(parser: argparse.ArgumentParser) -> None:
+    """The flags that `files_from` reads."""
+    texts = {
+        AUTHORITY: (AUTHORITY_VARIABLE, "PEM file of the authority of the server's certificate: TLS is spoken"),
+        CERT: (CERT_VARIABLE, "PEM file of a certificate to show, where one is asked for"),
+        KEY: (TLS_KEY_VARIABLE, "PEM file of its key"),
+    }
+    for flag, (variable, text) in texts.items():
+        parser.add_argument(flag, metavar="FILE", default=os.environ.get(variable, ""), help=f"{text} ({variable})")
+
+
+def files_from(arguments: argparse.Namespace) -> CertificateFiles:
+    """Those that the flags name."""
+    return CertificateFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)

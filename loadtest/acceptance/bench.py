@@ -1,0 +1,143 @@
+"""Prompts that are continued in step by a draft and a target, for `loadtest.acceptance`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from bough.protocol.messages import Context, GrowCall, Verdict, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.acceptance import SchemeAcceptance
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape, TreePlan
+from draft_worker.worker import DraftWorker
+from loadtest.acceptance.target import LazyTarget
+from orchestrator.sizing.acceptance_counts import AcceptanceCounter
+
+RANKS = 32  # children, or draws, whose acceptance is measured; no more than are counted apart (NUM_RANKS)
+MAX_STREAMS = 100_000  # of one seed
+
+
+@dataclass(slots=True)
+class Stream:
+    """A prompt being continued."""
+
+    name: str
+    tokens: list[int]
+    prompt_length: int
+    params: SamplingParams
+    draft_held: int = 0
+    rounds: int = 0
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Rounds of one contestant at one size and temperature."""
+
+    rounds: list[list[tuple[Tree, tuple[int, ...]]]]  # of each prompt: tree, accepted
+    texts: list[list[list[int]]] = field(default_factory=list)  # of each repeat and prompt, itself included
+
+    @property
+    def per_prompt(self) -> list[float]:
+        """Tokens per round."""
+        return [float(np.mean([len(accepted) + 1 for _, accepted in rounds])) for rounds in self.rounds]
+
+    @property
+    def mean_of_rounds(self) -> float:
+        """Tokens per round where every round weighs the same."""
+        return float(np.mean([len(accepted) + 1 for rounds in self.rounds for _, accepted in rounds]))
+
+
+class Bench:
+    """A draft, a target, and prompts that are continued in step.
+
+    Every prompt has a seed of its own, in every repeat: numbers that all share leave as much to chance as few prompts.
+    """
+
+    def __init__(self, draft: DraftWorker, target: LazyTarget, prompts: Sequence[list[int]], length: int) -> None:
+        self._draft = draft
+        self._target = target
+        self._prompts = prompts
+        self._length = length
+
+    def run(self, plan: TreePlan, params: SamplingParams, num_repeats: int = 1) -> Outcome:
+        """Rounds until every prompt has its tokens, so many times."""
+        outcome = Outcome([[] for _ in self._prompts])
+        for repeat in range(num_repeats):
+            with self._streams(params, repeat) as streams:
+                while waiting := [index for index, stream in enumerate(streams) if stream.num_generated < self._length]:
+                    verdicts = self.round([streams[index] for index in waiting], plan)
+                    for index, (tree, verdict) in zip(waiting, verdicts, strict=True):
+                        streams[index].tokens += verdict.tokens_of(tree)
+                        outcome.rounds[index].append((tree, verdict.accepted_nodes))
+                outcome.texts.append([stream.tokens for stream in streams])
+        return outcome
+
+    def acceptance(
+        self, scheme: Scheme, guess: Guess, params: SamplingParams, along: Outcome | None = None
+    ) -> SchemeAcceptance:
+        """By rank, from trees of a root and its children only, at every position of an outcome's texts or its own."""
+        counter = AcceptanceCounter(math.inf)
+        growth = Chains(RANKS, 1) if scheme is Scheme.MULTI_ROUND else StaticShape((0,) * RANKS)
+        plan = TreePlan(growth, scheme, guess)
+        for repeat, texts in enumerate(along.texts if along else [None]):
+            with self._streams(params, repeat) as streams:
+                for _ in range(self._length):
+                    self._count(streams, plan, texts, counter)
+        (counts,) = counter.counts()
+        return counts
+
+    def _count(
+        self,
+        streams: Sequence[Stream],
+        plan: TreePlan,
+        texts: Sequence[list[int]] | None,
+        counter: AcceptanceCounter,
+    ) -> None:
+        """One token further, so that every position is counted once."""
+        for index, (stream, (tree, verdict)) in enumerate(zip(streams, self.round(streams, plan), strict=True)):
+            counter.observe(plan.scheme, tree, verdict.accepted_nodes)
+            stream.tokens.append(texts[index][len(stream.tokens)] if texts else verdict.tokens_of(tree)[0])
+
+    def round(self, streams: Sequence[Stream], plan: TreePlan) -> list[tuple[Tree, Verdict]]:
+        """A tree for each stream, and the verdict on it."""
+        growing = [self._draft.grow(_grow_call(stream, plan)) for stream in streams]
+        trees = [grown.result().tree for grown in growing]
+        calls = [
+            VerifyCall(_context(stream, 0), 1, stream.rounds, tree, stream.params, plan.scheme)
+            for stream, tree in zip(streams, trees, strict=True)
+        ]
+        for stream, grown in zip(streams, growing, strict=True):
+            stream.draft_held = grown.result().held_length
+            stream.rounds += 1
+        return [*zip(trees, self._target.verify(calls), strict=True)]
+
+    def release(self, streams: Sequence[Stream]) -> None:
+        """Ends them at the draft."""
+        for stream in streams:
+            self._draft.release(stream.name).result()
+
+    @contextmanager
+    def _streams(self, params: SamplingParams, repeat: int) -> Iterator[list[Stream]]:
+        streams = []
+        for index, prompt in enumerate(self._prompts):
+            seed = params.seed * MAX_STREAMS + repeat * len(self._prompts) + index
+            streams.append(Stream(f"prompt-{index}", [*prompt], len(prompt), replace(params, seed=seed)))
+        yield streams
+        self.release(streams)
+
+
+def _context(stream: Stream, held: int) -> Context:
+    return Context.of(stream.name, stream.tokens, held, stream.prompt_length)
+
+
+def _grow_call(stream: Stream, plan: TreePlan) -> GrowCall:
+    return GrowCall(_context(stream, stream.draft_held), stream.tokens[-1], stream.params, stream.rounds, plan)

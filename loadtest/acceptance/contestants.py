@@ -1,0 +1,81 @@
+"""Ways of growing and verifying trees that `loadtest.acceptance` compares."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+from bough.trees.acceptance import Acceptance
+from bough.trees.optimal_tree import best_chains, best_shape
+from bough.trees.tree_plan import BestFirst, Chains, Growth, Guess, Scheme, TreePlan
+
+LEVELS = 18  # of shapes and chains, at most
+EVERYONE = ""  # is part of every name
+
+
+class Contestant(NamedTuple):
+    """A way of growing and verifying; its growth depends on the acceptance measured beforehand and the nodes."""
+
+    scheme: Scheme
+    guess: Guess
+    growth: Callable[[Acceptance, int], Growth]
+    is_calibrated: bool = True  # the draft learns how sure it may be; otherwise its probabilities are taken as they are
+
+    def plan(self, acceptance: Acceptance, nodes: int) -> TreePlan:
+        """For trees of so many nodes."""
+        return TreePlan(self.growth(acceptance, nodes), self.scheme, self.guess)
+
+
+def grown_best_first(_: Acceptance, nodes: int) -> Growth:
+    """As wide as is worth it."""
+    width = max(2, min(32, nodes // 8))
+    return BestFirst(nodes, width, min(LEVELS - 1, nodes - 1))
+
+
+def _shape(acceptance: Acceptance, nodes: int) -> Growth:
+    return best_shape(acceptance, nodes, LEVELS)
+
+
+def _chains(acceptance: Acceptance, nodes: int) -> Growth:
+    return best_chains(acceptance, nodes, LEVELS)
+
+
+def _chain(_: Acceptance, nodes: int) -> Growth:
+    return Chains(1, min(LEVELS, nodes) - 1)
+
+
+DRAWN = {  # above temperature 0
+    "bough: target, best-first, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, grown_best_first),
+    "target, optimal shape, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _shape),
+    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first, False),
+    "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
+    "Sequoia: without replacement, optimal shape": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _shape),
+    "SpecInfer: multi-round, k chains": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chains),
+}
+DRAWN_CROSSED = {  # the other growths of each scheme
+    "target, best-first, shared noise, as sure as the draft": Contestant(
+        Scheme.TARGET, Guess.SAMPLE, grown_best_first, False
+    ),
+    "target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
+    "target, k chains, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _chains),
+    "target, one chain, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _chain),
+    "traversal, optimal shape": Contestant(Scheme.TRAVERSAL, Guess.SAMPLE, _shape),
+    "without replacement, k chains": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _chains),
+    "multi-round, optimal shape": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _shape),
+    "multi-round, one chain": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chain),
+}
+GREEDY = {  # at temperature 0, where all schemes agree
+    "bough: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
+    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first, False),
+    "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
+    "greedy k chains": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chains),
+}
+GREEDY_CROSSED = {"greedy, one chain": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chain)}
+
+
+def contestants_at(temperature: float, arguments: argparse.Namespace) -> dict[str, Contestant]:
+    """Those of the tables; of them what `--contestants` asks for."""
+    usual, others = (GREEDY, GREEDY_CROSSED) if temperature == 0 else (DRAWN, DRAWN_CROSSED)
+    of_table = (others if arguments.crossed else usual).items()
+    return {name: one for name, one in of_table if any(wanted in name for wanted in arguments.contestants)}

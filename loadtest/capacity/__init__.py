@@ -1,0 +1,1 @@
+"""Whether what `bough simulate` predicts is what was measured."""

@@ -1,0 +1,1 @@
+"""Faults at random moments while streams run."""

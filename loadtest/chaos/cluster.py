@@ -1,0 +1,218 @@
+"""A cluster to be broken: every process behind proxies, killed and started again by its own process id.
+
+An index, and two each of targets, drafts and orchestrators. Each is reached through a `LinkProxy`; before a worker
+there is a `CallProxy` too. Workers advertise their proxy's port, so that nothing in bough knows of any of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import redis.asyncio
+
+from bough.client import Client
+from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
+from bough.errors import BoughError
+from bough.processes.launch import INDEX, Cluster, Settings
+from loadtest.chaos.proxy import LOCALHOST, CallProxy, LinkProxy
+
+MODULES = {"target": "target_worker", "draft": "draft_worker", "orchestrator": "orchestrator"}
+REPLICAS = 2
+START_SECONDS = 90.0  # until a process that was started can be used
+POLL_SECONDS = 0.1
+RESTART_SECONDS = 0.5  # before a process that ended by itself is started again
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """How a process is reached."""
+
+    port: int  # its own
+    link: LinkProxy
+    calls: CallProxy | None  # of a worker, behind the link
+
+    @property
+    def address(self) -> str:
+        return f"{LOCALHOST}:{self.link.port}"
+
+
+class ChaosCluster:
+    """Processes with names such as "target-0", each with a door."""
+
+    def __init__(self, cluster: Cluster, doors: dict[str, Door], index_url: str) -> None:
+        self.doors = doors
+        self.index_url = index_url  # past the proxy
+        self.unplanned_ends: Counter[str] = Counter()
+        self._cluster = cluster
+        self._down: set[str] = set()  # killed, and not yet to be started again
+
+    @property
+    def orchestrators(self) -> list[str]:
+        """Addresses for clients."""
+        return [door.address for name, door in self.doors.items() if name.startswith("orchestrator")]
+
+    def names(self, kind: str) -> list[str]:
+        """Processes of a kind: "index", "target", "draft" or "orchestrator"."""
+        return [name for name in self.doors if name.split("-")[0] == kind]
+
+    def kill(self, name: str) -> None:
+        """Ends a process as a power cut would. It stays down until `restart`."""
+        child = self._cluster.children[name]
+        self._down.add(name)
+        child.process.kill()
+        child.process.wait()
+
+    def restart(self, name: str) -> None:
+        """Starts a killed process again, as it was started first."""
+        self._cluster.start(name, (child := self._cluster.children[name]).command, child.variables)
+        self._down.discard(name)
+
+    async def pause(self, name: str, seconds: float) -> None:
+        """Stops a process for a while; it keeps its connections and says nothing."""
+        process = self._cluster.children[name].process
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGCONT)
+
+    async def flush_index(self) -> None:
+        """Empties the index. Does nothing where it is down."""
+        async with redis.asyncio.from_url(self.index_url, socket_timeout=1) as client:
+            try:
+                await client.flushall()
+            except (redis.RedisError, OSError):
+                return
+
+    def is_paused_or_down(self, name: str) -> bool:
+        """Whether a process cannot answer now."""
+        process = self._cluster.children[name].process
+        if name in self._down or process.poll() is not None:
+            return True
+        state = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        return state == "T"
+
+    async def wait_until_usable(self, num_targets: int, num_drafts: int) -> None:
+        """Returns once every orchestrator uses so many workers.
+
+        Raises:
+            TimeoutError: that took too long.
+        """
+        async with asyncio.timeout(START_SECONDS):
+            for address in self.orchestrators:
+                while await self._num_used(address) < (num_targets, num_drafts):
+                    await asyncio.sleep(POLL_SECONDS)
+
+    async def is_used(self, name: str) -> bool:
+        """Whether some orchestrator uses a worker; whether an orchestrator or the index answers."""
+        if self.is_paused_or_down(name):
+            return False
+        if name not in (*self.names("target"), *self.names("draft")):
+            return True
+        used = [await self._used_addresses(address) for address in self.orchestrators]
+        return any(self.doors[name].address in addresses for addresses in used)
+
+    async def watched(self) -> None:
+        """Starts again whatever ended by itself, and counts it; until cancelled."""
+        while True:
+            for name in self.doors:
+                child = self._cluster.children[name]
+                if name not in self._down and child.has_ended():
+                    self.unplanned_ends[f"{name.split('-')[0]}: {child.process.returncode}"] += 1
+                    print(f"{name} ended with status {child.process.returncode}:\n{child.tail()}", file=sys.stderr)
+                    await asyncio.sleep(RESTART_SECONDS)
+                    if self._cluster.children[name] is child and name not in self._down:
+                        self._cluster.start(name, child.command, child.variables)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _num_used(self, address: str) -> tuple[int, int]:
+        used = await self._used_addresses(address)
+        targets, drafts = ([self.doors[name].address for name in self.names(kind)] for kind in ("target", "draft"))
+        return len(used & set(targets)), len(used & set(drafts))
+
+    async def _used_addresses(self, orchestrator: str) -> set[str]:
+        try:
+            async with asyncio.timeout(2), Client(orchestrator) as client:
+                workers = (await client.server_info()).workers
+        except (BoughError, TimeoutError):
+            return set()
+        return {worker.address for worker in workers if not worker.problem}
+
+
+@asynccontextmanager
+async def chaos_cluster(
+    target: TargetConfig,
+    draft: DraftConfig,
+    orchestrators: Sequence[OrchestratorConfig],
+    rng: random.Random,
+    on_verify: Callable[[str, bytes], None],
+) -> AsyncIterator[ChaosCluster]:
+    """All processes, ready, REPLICAS of each kind; `orchestrators` are the settings of as many.
+
+    `on_verify` hears of every call of a target's Verify: the target's name, the request.
+    """
+    configs: dict[str, Sequence[ServiceConfig]] = {
+        "target": [target] * REPLICAS,
+        "draft": [draft] * REPLICAS,
+        "orchestrator": orchestrators,
+    }
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="bough-chaos-")))
+        cluster = Cluster(Settings(target, draft, orchestrators[0]), folder)
+        stack.callback(cluster.stop_all)
+        cluster.start_index()
+        index_port = int(cluster.index_url.rpartition(":")[2])
+        doors = {INDEX: Door(index_port, await stack.enter_async_context(LinkProxy(index_port).running()), None)}
+        for kind, replicas in configs.items():
+            for number, config in enumerate(replicas):
+                name = f"{kind}-{number}"
+                doors[name] = await _open_door(stack, name, rng, on_verify)
+                cluster.start(name, _command(kind, config, doors[name], doors[INDEX].address))
+        running = ChaosCluster(cluster, doors, cluster.index_url)
+        watch = asyncio.create_task(running.watched())
+        stack.callback(watch.cancel)
+        await running.wait_until_usable(REPLICAS, REPLICAS)
+        yield running
+
+
+async def _open_door(
+    stack: AsyncExitStack, name: str, rng: random.Random, on_verify: Callable[[str, bytes], None]
+) -> Door:
+    port, calls = _free_port(), None
+
+    def heard(method: str, request: bytes) -> None:
+        if method.endswith("/Verify"):
+            on_verify(name, request)
+
+    if not name.startswith("orchestrator"):
+        calls = await stack.enter_async_context(CallProxy(port, random.Random(rng.random()), heard).running())
+    link = await stack.enter_async_context(LinkProxy(calls.port if calls else port).running())
+    return Door(port, link, calls)
+
+
+def _command(kind: str, config: ServiceConfig, door: Door, index: str) -> Sequence[str]:
+    flags = to_flags(config)
+    for name, value in (("port", door.port), ("advertise-port", door.link.port), ("index-url", f"redis://{index}")):
+        flags[flags.index(f"--{name}") + 1] = str(value)
+    return [sys.executable, "-m", MODULES[kind], *flags]
+
+
+def _free_port() -> int:
+    """One that no outgoing connection is given while its process is down: below those of Linux's own choice."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOCALHOST, port))
+            return port

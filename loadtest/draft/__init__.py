@@ -1,0 +1,1 @@
+"""What a draft model is worth, and what its steps cost."""

@@ -1,0 +1,88 @@
+"""A part of the GPU check: experts that come from the host's memory when rows choose them, against whole layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.kv.session_kv import KVSlot
+from bough.model.loading.default_settings import CPU_ROWS
+from bough.model.loading.loading import build_skeleton
+from bough.sizing.placement import Budgets, Fixed, place, place_apart
+from loadtest.gpu.random_models import LINK_THREADS, planned
+from loadtest.sweep.experts import random_tree, save_mixture
+from target_worker.link.layer_extents import LayerExperts, LayerWeights, plan_apart, sizes_apart
+from target_worker.link.streams import Lanes
+from target_worker.sweep.streamed_model import StreamedModel
+from target_worker.sweep.tiers import Tiers
+
+TREES = (1, 1, 4, 16, 64)
+REPEATS = 5
+
+
+class Mixture(NamedTuple):
+    """Its size; an expert has 3 MB."""
+
+    layers: int
+    experts: int  # of a layer
+    chosen: int  # of these, by each row
+
+
+class _Swept(NamedTuple):
+    logits: list[torch.Tensor]
+    seconds: list[float]  # of a sweep, of trees that differ
+    gigabytes: list[float]  # of a sweep, over the link
+
+
+def experts(
+    device: torch.device, mixture: Mixture, folder: Path, new_lanes: Callable[[torch.device], Lanes]
+) -> dict[str, Any]:
+    """The same trees with room on the device for a third of the model, either way; logits are compared bit for bit."""
+    save_mixture(folder, *mixture, 1)
+    whole, chosen = (_swept(folder, device, new_lanes(device), is_apart) for is_apart in (False, True))
+    pairs = zip(whole.logits, chosen.logits, strict=True)
+    return {
+        "tokens": TREES,
+        "compared": len(TREES),
+        "equal": sum(torch.equal(*pair) for pair in pairs),
+        "whole": {"seconds": whole.seconds, "gigabytes": whole.gigabytes},
+        "chosen": {"seconds": chosen.seconds, "gigabytes": chosen.gigabytes},
+    }
+
+
+def _swept(folder: Path, device: torch.device, lanes: Lanes, is_apart: bool) -> _Swept:
+    skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
+    layers: list[LayerWeights] = planned(skeleton)
+    apart: dict[int, LayerExperts] = {}
+    sizes, own = [layer.num_bytes for layer in layers], Fixed(0, 0, 0, 0)
+    budgets = Budgets(max(sum(sizes) // 3, 2 * max(sizes)), 2 * sum(sizes), 2 * max(sizes), len(layers))
+    placement = place(sizes, own, budgets)
+    if is_apart:
+        rest, apart = plan_apart(skeleton.layer_slots)
+        placement = place_apart(sizes, sizes_apart(rest, apart, skeleton.dtype, 0), own, budgets, True, True)
+        layers = list(rest)
+    with Tiers(layers, placement, LINK_THREADS, {}, lanes, apart) as tiers:
+        model = StreamedModel(skeleton, tiers, CPU_ROWS, device)
+        first = [_sweep(model, size, seed=0)[0] for size in TREES]
+        again = [[_sweep(model, size, seed) for seed in range(1, REPEATS + 1)] for size in TREES]
+    return _Swept(
+        first,
+        [round(float(np.median([seconds for _, seconds, _ in some])), 5) for some in again],
+        [round(float(np.median([num_bytes for _, _, num_bytes in some])) / 1e9, 4) for some in again],
+    )
+
+
+def _sweep(model: StreamedModel, size: int, seed: int) -> tuple[torch.Tensor, float, int]:
+    """Logits of a random tree, seconds, and bytes over the link."""
+    slot = KVSlot(model.skeleton.kv_shape(), max(TREES), model.device)
+    tree = random_tree(size, np.random.default_rng(seed))
+    batch, began = Batch([Segment.tree(slot, 0, tree)], model.rows, model.device), time.perf_counter()
+    logits, figures = model.sweep(batch)
+    return logits.cpu().clone(), time.perf_counter() - began, figures.link_bytes

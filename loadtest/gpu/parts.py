@@ -1,0 +1,209 @@
+"""Parts of the GPU check that need no large model: the kernel, exactness, and what a draft step costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+
+from bough.model.architecture.attention import attend_by_mask
+from bough.model.batch.batch import Batch, Piece, Segment
+from bough.model.batch.gpu_paths import PathArrays
+from bough.model.cpu.attention_cpu import attend_on_cpu
+from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVSlot
+from bough.model.loading.loading import build_skeleton
+from bough.model.running.device import working_on
+from bough.model.running.runner import ResidentModel
+from bough.sizing.placement import Tier
+from bough.trees.tree import Tree
+from loadtest.gpu.random_models import Machine, planned, repeated, streamed, write_random
+from target_worker.link.streams import Lanes
+from target_worker.sweep.streamed_model import StreamedModel
+
+REPEATS = 20
+TREE, BASE, NUM_ROWS = 40, 70, 160
+DRAFT_FRONTIERS, DRAFT_CONTEXT = ((1,), (5,), (16,), (40,), (3, 9)), 512  # rows of each session in a step
+CLOSE = 0.02  # of attention's results in bfloat16, whose steps are 0.004 to 0.016 there
+CLOSE_LOGITS = 0.05  # of the largest: products of other row counts round otherwise, layer after layer
+
+
+def describe(device: torch.device) -> str:
+    """Its name."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def milliseconds(act: Callable[[], object], device: torch.device) -> float:
+    """Of one call, over several in a row, after some that do not count."""
+    repeats = REPEATS if device.type != "cpu" else 1
+    for _ in range(min(repeats, 3)):
+        act()
+    _finish(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        act()
+    _finish(device)
+    return round((time.perf_counter() - began) / repeats * 1e3, 3)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def attention(device: torch.device) -> dict[str, Any]:
+    """The kernel against the reference, 64 rows of a 70B's heads over 1,024 keys in bfloat16; times of both."""
+    torch.manual_seed(0)
+    base = 960 if device.type != "cpu" else 60
+    keys, values = torch.randn(2, base + 64, 8, 128, device=device, dtype=torch.bfloat16)
+    queries = torch.randn(64, 64, 128, device=device, dtype=torch.bfloat16)
+    tree = _comb(64)
+    piece, rules = Piece(0, Segment.tree(KVSlot.__new__(KVSlot), base, tree)), (128**-0.5, 0, 0.0, None)
+    paths = PathArrays.of([piece], [0]).on(device)
+    by_mask = partial(attend_by_mask, queries, keys, values, paths, *rules)
+    kernel: Callable[[], torch.Tensor] = partial(attend_on_cpu, queries, keys, values, piece, *rules)
+    if device.type != "cpu":
+        from bough.model.gpu.attention_triton import attend_by_triton
+
+        kernel = partial(attend_by_triton, queries, keys, values, paths, *rules)
+    with working_on(device):
+        difference = float((kernel().float() - by_mask()).abs().max())
+        return {
+            "largest_difference": round(difference, 6),
+            "is_close": difference < CLOSE,
+            "kernel_ms": milliseconds(kernel, device),
+            "by_mask_ms": milliseconds(by_mask, device),
+        }
+
+
+def _comb(size: int) -> Tree:
+    """A spine with a leaf at each of its nodes."""
+    parents = [-1] + [max(node - 2, 0) if node % 2 else max(node - 1, 0) for node in range(1, size)]
+    return Tree.of(list(range(size)), parents, [0.0] * size)
+
+
+def equality(
+    machine: Machine,
+    config: LlamaConfig,
+    num_compared: int,
+    folder: Path,
+    new_lanes: Callable[[torch.device], Lanes],
+) -> list[dict[str, Any]]:
+    """Logits of a tree's last nodes against plain decoding, bit for bit, with layers here and there."""
+    checkpoint = write_random(folder / "written", config, machine.device)
+    checkpoint = repeated(checkpoint, config.num_hidden_layers, folder / "read")
+    layer_bytes = max(layer.num_bytes for layer in planned(build_skeleton(checkpoint, torch.bfloat16)))
+    cases, first = [], None
+    all_stream = config.num_hidden_layers + 2
+    for host_layers, kv_tier in ((all_stream, "device"), (3, "device"), (all_stream, "host")):  # 3: one, and two slabs
+        small = replace(machine, host_memory=host_layers * layer_bytes, lanes=new_lanes(machine.device))
+        kv_lanes = new_lanes(machine.device) if kv_tier == "host" else None
+        try:
+            with streamed(checkpoint, small, 2 * NUM_ROWS, kv_lanes) as model:
+                arena = _arena(model, kv_lanes)
+                logits = _tree_logits(model, arena)
+                nodes = range(TREE - num_compared, TREE)
+                equal = sum(torch.equal(logits[node], _plain_logits(model, arena, node)) for node in nodes)
+                placement = model.tiers.placement
+        finally:
+            if kv_lanes is not None:
+                kv_lanes.close()
+        cases.append(
+            {
+                "layers": {tier.value: len(placement.layers(tier)) for tier in Tier},
+                "kv": kv_tier,
+                "compared": num_compared + 1,  # and the whole tree with the first placement's
+                "equal": equal + int(first is None or torch.equal(first, logits)),
+            }
+        )
+        first = logits if first is None else first
+    return cases
+
+
+def _arena(model: StreamedModel, kv_lanes: Lanes | None) -> KVArena:
+    """Room for two sessions, where the model looks for them."""
+    shape = model.skeleton.kv_shape()
+    if kv_lanes is None:
+        return KVArena(shape, shape.empty(2 * NUM_ROWS, model.device))
+    return KVArena(shape, shape.within(kv_lanes.host_memory(2 * NUM_ROWS * shape.row_bytes), 2 * NUM_ROWS))
+
+
+def _tree(size: int = TREE) -> Tree:
+    rng = np.random.default_rng(1)
+    parents = [-1] + [int(rng.integers(max(0, node - 6), node)) for node in range(1, size)]
+    return Tree.of([7 + node for node in range(size)], parents, [0.0] * size)
+
+
+def _tree_logits(model: StreamedModel, arena: KVArena) -> torch.Tensor:
+    """Of a tree's nodes, beside another session's context."""
+    prompt = list(range(BASE))
+    slot, other = arena.take(NUM_ROWS), arena.take(NUM_ROWS)
+    segments = [
+        Segment.context(slot, 0, prompt),
+        Segment.context(other, 0, [3, 2, 1]),
+        Segment.tree(slot, BASE, _tree()),
+    ]
+    logits = model.sweep(Batch(segments, model.rows, model.device))[0]
+    for used in (slot, other):
+        arena.give_back(used)
+    return logits
+
+
+def _plain_logits(model: StreamedModel, arena: KVArena, node: int) -> torch.Tensor:
+    """Of the same node, when its path is decoded one token at a time."""
+    slot, prompt, tree = arena.take(NUM_ROWS), list(range(BASE)), _tree()
+    model.sweep(Batch([Segment.context(slot, 0, prompt)], model.rows, model.device))
+    logits = torch.empty(0)
+    for depth, step in enumerate(tree.path(node)):
+        root = Tree.root(int(tree.tokens[step]))
+        logits = model.sweep(Batch([Segment.tree(slot, BASE + depth, root)], model.rows, model.device))[0][0]
+    arena.give_back(slot)
+    return logits
+
+
+def draft_steps(device: torch.device, config: LlamaConfig, folder: Path) -> list[dict[str, Any]]:
+    """Time of a draft step by its rows: kernel by kernel, and as the worker runs it where graphs can be captured."""
+    one_layer = LlamaConfig.from_dict({**config.to_dict(), "num_hidden_layers": 1})
+    checkpoint = repeated(
+        write_random(folder / "written", one_layer, device), config.num_hidden_layers, folder / "read"
+    )
+    model = ResidentModel(build_skeleton(checkpoint, torch.bfloat16), device)
+    shape, num_rows = model.skeleton.kv_shape(), DRAFT_CONTEXT + max(map(max, DRAFT_FRONTIERS))
+    num_slots = max(map(len, DRAFT_FRONTIERS))
+    arena = KVArena(shape, shape.empty(1 + num_slots * num_rows, device))
+    arena.take(1)  # the row that is written to in warming up
+    slots = [arena.take(num_rows) for _ in range(num_slots)]
+    for slot in slots:
+        slot.keys.normal_()
+        slot.values.normal_()
+    batches = [_frontier(slots, widths, device) for widths in DRAFT_FRONTIERS]
+    eager = [(milliseconds(partial(model.logits, batch), device), model.logits(batch).clone()) for batch in batches]
+    model.warm_up(slots[0].memory)
+    rows = []
+    for widths, batch, (eager_ms, logits) in zip(DRAFT_FRONTIERS, batches, eager, strict=True):
+        graph_ms = milliseconds(partial(model.logits, batch), device) if model.is_graphed else None
+        difference, largest = (float(values.abs().max()) for values in (model.logits(batch) - logits, logits))
+        rows.append(
+            {
+                "rows": widths,
+                "eager_ms": eager_ms,
+                "graph_ms": graph_ms,
+                "largest_difference": round(difference, 6),
+                "is_close": difference <= CLOSE_LOGITS * largest,  # not so where there are NaN
+            }
+        )
+    return rows
+
+
+def _frontier(slots: Sequence[KVSlot], widths: Sequence[int], device: torch.device) -> Batch:
+    """A draft step of several sessions: each has a root with so many rows below and with it."""
+    trees = [Tree.of(list(range(width)), [-1] + [0] * (width - 1), [0.0] * width) for width in widths]
+    pairs = zip(slots, trees, strict=False)
+    return Batch([Segment.tree(slot, DRAFT_CONTEXT, tree) for slot, tree in pairs], None, device)

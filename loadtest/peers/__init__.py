@@ -1,0 +1,1 @@
+"""bough beside other programs that run the same weights."""

@@ -1,0 +1,285 @@
+"""bough beside llama.cpp on a CPU: the same weights and prompts, where they have to be streamed and where they fit.
+
+    pip install 'bough[peer]'
+    python -m loadtest.peers.llama_cpp
+    python -m loadtest.peers.llama_cpp --prompts 4 --tokens 32 --peer-python OTHER_ENVIRONMENT/bin/python
+
+llama.cpp (package `xllamacpp`) has the demonstration target as GGUF: plain, with the substitute draft, and plain in 4
+bits. bough is `bough up` with its own defaults, but for KV of one session, plain and with speculation. All have as many
+threads and as long a context, and give as many tokens, greedily. Two regimes: `limited` in as much memory for all of a
+side's processes, page cache included, which takes control groups and root; `resident` without a limit, where bough
+keeps every layer. llama.cpp starts anew for every prompt, with the page cache emptied of its files where memory is
+limited. Half of the prompts choose the draft length; on the others all sides take turns, in an order that is drawn.
+When bough answers a prompt for the second time it does not read all of it again, which is to be seen in `overall` only.
+
+Ends with one JSON line. By regime:
+
+draft_tokens       that llama.cpp drafts at once; `chosen_by`: tokens per second by length, on the other prompts
+tokens_per_second  by side, after the first tokens: median and quartiles over prompts; `overall` counts the prompt too
+ratio              bough over llama.cpp, paired by prompt: geometric mean, 95 % interval over prompts, worst, best
+equal_texts        whether all with the same weights gave the same tokens; `differences` has where they first differ
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import parse_bytes
+from bough.errors import BoughError
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.tokenization.tokenizer import Tokenizer
+from loadtest.common.limits import drop_cached
+from loadtest.common.machine import processor
+from loadtest.common.prompts import load_prompts
+from loadtest.peers.gguf import FORMATS, Pair, export_demonstration, gguf_folder
+from loadtest.peers.llama_cpp_sides import (
+    Answer,
+    Bough,
+    LlamaSettings,
+    bough_up,
+    llama_server,
+    require_peer,
+    why_unlimited,
+)
+from loadtest.peers.llama_cpp_summary import (
+    BOUGH,
+    BOUGH_PLAIN,
+    LLAMA_4_BIT,
+    LLAMA_DRAFT,
+    SAME_WEIGHTS,
+    SIDES,
+    best_length,
+    differences,
+    halves,
+    summary,
+)
+
+MIN_TOKENS = 16  # rates need some rounds
+UBATCH = 64
+LIMITED_SHARE = 0.75  # of the time, where weights stream
+CHOOSING_SHARE = 0.4  # of a regime's time
+
+
+@dataclass(slots=True)
+class Regime:
+    """One amount of memory, and what was measured in it."""
+
+    name: str
+    memory_bytes: int  # 0 is no limit
+    minutes: float  # after which no other prompt begins
+    by_length: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    answers: dict[str, dict[int, Answer]] = field(default_factory=lambda: defaultdict(dict))  # by side and prompt
+
+
+class Prompts(NamedTuple):
+    """Token ids of what is asked."""
+
+    measured: Sequence[Sequence[int]]
+    warm_up: Sequence[int]  # none of those
+    eos_ids: Sequence[int]
+
+    @classmethod
+    def of_demonstration(cls, num_prompts: int) -> Prompts:
+        """The first so many that are shipped, as the demonstration's chat template has them."""
+        tokenizer = Tokenizer(load_tokenizer_files(demonstration_folder()))
+        *texts, last = load_prompts()
+        encoded = [tokenizer.encode_chat([("user", text)]) for text in texts[:num_prompts]]
+        return cls(encoded, tokenizer.encode_chat([("user", last)]), tokenizer.files.eos_token_ids)
+
+
+class Bench:
+    """All prompts on both sides."""
+
+    def __init__(self, arguments: argparse.Namespace, prompts: Prompts, bits_16: Pair, bits_4: Pair) -> None:
+        self._arguments = arguments
+        self._prompts = prompts
+        self._bits_16, self._bits_4 = bits_16, bits_4
+        self._rng = random.Random(arguments.seed)
+        self.llama_cpp: dict[str, str] = {}  # version and instructions
+
+    async def measure(self, regime: Regime) -> dict[str, Any]:
+        """Chooses the draft length, then scores every side, and sums up."""
+        is_resident = regime.memory_bytes == 0
+        drop_cached(demonstration_folder())
+        began = time.monotonic()
+        context = self._arguments.context
+        async with bough_up(context, regime.memory_bytes, is_resident=is_resident) as bough:
+            await bough.ask(self._prompts.warm_up, 8, is_plain=False)
+            chosen_on, scored_on = halves(len(self._prompts.measured))
+            ends = [began + 60 * regime.minutes * share for share in (CHOOSING_SHARE, 1.0)]
+            for number in _until(ends[0], chosen_on):
+                await self._try_lengths(regime, number)
+            length = best_length(regime.by_length)
+            for number in _until(ends[1], scored_on):
+                for side in self._rng.sample(SIDES, len(SIDES)):
+                    regime.answers[side][number] = answer = await self._answer(regime, bough, side, number, length)
+                    _tell(f"{regime.name}, prompt {number}, {side}: {answer.decode_rate:.2f} tokens per second")
+        return self._summed_up(regime, length)
+
+    async def _try_lengths(self, regime: Regime, number: int) -> None:
+        lengths = self._arguments.lengths
+        for length in self._rng.sample(lengths, len(lengths)):
+            rate = (await self._ask_llama(regime, LLAMA_DRAFT, number, length)).decode_rate
+            regime.by_length[length].append(rate)
+            _tell(f"{regime.name}, prompt {number}, {length} drafted: {rate:.2f} tokens per second")
+
+    async def _answer(self, regime: Regime, bough: Bough, side: str, number: int, length: int) -> Answer:
+        if side in (BOUGH, BOUGH_PLAIN):
+            return await bough.ask(self._prompts.measured[number], self._arguments.tokens, is_plain=side == BOUGH_PLAIN)
+        return await self._ask_llama(regime, side, number, length)
+
+    async def _ask_llama(self, regime: Regime, side: str, number: int, length: int) -> Answer:
+        """A process of its own: what an earlier one left in the page cache, none would be charged for."""
+        settings = LlamaSettings(
+            model=str(self._bits_4.target if side == LLAMA_4_BIT else self._bits_16.target),
+            draft=str(self._bits_16.draft) if side == LLAMA_DRAFT else "",
+            draft_tokens=length,
+            threads=self._arguments.threads,
+            context=self._arguments.context,
+            ubatch=UBATCH,
+        )
+        if regime.memory_bytes:
+            drop_cached(gguf_folder())
+        python, variables = self._arguments.peer_python, dict(self._arguments.peer_variable)
+        with llama_server(python, settings, regime.memory_bytes, variables) as server:
+            self.llama_cpp = {"xllamacpp": server.version, "system_info": server.system_info}
+            return await asyncio.to_thread(server.ask, self._prompts.measured[number], self._arguments.tokens)
+
+    def _summed_up(self, regime: Regime, length: int) -> dict[str, Any]:
+        answers = {side: dict(sorted(regime.answers[side].items())) for side in SIDES}
+        decode = {side: [each.decode_rate for each in of.values()] for side, of in answers.items()}
+        overall = {side: [each.overall_rate for each in of.values()] for side, of in answers.items()}
+        texts = {side: {number: each.token_ids for number, each in answers[side].items()} for side in SAME_WEIGHTS}
+        differing = differences(texts, BOUGH_PLAIN, self._prompts.eos_ids)
+        return {
+            "memory_bytes": regime.memory_bytes,
+            "load_after": round(os.getloadavg()[2], 2),  # over 15 minutes: ours is about the number of threads
+            "prompts_chosen_on": len(next(iter(regime.by_length.values()))),
+            "prompts_scored_on": len(answers[BOUGH]),
+            "chosen_by": {n: [round(rate, 3) for rate in rates] for n, rates in sorted(regime.by_length.items())},
+            **summary(decode, overall, length, self._arguments.seed),
+            "equal_texts": not differing,
+            "differences": differing,
+        }
+
+
+def _until(end: float, numbers: Sequence[int]) -> Iterator[int]:
+    """Numbers one by one, the first in any case, none any more after a moment on the monotonic clock."""
+    for position, number in enumerate(numbers):
+        if position and time.monotonic() > end:
+            _tell(f"time is up: {len(numbers) - position} of {len(numbers)} prompts are left out")
+            return
+        yield number
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, and how busy it was with other things before."""
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every regime that is asked for and possible here. SIGTERM ends it as Ctrl-C does: nothing is left behind."""
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    require_peer(arguments.peer_python)
+    ensure_demonstration()
+    figures: dict[str, Any] = {"machine": machine()}
+    prompts = Prompts.of_demonstration(arguments.prompts)
+    bench = Bench(arguments, prompts, export_demonstration(arguments.format), export_demonstration("q4_0"))
+    began = time.monotonic()
+    regimes: dict[str, Any] = {}
+    for name in arguments.regimes:
+        is_limited = name == "limited"
+        share = 1.0 if len(arguments.regimes) == 1 else LIMITED_SHARE if is_limited else 1 - LIMITED_SHARE
+        reason = why_unlimited(arguments.memory) if is_limited else ""
+        regime = Regime(name, arguments.memory if is_limited else 0, arguments.minutes * share)
+        regimes[name] = {"skipped": reason} if reason else await bench.measure(regime)
+        _tell(json.dumps({name: regimes[name]}))
+    versions = {name: version(name) for name in ("bough", "torch", "gguf")}
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    return {
+        **figures,
+        "versions": {**versions, **bench.llama_cpp},
+        "seconds": round(time.monotonic() - began),
+        **regimes,
+        "settings": {**settings, "peer_python": Path(arguments.peer_python).name, "ubatch": UBATCH},
+    }
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """What is to be measured; exits with a message where that makes no sense."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regimes", nargs="+", choices=("limited", "resident"), default=["limited", "resident"])
+    parser.add_argument("--prompts", type=int, default=8, help="the first so many of loadtest/data/prompts.jsonl")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4, 8, 16], help="of llama.cpp's drafts")
+    parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("2.1GB"), help="limit of a side's processes")
+    parser.add_argument("--format", choices=sorted(FORMATS), default="bf16", help="of the weights that are compared")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of llama.cpp; bough takes all cores")
+    parser.add_argument("--context", type=int, default=512, help="most tokens of a session, on both sides")
+    parser.add_argument("--minutes", type=float, default=25.0, help="after which no other prompt begins")
+    parser.add_argument("--seed", type=int, default=1, help="of the order and of the intervals")
+    parser.add_argument("--peer-python", default=sys.executable, help="Python of an environment that has xllamacpp")
+    parser.add_argument(
+        "--peer-variable",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="in llama.cpp's environment; with GOMP_SPINCOUNT=3000 it suffers less from others on the same processors",
+    )
+    arguments = parser.parse_args(argv)
+    arguments.peer_python = shutil.which(arguments.peer_python) or arguments.peer_python  # as a shell would find it
+    there_are = len(load_prompts()) - 1  # the last one warms up
+    if not 2 <= arguments.prompts <= there_are:
+        parser.error(f"--prompts: value was {arguments.prompts}; must be 2 to {there_are}")
+    if arguments.tokens < MIN_TOKENS:
+        parser.error(f"--tokens: value was {arguments.tokens}; must be at least {MIN_TOKENS}")
+    return arguments
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"value was {text}; must be NAME=VALUE")
+    return name, value
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Prints progress, and one JSON line."""
+    try:
+        print(json.dumps(asyncio.run(run(parse_arguments(sys.argv[1:])))))
+    except BoughError as exc:
+        raise SystemExit(f"error: {exc}") from exc
+    except asyncio.CancelledError:
+        raise SystemExit("ended by a signal") from None
+
+
+if __name__ == "__main__":
+    main()

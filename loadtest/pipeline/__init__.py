@@ -1,0 +1,1 @@
+"""What `bough up` takes: its start, and the memory of its processes."""

@@ -1,0 +1,207 @@
+"""Where the memory of a whole pipeline goes: what each process has, in which parts, after how many requests.
+
+    python -m loadtest.pipeline.memory [--requests 8] [--turns] [--bits 4] [--limit 2.5GB] [-- FLAGS OF `bough up`]
+
+Memory is divided as `bough up` divides it. Proportional set sizes (`Pss`): what several processes have mapped is
+divided among them, so that sums are what the machine really gives. With --limit all of it runs in a control group of
+its own with no more memory than that, files' pages included, and ends with status 1 where a process did not live. The
+last line is JSON, in MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from bough.cli.generate import Answer
+from bough.cli.machine_division import divided
+from bough.cli.main import argument_parser
+from bough.cli.progress import tell
+from bough.cli.up import ensure_demonstration, settings_from
+from bough.client import Client
+from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.parsers import parse_bytes
+from bough.processes.launch import Cluster, Settings, Waiting
+from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
+from loadtest.common.limits import limited
+from loadtest.common.prompts import load_prompts
+
+KB, MB = 1024, 1000**2
+ARENA_BYTES = 64 * 1024**2  # of the C library's allocator: each begins at a multiple of this
+LOADS = "reading weights"  # in a worker's log, once all is there that it has without a model
+
+
+class Sizes(NamedTuple):
+    """Of one process, in bytes, each its proportional share."""
+
+    libraries: int  # files that are mapped: code, and constants that nobody has changed
+    changed: int  # parts of libraries that were written to, by the linker above all
+    heap: int  # of the C library's allocator: Python's objects, and whatever is small
+    blocks: int  # mapped on their own: Python's objects, embeddings, buffers, and a target's keys and values
+    model: int  # asked for in large pages: weights, or the ring that they pass through; a draft's keys and values
+    resident: int  # `Rss`: all of what is mapped, whoever shares it
+
+    @property
+    def total(self) -> int:
+        """The process's share of the machine's memory."""
+        return self.libraries + self.changed + self.heap + self.blocks + self.model
+
+
+def sizes_of(process_id: int) -> Sizes:
+    """Of a process that runs."""
+    return read_smaps((Path("/proc") / str(process_id) / "smaps").read_text())
+
+
+def read_smaps(text: str) -> Sizes:
+    """Sums up what the kernel tells of every mapping (proc_pid_smaps(5))."""
+    sums = dict.fromkeys(Sizes._fields, 0)
+    begin, name, share, own = 0, "", 0, 0
+    for line in text.splitlines():
+        words = line.split()
+        match words[0]:
+            case "Rss:":
+                sums["resident"] += int(words[1]) * KB
+            case "Pss:":
+                share = int(words[1]) * KB
+            case "Anonymous:":  # of which nobody else has any, but after a fork
+                own = min(share, int(words[1]) * KB)
+            case "VmFlags:":
+                if name.startswith("/"):
+                    sums["libraries"] += share - own
+                    sums["changed"] += own
+                else:
+                    sums[_kind(name, begin, words)] += share
+            case word if not word.endswith(":"):
+                begin, name = int(word.split("-")[0], 16), words[5] if len(words) > 5 else ""
+    return Sizes(**sums)
+
+
+def _kind(name: str, begin: int, flags: Sequence[str]) -> str:
+    """Of memory that is no file's; `hg` is what `bough.model.cpu.huge_pages` asks for."""
+    if "hg" in flags:
+        return "model"
+    return "heap" if name == "[heap]" or begin % ARENA_BYTES == 0 else "blocks"
+
+
+def sizes_of_all(cluster: Cluster) -> dict[str, Sizes]:
+    """By the name of the process. Raises SystemExit where one has ended."""
+    for child in cluster.children.values():
+        if child.has_ended():
+            raise SystemExit(f"{child.title} {child.how_it_ended()}:\n{child.tail()}")
+    return {name: sizes_of(child.process.pid) for name, child in sorted(cluster.children.items())}
+
+
+def table(sizes: dict[str, Sizes]) -> str:
+    """For people, in MB."""
+    rows = [f"{'MB':14}{'':>9}" + "".join(f"{name:>11}" for name in ("total", *Sizes._fields))]
+    for name, of_one in [*sizes.items(), ("all", Sizes(*map(sum, zip(*sizes.values(), strict=True))))]:
+        rows.append(f"{name:23}" + "".join(f"{size / MB:11.1f}" for size in (of_one.total, *of_one)))
+    return "\n".join(rows)
+
+
+class Measured(NamedTuple):
+    """Of one run: sizes by process."""
+
+    before: dict[str, Sizes]  # of workers, when they were about to load their models
+    answered: list[dict[str, Sizes]]  # after so many requests, from none
+
+
+@asynccontextmanager
+async def running(settings: Settings, before: dict[str, Sizes]) -> AsyncIterator[Cluster]:
+    """As `launched`; `before` gets what workers have before their weights."""
+
+    def look(_: Waiting) -> None:
+        for name, child in cluster.children.items():
+            if "worker" in name and not child.has_ended() and LOADS not in child.log.read_text():
+                before[name] = sizes_of(child.process.pid)
+
+    with tempfile.TemporaryDirectory(prefix="bough-") as folder:
+        cluster = Cluster(settings, Path(folder))
+        try:
+            cluster.start_all()
+            await cluster.wait_until_ready(look)
+            yield cluster
+        finally:
+            cluster.stop_all()
+
+
+async def measure(settings: Settings, num_requests: int, max_tokens: int, is_conversation: bool) -> Measured:
+    """Requests one after another: each a session of its own, or all of them turns of one conversation."""
+    before: dict[str, Sizes] = {}
+    prompts = load_prompts()
+    options = GenerateOptions(
+        session_id="conversation" if is_conversation else "", temperature=0.0, max_tokens=max_tokens, ignore_eos=True
+    )
+    async with running(settings, before) as cluster, Client(cluster.address) as client:
+        answered, history = [sizes_of_all(cluster)], list[Message]()
+        for number in range(num_requests):
+            question = Message("user", prompts[number % len(prompts)])
+            answer = await Answer.read(client, ChatPrompt((*history, question)), options, is_shown=False)
+            if is_conversation:
+                history += (question, Message("assistant", answer.text))
+            answered.append(sizes_of_all(cluster))
+    return Measured(before, answered)
+
+
+def settings_for(bits: int, up_flags: Sequence[str]) -> Settings:
+    """Of `bough up` with these flags; of a demonstration that is packed unless they name another target."""
+    ensure_demonstration()
+    if bits != 16 and "--target" not in up_flags:
+        model = demonstration_folder()
+        packed = model.with_name(f"{model.name}-{bits}bit")
+        if not (packed / "config.json").is_file():
+            command = [sys.executable, "-m", "bough.cli", "pack", str(model), "--bits", str(bits), "--out", str(packed)]
+            subprocess.run(command, check=True)
+        drafts = ["--draft", str(model), "--drop-layers", SUBSTITUTE_DROPS]
+        up_flags = ["--target", str(packed), *drafts, *up_flags]
+    return settings_from(argument_parser().parse_args(["up", "--port", "0", *up_flags]))
+
+
+def within(limit: int) -> int:
+    """This command once more, in a control group with so much memory; its exit status."""
+    own = sys.argv[1:]
+    own.insert(own.index("--") if "--" in own else len(own), "--limit=0")
+    with limited(memory_bytes=limit) as words:
+        return subprocess.run([*words, sys.executable, "-m", "loadtest.pipeline.memory", *own], check=False).returncode
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--turns", action="store_true", help="the requests are turns of one conversation")
+    parser.add_argument("--bits", type=int, default=16, choices=(16, 8, 4), help="of the demonstration's weights")
+    parser.add_argument("--limit", type=parse_bytes, default=0, help="memory of all processes, such as 2.5GB")
+    parser.add_argument("up_flags", nargs="*", help="flags of `bough up`, after --")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Prints a table after the start and after the last request, and the totals in between as JSON."""
+    arguments = _arguments()
+    settings = settings_for(arguments.bits, arguments.up_flags)
+    if arguments.limit:
+        raise SystemExit(within(arguments.limit))
+    settings = divided(settings, tell)
+    measured = asyncio.run(measure(settings, arguments.requests, arguments.max_tokens, arguments.turns))
+    print(f"before weights\n{table(measured.before)}\n")
+    for number in sorted({0, arguments.requests}):
+        print(f"after {number} requests\n{table(measured.answered[number])}\n")
+    totals = {name: [round(sizes[name].total / MB, 1) for sizes in measured.answered] for name in measured.answered[0]}
+    parts = {
+        name: {part: round(size / MB, 1) for part, size in of_one._asdict().items()}
+        for name, of_one in measured.answered[-1].items()
+    }
+    print(json.dumps({"requests": arguments.requests, "total_mb": totals, "last_mb": parts}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Many sessions on one offloaded target: tokens per second by number of sessions, second turns, shared prompts, faults.
+
+    python -m loadtest.sessions --faults 100
+    python -m loadtest.sessions --sessions 1 2 4 8 --prompts-each 3
+    python -m loadtest.sessions --target-flags "--gather 0" --target-flags "--gather 1"
+    python -m loadtest.sessions --simulate two-cores --orchestrator-flags "--planner fixed" --rounds ROUNDS.json
+    python -m loadtest.capacity --sessions ROUNDS.json
+
+On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another, or --simulate a
+profile of workers without weights. Trees size themselves unless --orchestrator-flags say otherwise; what is fitted to
+rounds wants those of one size. Each repeat runs every number of sessions once, in an order of its own, and between
+them some of the prompts alone; --target-flags given several times compares ways to run the target, which take turns.
+Ends with one JSON line, for each way:
+
+throughput_ratio    by number of sessions: tokens per second of all together / of the same prompts alone; quartiles over
+                    the repeats. Reading the prompts and waiting for the last session counts; with --prompts-each every
+                    session asks as often, and its end weighs less. `steady_ratio`: only while all sessions were running
+second_turn_sweeps  time to the first token of a conversation's second turn / time of a sweep, with what was sent: only
+                    the new question, or the whole history. `second_turn_cached`: share of the history that was not
+                    computed again
+shared_prompt       a system prompt that eight sessions begin with at once: how many times it was computed
+long_prompt         a prompt that comes while four sessions have answers under way: their longest pause meanwhile, and
+                    when it had its own first token, both by the typical time between two of their rounds
+unequal_streams     streams whose tokens are not those that the same prompt gets alone; with --faults also those of
+                    `loadtest.chaos`, whose figures are then in `chaos`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shlex
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bough.cli.up import ensure_demonstration
+from bough.client import Client
+from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.processes.launch import Settings, launched
+from bough.protocol.generation import GenerateOptions, TokenPrompt
+from bough.simulation.tokenizer import simulated_tokenizer
+from bough.tokenization.tokenizer import Tokenizer
+from loadtest.chaos.faults import Plan, run_chaos
+from loadtest.chaos.streams import Answer, Received, Tally
+from loadtest.common.prompts import load_prompts
+from loadtest.common.tiny_model import save_model
+from loadtest.sessions.rounds_file import write_runs
+from loadtest.sessions.runs import (
+    LongPrompt,
+    SecondTurn,
+    SharedPrompt,
+    Stream,
+    Together,
+    long_prompt,
+    second_turn,
+    shared_prompt,
+    together,
+)
+
+SHARED_SESSIONS = 8
+SECOND_TURNS = 2  # conversations of each kind in a repeat
+OTHERS = 4  # sessions beside a long prompt
+
+
+class Bench:
+    """One way to run the target, and all that was measured of it."""
+
+    def __init__(self, settings: Settings, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
+        self.settings = settings
+        self.rounds_file: Path | None = None  # that all rounds are written to, after every repeat's
+        self.alone: dict[int, Together] = {}  # by the prompt's number
+        self.groups: list[Together] = []
+        self.turns: dict[str, list[SecondTurn]] = defaultdict(list)
+        self.shared: list[SharedPrompt] = []
+        self.long: list[LongPrompt] = []
+        self._arguments = arguments
+        texts = load_prompts()
+        self._texts = texts
+        self._shared_tokens = tokenizer.encode(" ".join(texts * 4))[: arguments.system_tokens]
+        self._rests = [tokenizer.encode_chat([("user", text)]) for text in texts[:SHARED_SESSIONS]]
+        self._others = [TokenPrompt(tuple(rest)) for rest in self._rests[:OTHERS]]
+        num_prompts = max(arguments.sessions) * arguments.prompts_each
+        prompts = [tokenizer.encode_chat([("user", text)]) for text in texts[:num_prompts]]
+        self._prompts = [TokenPrompt(tuple(prompt)) for prompt in prompts]
+        self._options = GenerateOptions(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
+
+    async def repeat(self, number: int, rng: random.Random) -> None:
+        """Everything once, on processes of its own; of the prompts a share of them alone."""
+        share = range(number, len(self._prompts), self._arguments.repeats)
+        each = self._arguments.prompts_each
+        groups = [(num, range(num * each)) for num in self._arguments.sessions if num > 1]
+        runs = [*groups, *((1, (number,)) for number in share)]
+        rng.shuffle(runs)
+        async with launched(self.settings, lambda _: None) as cluster, Client(cluster.address) as client:
+            await together(client, 1, (0,), self._prompts, GenerateOptions(temperature=0.0, max_tokens=8))  # to warm up
+            for num_sessions, numbers in runs:
+                done = await together(client, num_sessions, numbers, self._prompts, self._options)
+                if num_sessions == 1:
+                    self.alone[numbers[0]] = done
+                else:
+                    self.groups.append(done)
+                rate = done.num_tokens / done.seconds
+                print(f"{num_sessions:3} sessions: {rate:.2f} tokens per second", file=sys.stderr, flush=True)
+            if self.rounds_file is not None:
+                write_runs(self.rounds_file, [*self.alone.values(), *self.groups])
+            # Each once, and none of the prompts: what one session has computed, another would find.
+            questions = iter([f"Please answer this: {text}" for text in self._texts])
+            for kind in ("history", "new") * SECOND_TURNS:
+                self.turns[kind].append(await second_turn(client, next(questions), sends_new=kind == "new"))
+            self.shared.append(await shared_prompt(client, self._shared_tokens, self._rests))
+            backwards = self._shared_tokens[::-1]  # which nobody has computed before
+            self.long.append(await long_prompt(client, self._others, backwards, self._options))
+
+    def figures(self) -> dict[str, Any]:
+        """For the JSON line."""
+        ratios, steady, rates = defaultdict(list), defaultdict(list), defaultdict(list)
+        for group in self.groups:
+            alone = [self.alone[number] for number in group.numbers]
+            num = group.num_sessions
+            rates[num].append(group.num_tokens / group.seconds)
+            ratios[num].append(rates[num][-1] * sum(a.seconds for a in alone) / sum(a.num_tokens for a in alone))
+            steady[num].append(group.steady_rate / statistics.mean(a.steady_rate for a in alone))
+        rates[1] = [each.num_tokens / each.seconds for each in self.alone.values()]
+        return {
+            "throughput_ratio": {1: 1.0} | _quartiles(ratios),
+            "steady_ratio": {1: 1.0} | _quartiles(steady),
+            "tokens_per_second": _quartiles(rates),
+            "second_turn_sweeps": {k: _quartile([turn.sweeps for turn in turns]) for k, turns in self.turns.items()},
+            "second_turn_cached": {k: min(turn.cached_share for turn in turns) for k, turns in self.turns.items()},
+            "shared_prompt": [each._asdict() for each in self.shared],
+            "long_prompt": [each._asdict() for each in self.long],
+        }
+
+    def tally(self) -> Tally:
+        """Every session that ran beside others, against the same prompt alone."""
+        tally = Tally()
+        for group in self.groups:
+            for number, each in zip(group.numbers, group.streams, strict=True):
+                tally.compare(_received(each), _answer(self.alone[number].streams[0]))
+        return tally
+
+
+def _received(each: Stream) -> Received:
+    return Received(each.began, each.token_ids, each.text, finished=each.finished)
+
+
+def _answer(alone: Stream) -> Answer:
+    return Answer(tuple(alone.token_ids), alone.text)
+
+
+def _quartile(values: Sequence[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    ordered = sorted(values)
+    quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    return [round(value, 3) for value in quartiles]
+
+
+def _quartiles(by_number: dict[int, list[float]]) -> dict[int, list[float]]:
+    return {number: _quartile(values) for number, values in sorted(by_number.items())}
+
+
+def _settings(arguments: argparse.Namespace, model: str, target_flags: str) -> Settings:
+    if arguments.simulate:
+        target = draft = ["--simulate", arguments.simulate]
+    else:
+        target = ["--model", model, "--resident-layers", "0"]
+        draft = ["--model", arguments.draft or model, "--drop-layers", arguments.drop_layers]
+    target = [*target, *shlex.split(target_flags)]
+    orchestrator = ["--port", "0", *shlex.split(arguments.orchestrator_flags)]
+    return Settings(
+        parse(TargetConfig, "target_worker", target, os.environ),
+        parse(DraftConfig, "draft_worker", [*draft, *shlex.split(arguments.draft_flags)], os.environ),
+        parse(OrchestratorConfig, "orchestrator", orchestrator, os.environ),
+    )
+
+
+async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Figures of every way to run the target; those of the first stand at the top too."""
+    files = simulated_tokenizer() if arguments.simulate else load_tokenizer_files(Path(model))
+    tokenizer, rng = Tokenizer(files), random.Random(arguments.seed)
+    benches = {
+        flags: Bench(_settings(arguments, model, flags), tokenizer, arguments) for flags in arguments.target_flags
+    }
+    if arguments.rounds:
+        benches[arguments.target_flags[0]].rounds_file = Path(arguments.rounds)
+    for number in range(arguments.repeats):
+        for flags, bench in benches.items():
+            print(f"repeat {number + 1} of {arguments.repeats} {flags}", file=sys.stderr, flush=True)
+            await bench.repeat(number, rng)
+    tallies = [bench.tally() for bench in benches.values()]
+    figures = {flags: bench.figures() for flags, bench in benches.items()}
+    return {
+        **figures[arguments.target_flags[0]],
+        "ways": figures if len(figures) > 1 else {},
+        "faults": 0,
+        "lost_tokens": sum(tally.lost_tokens for tally in tallies),
+        "repeated_tokens": sum(tally.repeated_tokens for tally in tallies),
+        "unequal_streams": sum(tally.unequal for tally in tallies),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help='target; "tiny" is a random one to try this with')
+    parser.add_argument("--simulate", default="", metavar="PROFILE", help="workers without weights, instead of models")
+    parser.add_argument("--draft", default="", help="another model than the target's own, less some layers")
+    parser.add_argument("--drop-layers", default=SUBSTITUTE_DROPS, help="that the draft does without")
+    parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="numbers of sessions at once")
+    parser.add_argument("--prompts-each", type=int, default=1, help="that a session asks, one after another")
+    parser.add_argument("--max-tokens", type=int, default=48, help="of each output")
+    parser.add_argument("--system-tokens", type=int, default=500, help="of the prompt that sessions share")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--target-flags", action="append", default=[], help="a way to run the target; may be repeated")
+    parser.add_argument("--draft-flags", default="")
+    parser.add_argument("--orchestrator-flags", default="")
+    parser.add_argument("--faults", type=int, default=0, help="of a chaos of tiny models that follows")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rounds", default="", help="file for every round of the first way, for loadtest.capacity")
+    arguments = parser.parse_args()
+    arguments.target_flags = arguments.target_flags or [""]
+    wanted, there_are = max(arguments.sessions) * arguments.prompts_each, len(load_prompts())
+    if wanted > there_are:
+        parser.error(f"--sessions and --prompts-each: {wanted} prompts are wanted, and there are {there_are}")
+    return arguments
+
+
+async def _run(arguments: argparse.Namespace, tiny: Path) -> dict[str, Any]:
+    if arguments.model == "" and not arguments.simulate:
+        ensure_demonstration()
+    model = {"": str(demonstration_folder()), "tiny": str(tiny)}.get(arguments.model, arguments.model)
+    figures = await measured(arguments, model)
+    if arguments.faults:
+        chaos = await run_chaos(Plan(arguments.faults, 6, 18, 400, 1.5, arguments.seed), tiny)
+        figures |= {"faults": chaos["faults"], "chaos": chaos}
+        for name in ("lost_tokens", "repeated_tokens", "unequal_streams"):
+            figures[name] += chaos[name]
+    return {**figures, "cores": os.cpu_count(), "settings": vars(arguments)}
+
+
+def main() -> None:
+    """Prints progress, and one JSON line."""
+    arguments = _arguments()
+    with TemporaryDirectory(prefix="bough-tiny-") as folder:
+        print(json.dumps(asyncio.run(_run(arguments, save_model(Path(folder))))))
+
+
+if __name__ == "__main__":
+    main()

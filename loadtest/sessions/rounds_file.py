@@ -1,0 +1,115 @@
+"""What `loadtest.sessions --rounds FILE` writes for `loadtest.capacity`: every round of every stream, in seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bough.errors import ConfigError
+from bough.protocol.generation import Tokens
+from loadtest.sessions.runs import Stream, Together
+
+NANO = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """A round, in seconds."""
+
+    at: float  # since the stream's request
+    num_tokens: int
+    num_nodes: int
+    depth: int
+    total: float
+    draft: float
+    network: float
+    target: float
+    queue: float  # of target
+    wait: float  # of target, for weights
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """A request, in seconds."""
+
+    prompt: int  # its number
+    began: float  # since the first request of its run
+    first_token: float
+    latency: float
+    prompt_tokens: int
+    cached_tokens: int
+    rounds: tuple[RoundRecord, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its answer."""
+        return sum(each.num_tokens for each in self.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """Sessions that ran at once."""
+
+    num_sessions: int
+    seconds: float
+    streams: tuple[StreamRecord, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all together."""
+        return sum(each.num_tokens for each in self.streams) / self.seconds
+
+
+def record_of(run: Together) -> RunRecord:
+    """Of sessions that ran at once, or of one alone."""
+    start = min(each.began for each in run.streams)
+    streams = [_stream(number, each, start) for number, each in zip(run.numbers, run.streams, strict=True)]
+    return RunRecord(run.num_sessions, run.seconds, tuple(streams))
+
+
+def _stream(number: int, each: Stream, start: float) -> StreamRecord:
+    usage = each.done.usage
+    rounds = tuple(_round(moment - each.began, tokens) for moment, tokens in each.rounds)
+    latency = each.ended - each.began
+    return StreamRecord(
+        number, each.began - start, each.first_token_seconds, latency, usage.prompt_tokens, usage.cached_tokens, rounds
+    )
+
+
+def _round(at: float, tokens: Tokens) -> RoundRecord:
+    took = tokens.timings
+    nanoseconds = (took.total_ns, took.draft_ns, took.network_ns, took.target_ns, took.queue_ns, took.wait_ns)
+    seconds = (round(value / NANO, 6) for value in nanoseconds)
+    return RoundRecord(round(at, 6), len(tokens.token_ids), tokens.num_nodes, tokens.tree_depth, *seconds)
+
+
+def write_runs(path: Path, runs: Iterable[Together]) -> None:
+    """One JSON object, a line for each run."""
+    lines = (json.dumps(asdict(record_of(run))) for run in runs)
+    path.write_text('{"runs": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def read_runs(path: Path) -> list[RunRecord]:
+    """What `write_runs` wrote.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        return [_run(each) for each in json.loads(path.read_text())["runs"]]
+    except (OSError, ValueError, TypeError, KeyError) as exc:
+        raise ConfigError(f"--sessions: value was {str(path)!r} ({exc}); must be what --rounds has written") from exc
+
+
+def _run(value: dict[str, Any]) -> RunRecord:
+    streams: Sequence[dict[str, Any]] = value["streams"]
+    return RunRecord(
+        value["num_sessions"],
+        value["seconds"],
+        tuple(
+            StreamRecord(**{**each, "rounds": tuple(RoundRecord(**one) for one in each["rounds"])}) for each in streams
+        ),
+    )

@@ -1,0 +1,94 @@
+"""How close a sweep comes to what the link and the processor allow, side by side with peers.
+
+    python -m loadtest.sweep
+
+Writes the demonstration target and a 4-bit pack of it, unless they are there. Each contestant is a process of its own;
+they take turns, so that whatever else the machine does falls on all alike; figures are medians over the turns. Sweeps
+have new processes in every turn. Ends with one JSON line:
+
+sweep_ratio      by number of tokens: sweep / max(raw read of the same bytes, sweep with all weights in memory) of the
+                 same pair; sweep_ratio_slow_link is the same on a link slowed down to --slow-link
+work_ratio       the same, but reading costs processor time too: sweep / max(raw read, sweep with all weights in memory
+                 + processor time of the raw read / cores), which on few cores is the least that is possible
+link_busy        for trees of 16 and 64 nodes: share of ten consecutive rounds with drafting during which the link was
+                 reading, a link slowed down to --slow-link; link_busy_unlimited is the same on the disk as it is, where
+                 computing may take longer than reading. All processes together have a limit on their memory
+accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit,
+                 in which bough keeps as many layers as fit; airllm_ratio likewise, where it is installed (`pip install
+                 airllm`; it is no part of bough's set-up). from_disk has both against bough with every layer from disk
+packed4_ratio    for 1, 16 and 64 tokens: sweep of a 4-bit pack / of 16 bits, both over a link slowed down to
+                 --slow-link; where computing takes longer than a quarter of the read, that is the limit
+resident_ratio   by number of tokens: with everything resident / transformers' own forward
+peak_over_budget_bytes  worst of several memory budgets: peak of the process less what it took before it knew of a
+                 model, less the budget
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from bough.cli.up import ensure_demonstration
+from bough.config.cache_paths import demonstration_folder
+from bough.config.parsers import parse_bytes
+from loadtest.common.limits import can_limit
+from loadtest.sweep.parts import packed_ratio, peak_over_budget, peer_ratios, sweep_ratios, tell
+from loadtest.sweep.rounds import link_busy_at
+
+SIZES = (1, 64, 256)
+PIPELINE_BYTES = 3_500_000_000  # of all its processes, whose weights and ring leave the page cache little
+SLOW_TURNS = 2  # a slow link is steady
+
+
+def main() -> None:
+    """Runs the parts that are asked for, prints their figures, and last all of them in one line."""
+    arguments = _arguments()
+    ensure_demonstration()
+    model = demonstration_folder()
+    packed = model.with_name(f"{model.name}-4bit")
+    if not (packed / "config.json").is_file() and "packed" in arguments.parts:
+        subprocess.run([sys.executable, "-m", "bough.cli", "pack", str(model), "--out", str(packed)], check=True)
+    slow_link = int(arguments.slow_link * 1e9)
+    figures: dict[str, Any] = {}
+    for part in arguments.parts:
+        tell(f"== {part}")
+        match part:
+            case "sweep":
+                counts = arguments.sizes, arguments.turns, arguments.pairs, arguments.repeats
+                new = sweep_ratios(model, arguments.memory, 0, *counts)
+                if can_limit():
+                    slow = sweep_ratios(model, arguments.memory, slow_link, arguments.sizes, SLOW_TURNS, 1, 1)
+                    new |= {"sweep_ratio_slow_link": slow["sweep_ratio"], "slow_link": slow}
+            case "busy":
+                speeds, memory = ([0, slow_link], PIPELINE_BYTES) if can_limit() else ([0], 0)
+                new = link_busy_at(speeds, model, memory)
+            case "accelerate":
+                new = peer_ratios(model, arguments.memory, arguments.turns)
+            case "packed":
+                new = packed_ratio(model, packed, slow_link, arguments.turns)
+            case _:
+                new = peak_over_budget(model)
+        print(json.dumps(new), flush=True)
+        figures |= new
+    print(json.dumps({"model": model.name, "cores": os.cpu_count(), **figures}))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ["sweep", "busy", "accelerate", "packed", "memory"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("1.5GB"), help="limit of the control group")
+    parser.add_argument("--slow-link", type=float, default=0.8, help="GB/s at which a link is surely the limit")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="tokens of a sweep, in the first part")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=5, help="of raw reads and sweeps in each turn")
+    parser.add_argument("--repeats", type=int, default=1, help="sweeps in a row in each pair, but for the first")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

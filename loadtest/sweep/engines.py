@@ -1,0 +1,272 @@
+"""What `loadtest.sweep` compares, each in a process of its own that reads commands from standard input.
+
+    python -m loadtest.sweep.engines bough --model FOLDER --resident-layers 0 ...
+    python -m loadtest.sweep.engines transformers FOLDER
+    python -m loadtest.sweep.engines accelerate FOLDER
+
+A command is a JSON list of a name and numbers; each is answered by one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from bough.config.processes import TargetConfig, parse
+from bough.model.checkpoint.checkpoint import INDEX_NAME
+from bough.model.cpu.huge_pages import large_pages
+from bough.protocol.messages import Context, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree import Tree
+from target_worker.link.direct_io import Disk
+from target_worker.link.disk_ring import Ring
+from target_worker.worker import TargetWorker
+
+NUM_RAW_SLABS = 16
+PROMPT = list(range(100, 164))
+
+
+class Engine(Protocol):
+    """Something that passes tokens through a model."""
+
+    def first_token(self) -> None:
+        """Makes one from the prompt, when the model has just been opened."""
+        ...
+
+    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
+        """Seconds and more of `repeats` passes, one right after another."""
+        ...
+
+    def close(self) -> None:
+        """Ends what the engine has started."""
+        ...
+
+
+def random_tree(num_nodes: int, root: int, seed: int) -> Tree:
+    """About as deep as what best-first growth makes: 10 levels with 64 nodes."""
+    rng = np.random.default_rng(seed)
+    parents = [-1] + [int(rng.integers(0, node)) for node in range(1, num_nodes)]
+    tokens = [root] + [1000 + node for node in range(1, num_nodes)]
+    return Tree.of(tokens, parents, [0.0] * num_nodes)
+
+
+class Bough:
+    """The target worker as it is, without gRPC."""
+
+    def __init__(self, flags: list[str]) -> None:
+        self._config = parse(TargetConfig, "bench", flags, {})
+        self._baseline = _status("VmRSS")
+        self._worker = TargetWorker(self._config, "bench")
+        self._tokens, self._held, self._round = list(PROMPT), 0, 0
+        self._raw_memory: memoryview | None = None
+
+    def first_token(self) -> None:
+        """The prompt and the first token come in one sweep."""
+        self.sweep(1, 1)
+
+    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
+        """Rounds of one session with trees of `num_tokens` nodes, drawing and committing included."""
+        figures = []
+        for _ in range(repeats):
+            context = Context.of("bench", self._tokens, self._held, len(PROMPT))
+            tree = random_tree(num_tokens, self._tokens[-1], seed=self._round)
+            call = VerifyCall(context, 1, self._round, tree, SamplingParams(temperature=0.0))
+            result = self._worker.verify(call).result()
+            accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
+            self._tokens += [*accepted, result.verdict.bonus_token]
+            self._held, self._round, timings = result.held_length, self._round + 1, result.timings
+            figures.append(
+                {
+                    "seconds": timings.total_ns / 1e9,
+                    "wait_seconds": timings.wait_ns / 1e9,
+                    "link_seconds": timings.link_ns / 1e9,
+                    "link_bytes": timings.link_bytes,
+                }
+            )
+        return figures
+
+    def raw(self) -> dict[str, float]:
+        """Reads what crosses the link in a sweep, and computes nothing: the second of two rounds, as in service."""
+        layers = [self._worker.layers[index] for index in self._worker.streamed_layers]
+        if self._raw_memory is None:
+            self._raw_memory = large_pages(NUM_RAW_SLABS * max(layer.num_bytes for layer in layers))
+            np.frombuffer(self._raw_memory, np.uint8)[:] = 0  # what is not there yet would be charged to the link
+        memory = self._raw_memory
+        disk = Disk(extent.file for layer in layers for extent in layer.extents)
+        with Ring(layers, disk, NUM_RAW_SLABS, self._config.link_threads, lambda _: memory) as ring:
+            for _ in range(2):
+                busy_before, began = _busy_seconds(), time.perf_counter()
+                for index in range(len(layers)):
+                    with ring.layer(index):
+                        pass
+                seconds, processor_seconds = time.perf_counter() - began, _busy_seconds() - busy_before
+        disk.close()
+        num_bytes = sum(extent.num_bytes for layer in layers for extent in layer.extents)
+        return {"seconds": seconds, "bytes": num_bytes, "processor_seconds": processor_seconds}
+
+    def memory(self) -> dict[str, float]:
+        """Bytes: the peak of this process, and what it took before it knew of a model."""
+        return {"peak": _status("VmHWM"), "baseline": self._baseline}
+
+    def close(self) -> None:
+        """Ends the worker's threads."""
+        self._worker.close()
+
+
+class Transformers:
+    """The model whole in memory, run by transformers as it comes."""
+
+    def __init__(self, flags: list[str]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        self._model = AutoModelForCausalLM.from_pretrained(flags[0], dtype=torch.bfloat16)
+
+    def first_token(self) -> None:
+        """A forward pass more than it takes, as it is in memory."""
+        self.sweep(1, 1)
+
+    @torch.inference_mode()
+    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
+        """Forward passes of as many tokens after the same prompt."""
+        figures = []
+        for _ in range(repeats):
+            cache = self._model(torch.tensor([PROMPT]), use_cache=True).past_key_values
+            began = time.perf_counter()
+            self._model(torch.arange(1000, 1000 + num_tokens)[None], past_key_values=cache)
+            figures.append({"seconds": time.perf_counter() - began})
+        return figures
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Accelerate:
+    """Hugging Face accelerate's disk offload: every decoder layer on disk."""
+
+    def __init__(self, flags: list[str]) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        num_layers = AutoConfig.from_pretrained(flags[0]).num_hidden_layers
+        outside = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+        layers = {f"model.layers.{index}": "disk" for index in range(num_layers)}
+        self._folder = tempfile.TemporaryDirectory(dir=Path(flags[0]).parent)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            flags[0], dtype=torch.bfloat16, device_map={**outside, **layers}, offload_folder=self._folder.name
+        )
+
+    def first_token(self) -> None:
+        """The prompt alone."""
+        self.sweep(1, 0)
+
+    @torch.inference_mode()
+    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
+        """Decoding steps after the prompt, of one token each whatever is asked."""
+        output = self._model(torch.tensor([PROMPT]), use_cache=True)
+        figures = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            token = output.logits[:, -1:].argmax(-1)
+            output = self._model(token, past_key_values=output.past_key_values)
+            figures.append({"seconds": time.perf_counter() - began})
+        return figures
+
+    def close(self) -> None:
+        """Removes what it has written."""
+        self._folder.cleanup()
+
+
+class AirLLM:
+    """AirLLM on the CPU, which reads one layer after another and keeps none."""
+
+    def __init__(self, flags: list[str]) -> None:
+        from airllm import AutoModel
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        self._folder = tempfile.TemporaryDirectory(dir=Path(flags[0]).parent)
+        model, split = (Path(self._folder.name) / name for name in ("model", "split"))
+        _as_hub_names_it(Path(flags[0]), model)
+        self._model = AutoModel.from_pretrained(
+            str(model), device="cpu", dtype=torch.bfloat16, layer_shards_saving_path=str(split)
+        )
+
+    def first_token(self) -> None:
+        """Like every other."""
+        self.sweep(1, 1)
+
+    @torch.inference_mode()
+    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
+        """First tokens after the prompt, each of which takes one pass over the layers, whatever is asked."""
+        figures = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            self._model.generate(torch.tensor([PROMPT]), max_new_tokens=1, use_cache=True)
+            figures.append({"seconds": time.perf_counter() - began})
+        return figures
+
+    def close(self) -> None:
+        """Removes what it has written."""
+        self._folder.cleanup()
+
+
+def _as_hub_names_it(source: Path, folder: Path) -> None:
+    """Links to a model whose files are called as transformers writes them: AirLLM takes their order from the names."""
+    index = json.loads((source / INDEX_NAME).read_text())
+    files = sorted({*index["weight_map"].values()})
+    names = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.is_file() and file.name != INDEX_NAME:
+            (folder / names.get(file.name, file.name)).symlink_to(file)
+    index["weight_map"] = {tensor: names[file] for tensor, file in index["weight_map"].items()}
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def _busy_seconds() -> float:
+    """Of all processors together since the start of the machine: reading past the page cache is mostly the kernel's."""
+    user, nice, system, _idle, _waiting, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:9]
+    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
+
+
+def _status(name: str) -> int:
+    """Bytes, from /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+ENGINES: dict[str, Callable[[list[str]], Engine]] = {
+    "bough": Bough,
+    "transformers": Transformers,
+    "accelerate": Accelerate,
+    "airllm": AirLLM,
+}
+
+
+def main() -> None:
+    """Answers commands until standard input ends; ready, with the seconds that it took, after the first token."""
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr):  # where a library is free to say what it likes
+        began = time.perf_counter()
+        engine = ENGINES[sys.argv[1]](sys.argv[2:])
+        engine.first_token()
+        print(json.dumps(time.perf_counter() - began), file=answers, flush=True)
+        for line in sys.stdin:
+            name, *numbers = json.loads(line)
+            answer: Any = getattr(engine, name)(*numbers)
+            print(json.dumps(answer), file=answers, flush=True)
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()

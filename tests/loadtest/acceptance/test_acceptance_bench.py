@@ -1,0 +1,102 @@
+"""What `loadtest.acceptance` tunes its contestants with, reports of them, and which of them it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from bough.protocol.messages import GrowCall, GrowResult, Timings, Verdict, VerifyCall
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.acceptance import by_rank
+from bough.trees.optimal_tree import best_chains
+from bough.trees.tree_plan import Chains, Guess, Scheme
+from loadtest.acceptance.__main__ import arguments_from
+from loadtest.acceptance.bench import RANKS, Bench
+from loadtest.acceptance.contestants import contestants_at
+from loadtest.acceptance.measure import rows_before, settings_of
+from loadtest.acceptance.rates import in_rounds
+from loadtest.acceptance.report import tokens_per_round
+from tests.fakes.two_tokens import PAIR, Case, cases, num_cases
+
+
+class Scripted:
+    """Draft and target of as many streams as there are cases, each of which meets its own."""
+
+    def __init__(self, of_streams: Sequence[Case]) -> None:
+        self._cases = {f"prompt-{index}": case for index, case in enumerate(of_streams)}
+        self.growths = set[object]()
+
+    def grow(self, call: GrowCall) -> Future[GrowResult]:
+        self.growths.add(call.plan.growth)
+        grown: Future[GrowResult] = Future()
+        grown.set_result(GrowResult(self._cases[call.context.session_id].tree, 0, Timings()))
+        return grown
+
+    def verify(self, calls: Sequence[VerifyCall]) -> list[Verdict]:
+        return [self._cases[call.context.session_id].verdict for call in calls]
+
+    def release(self, session_id: str) -> Future[None]:
+        released: Future[None] = Future()
+        released.set_result(None)
+        return released
+
+
+def test_independent_chains_are_tuned_by_draws_not_by_the_children_these_come_to() -> None:
+    """Two draws hold B 19 times in 100, but the second child is B nearly always: two chains looked like the best."""
+    scripted = Scripted([case for case in cases(2) for _ in range(case.times)])
+    bench = Bench(scripted, scripted, [[0, 0]] * num_cases(2), length=1)  # type: ignore[arg-type]
+    vector = by_rank(bench.acceptance(Scheme.MULTI_ROUND, Guess.SAMPLE, SamplingParams()))
+    assert scripted.growths == {Chains(RANKS, 1)}
+    assert vector[0].tolist() == pytest.approx([0.6, 0.04])
+    assert vector[0].cumsum().tolist() == pytest.approx([in_rounds(PAIR, k) for k in (1, 2)])
+    assert best_chains(vector, nodes=9, levels=9) == Chains(1, 8)
+
+
+def test_the_line_of_figures_holds_means_and_half_widths() -> None:
+    cells = [(0.6, "one", 8, 3.5, 0.25), (0.6, "one", 16, 4.0, 0.5), (1.0, "another", 8, 2.0, 0.125)]
+    keys = ("temperature", "contestant", "nodes", "tokens_per_round", "interval")
+    figures = tokens_per_round([dict(zip(keys, cell, strict=True)) for cell in cells])
+    assert figures == {"0.6": {"one": {"8": [3.5, 0.25], "16": [4.0, 0.5]}}, "1.0": {"another": {"8": [2.0, 0.125]}}}
+
+
+def test_contestants_run_alone_by_a_part_of_their_names() -> None:
+    def names(*flags: str) -> list[list[str]]:
+        arguments = arguments_from(flags)
+        return [[*contestants_at(temperature, arguments)] for temperature in arguments.temperatures]
+
+    assert [len(of_one) for of_one in names()] == [4, 6, 6]
+    assert names("--contestants", "SpecInfer") == [[], *[["SpecInfer: multi-round, k chains"]] * 2]
+    alone = names("--contestants", "greedy", "Sequoia", "--temperatures", "0", "1")
+    assert alone == [["greedy k chains"], ["Sequoia: without replacement, optimal shape"]]
+    (crossed,) = names("--crossed", "--contestants", "multi-round", "--temperatures", "1")
+    assert crossed == ["multi-round, optimal shape", "multi-round, one chain"]
+
+
+def test_rows_of_other_settings_are_no_rows_of_this_run(tmp_path: Path) -> None:
+    """They would be printed as what the new settings gave."""
+    file = tmp_path / "rows.jsonl"
+    arguments = arguments_from(["--rows", str(file), "--num", "2"])
+    assert rows_before(arguments) == []
+    row = {"temperature": 0.0, "contestant": "x", "nodes": 8, "settings": settings_of(arguments)}
+    file.write_text(json.dumps(row) + "\n")
+    assert rows_before(arguments) == [row]
+    for flags in (["--num", "3"], ["--num", "2", "--seed", "7"], ["--num", "2", "--prompts", "others.jsonl"]):
+        with pytest.raises(SystemExit, match=f"--rows: {file} has rows of .* another file would do"):
+            rows_before(arguments_from(["--rows", str(file), *flags]))
+
+
+def test_contestants_that_nobody_is_are_refused_and_the_others_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments_from(["--contestants", "Sequoia", "Medusa"])
+    error = capsys.readouterr().err
+    assert "--contestants: 'Medusa' is part of no name at these temperatures" in error
+    assert "SpecExec: target, best-first; " in error
+    with pytest.raises(SystemExit):
+        arguments_from(["--contestants", "Sequoia", "--temperatures", "0"])
+    error = capsys.readouterr().err
+    assert "'Sequoia' is part of no name" in error
+    assert "Sequoia:" not in error

@@ -1,0 +1,58 @@
+"""The check that is run where there is a GPU, in miniature: that it runs to its end and looks at what it should."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from loadtest.gpu import check as gpu_check
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main()
+    assert ended.value.code == 2
+    assert "error: torch finds no GPU here" in capsys.readouterr().err
+
+
+def test_a_dry_run_goes_through_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main()
+    assert ended.value.code == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["ok"]
+    assert report["is_dry_run"]
+    assert [case["layers"] for case in report["equality"]] == [
+        {"resident": 1, "host": 5, "disk": 0},
+        {"resident": 1, "host": 1, "disk": 4},
+        {"resident": 1, "host": 5, "disk": 0},
+    ]
+    assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
+    assert len(report["unpacking"]) == 2 * 5, "every format, in both types"
+    assert report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
+    assert report["contexts"][0]["context"] == 32
+    assert report["pinning"]["is_pinned"]
+    experts = report["experts"]
+    assert experts["equal"] == experts["compared"]
+    assert experts["chosen"]["gigabytes"][0] < 0.5 * experts["whole"]["gigabytes"][0], "a token chooses two of eight"
+    assert [row["graph_ms"] for row in report["draft"]] == [None] * 5, "there are no graphs on the CPU"
+    for part, wrong in (
+        ("draft", {"is_close": False}),
+        ("memory", {"is_within": False}),
+        ("unpacking", {"is_equal": False}),
+    ):
+        broken = {**report, part: [*report[part][1:], {**report[part][0], **wrong}]}
+        assert not gpu_check._holds(broken, on_gpu=False)
+    assert not gpu_check._holds(report, on_gpu=True), "a GPU's steps are graphs"
+    assert {(row["bits"], row["tokens"]) for row in report["sweeps"]} == {(16, 1), (16, 8), (4, 1), (4, 8)}
+    assert all(row["layers"] == {"resident": 2, "host": 3, "disk": 0} for row in report["sweeps"])
+    assert not list(tmp_path.iterdir()), "it clears up"

@@ -1,0 +1,238 @@
+"""Both doors with TLS: who is answered, who is refused and how fast, and certificates that change under a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bough.client import Client
+from bough.errors import ConfigError, Unavailable
+from bough.health.probe import status_of
+from bough.protocol.generation import Finished, Started
+from bough.security.certificates import CertificateFiles
+from orchestrator.assembly import Orchestrator, assembled
+from tests.fakes.certificates import Authority, flags_of
+from tests.fakes.stage import LONG, PROMPT, SHORT, Stage, config_of, staged, until
+
+AUTHORITY, STRANGER, CLIENTS = Authority(), Authority("stranger"), Authority("clients")
+AT_ONCE_SECONDS = 10.0  # on a machine that is busy; what hangs takes a minute
+BODY = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """An orchestrator with a certificate, before a target without: TLS at the doors alone."""
+
+    stage: Stage
+    orchestrator: Orchestrator
+    folder: Path
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.orchestrator.port}"
+
+    def client(self, files: CertificateFiles, address: str = "") -> Client:
+        return Client(address or self.address, patience_seconds=0.0, certificates=files)
+
+    def http(self, context: ssl.SSLContext, url: str = "") -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=url or self.orchestrator.requests.http_url, verify=context, timeout=30)
+
+
+@asynccontextmanager
+async def door_with(folder: Path, *flags: str) -> AsyncIterator[Door]:
+    certificate, key = AUTHORITY.pair("door").write(folder, "door")
+    AUTHORITY.write(folder)
+    async with staged(folder) as stage:
+        config = config_of(stage, "--tls-cert", str(certificate), "--tls-key", str(key), *flags)
+        async with assembled(config, asyncio.Event()) as orchestrator:
+            await until(lambda: orchestrator.directory.has_target)
+            yield Door(stage, orchestrator, folder)
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[Door]:
+    async with door_with(tmp_path) as running:
+        yield running
+
+
+def knowing(folder: Path, authority: Authority = AUTHORITY, name: str = "ca") -> CertificateFiles:
+    return CertificateFiles(authority=str(authority.write(folder, name)))
+
+
+def context_of(authority: Authority, *shown: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=authority.certificate.decode())
+    if shown:
+        context.load_cert_chain(*shown)
+    return context
+
+
+async def answered(client: Client) -> Finished:
+    events = [event async for event in client.generate(PROMPT, SHORT)]
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+async def refused(client: Client) -> str:
+    """What the client is told, which is at once."""
+    began = time.monotonic()
+    async with client:
+        with pytest.raises(Unavailable) as told:
+            await client.models()
+    assert time.monotonic() - began < AT_ONCE_SECONDS
+    return str(told.value)
+
+
+async def test_both_doors_answer_over_tls(door: Door, tmp_path: Path) -> None:
+    async with door.client(knowing(tmp_path)) as client:
+        assert (await answered(client)).usage.completion_tokens == 3
+        assert (await client.server_info()).http_url.startswith("https://127.0.0.1:")
+    async with door.client(knowing(tmp_path), f"grpcs://{door.address}") as client:
+        await answered(client)
+    async with door.http(context_of(AUTHORITY)) as http:
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+        async with http.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
+            assert "data: [DONE]" in (await response.aread()).decode()
+    assert await status_of(door.address, files=knowing(tmp_path)) == "SERVING"
+
+
+async def test_whoever_does_not_fit_is_told_why_at_once(door: Door, tmp_path: Path) -> None:
+    stranger = await refused(door.client(knowing(tmp_path, STRANGER, "stranger")))
+    assert "its certificate must be of the authority in --tls-ca (BOUGH_TLS_CA)" in stranger
+    plain = await refused(door.client(CertificateFiles()))
+    assert "where it speaks TLS, the address must be grpcs://HOST:PORT, or --tls-ca (BOUGH_TLS_CA) be given" in plain
+    await change(door, AUTHORITY, "elsewhere")
+    named = await refused(door.client(knowing(tmp_path)))
+    assert "its certificate must have the name in the address" in named
+    async with door.http(context_of(AUTHORITY)) as http:
+        with pytest.raises(httpx.ConnectError, match="IP address mismatch"):
+            await http.get("/health")
+
+
+async def change(door: Door, authority: Authority, *hosts: str) -> None:
+    """Puts another certificate in the place of the door's; returns when it is served."""
+    pair = authority.pair("door", hosts)
+    pair.write(door.folder, "door")
+    port = httpx.URL(door.orchestrator.requests.http_url).port
+    assert port is not None
+    async with asyncio.timeout(AT_ONCE_SECONDS):
+        while (await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))).encode() != pair.certificate:
+            await asyncio.sleep(0.1)
+
+
+async def test_plain_http_at_the_door_of_https_ends_at_once_and_is_logged(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = door.orchestrator.requests.http_url.replace("https", "http")
+    with caplog.at_level(logging.WARNING):
+        async with door.http(context_of(AUTHORITY), url) as http, asyncio.timeout(AT_ONCE_SECONDS):
+            with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+                await http.get("/health")
+        await until(lambda: "it speaks plain HTTP, and https:// is served here" in caplog.text)
+
+
+async def test_https_at_the_door_of_plain_http_ends_at_once(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage, assembled(config_of(stage), asyncio.Event()) as orchestrator:
+        url = orchestrator.requests.http_url.replace("http", "https")
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http, asyncio.timeout(AT_ONCE_SECONDS):
+            with pytest.raises(httpx.ConnectError, match=r"WRONG_VERSION_NUMBER|wrong version number|record layer"):
+                await http.get("/health")
+        address = f"127.0.0.1:{orchestrator.port}"
+        told = await refused(Client(address, patience_seconds=0.0, certificates=knowing(tmp_path)))
+        assert (
+            "it does not speak TLS: the address must have no grpcs://, and --tls-ca (BOUGH_TLS_CA) not be given" in told
+        )
+
+
+async def test_who_shakes_no_hands_is_no_hindrance(door: Door) -> None:
+    """A connection that says nothing takes a place among the handshakes for seconds, and nobody else's time."""
+    port = httpx.URL(door.orchestrator.requests.http_url).port
+    assert port is not None
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+    async with door.http(context_of(AUTHORITY)) as http, asyncio.timeout(AT_ONCE_SECONDS):
+        assert (await http.get("/health")).status_code == 200
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    clients = CLIENTS.write(theirs)
+    async with door_with(tmp_path, "--tls-client-ca", str(clients)) as door:
+        shown, strange = CLIENTS.pair("app", []).write(theirs, "app"), STRANGER.pair("app").write(theirs, "strange")
+        known = knowing(tmp_path)
+        async with door.client(replace(known, cert=str(shown[0]), key=str(shown[1]))) as client:
+            await answered(client)
+        async with door.http(context_of(AUTHORITY, *shown)) as http:
+            assert (await http.get("/health")).status_code == 200
+        asked = "where it asks for a certificate, --tls-cert and --tls-key"
+        assert asked in await refused(door.client(known))
+        assert asked in await refused(door.client(replace(known, cert=str(strange[0]), key=str(strange[1]))))
+        with caplog.at_level(logging.WARNING):
+            for context in (context_of(AUTHORITY), context_of(AUTHORITY, *strange)):
+                async with door.http(context) as http:
+                    with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+                        await http.get("/health")
+            await until(lambda: "it has no certificate, and --tls-client-ca asks for one" in caplog.text)
+
+
+async def test_a_certificate_changes_under_a_running_stream(door: Door, tmp_path: Path) -> None:
+    """The stream goes on; the next connection has the new one, of another authority."""
+    door.stage.target.sweep_seconds = 0.02
+    shown = context_of(AUTHORITY)
+    async with door.client(knowing(tmp_path)) as client, door.http(shown) as http:
+        stream = client.generate(PROMPT, LONG)
+        assert isinstance(await anext(stream), Started)
+        async with http.stream("POST", "/v1/completions", json=BODY | {"stream": True, "max_tokens": 9000}) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            await change(door, STRANGER, "127.0.0.1")
+            for _ in range(20):
+                await anext(stream)
+                await anext(lines)
+        await stream.aclose()
+    new = knowing(tmp_path, STRANGER, "stranger")
+    async with door.client(new) as client, door.http(context_of(STRANGER)) as http:
+        await answered(client)
+        assert (await http.get("/health")).status_code == 200
+    await refused(door.client(knowing(tmp_path)))
+
+
+async def test_a_client_has_its_new_authority_after_a_failure(door: Door, tmp_path: Path) -> None:
+    files = knowing(tmp_path)
+    async with door.client(files) as client:
+        await client.models()
+        await change(door, STRANGER, "127.0.0.1")
+        STRANGER.write(tmp_path)
+        async with Client("127.0.0.1:1", door.address, patience_seconds=0.0, certificates=files) as other:
+            await other.models()
+
+
+def test_what_is_no_certificate_is_no_clients() -> None:
+    with pytest.raises(ConfigError, match="--tls-ca: /none must be a file that can be read"):
+        Client("127.0.0.1:1", certificates=CertificateFiles(authority="/none"))
+
+
+async def test_workers_are_called_over_tls_alone_where_there_is_an_authority(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stage's target speaks plain text: an orchestrator with --tls-ca does not send it anything."""
+    files = AUTHORITY.files(tmp_path)
+    async with staged(tmp_path) as stage:
+        async with assembled(config_of(stage, *flags_of(files)), asyncio.Event()) as orchestrator:
+            with caplog.at_level(logging.WARNING):
+                await until(lambda: "target-fake is registered at" in caplog.text)
+            assert not orchestrator.directory.has_target
+            assert "it does not speak TLS" in caplog.text
+        assert stage.target.asked == []

@@ -1,0 +1,143 @@
+"""Files of certificates: what cannot be used is refused by the setting's name, and what has changed is read again."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bough.config.processes import OrchestratorConfig, TargetConfig
+from bough.config.reader import parse, with_shared
+from bough.errors import ConfigError
+from bough.security.access import Access, certificate_files
+from bough.security.certificates import CertificateFiles, read_certificates
+from bough.security.tls import Tls
+from tests.fakes.certificates import Authority, flags_of
+
+AUTHORITY, STRANGER = Authority(), Authority("stranger")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> CertificateFiles:
+    return AUTHORITY.files(tmp_path)
+
+
+def refusal(files: CertificateFiles) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read_certificates(files, is_server=True)
+    assert "PRIVATE" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_names_and_the_end_of_a_certificate_are_known(files: CertificateFiles) -> None:
+    certificates = read_certificates(files, is_server=True)
+    assert certificates.names == ("localhost", "127.0.0.1")
+    assert b"BEGIN CERTIFICATE" in certificates.chain
+
+
+def test_a_file_that_is_not_there_is_named_by_its_setting(files: CertificateFiles) -> None:
+    assert refusal(replace(files, cert="none")) == "--tls-cert: none must be a file that can be read, got: " + (
+        "No such file or directory"
+    )
+    assert refusal(replace(files, key="none")).startswith("--tls-key: none must be a file that can be read")
+    assert refusal(replace(files, authority="none")).startswith("--tls-ca: none must be a file that can be read")
+    assert refusal(replace(files, client_authority="none")).startswith("--tls-client-ca: none must be a file")
+    assert refusal(replace(files, key="")) == "--tls-key: missing; must be given where --tls-cert is"
+    assert refusal(replace(files, cert="")) == "--tls-cert: missing; must be given where --tls-key is"
+
+
+def test_a_key_that_others_can_read_is_refused(files: CertificateFiles) -> None:
+    Path(files.key).chmod(0o644)
+    assert refusal(files) == f"--tls-key: {files.key} must be closed to others (chmod 600), got mode 644"
+
+
+def test_what_is_no_certificate_is_refused(files: CertificateFiles, tmp_path: Path) -> None:
+    (text := tmp_path / "text").write_text("hello")
+    text.chmod(0o600)
+    assert refusal(replace(files, cert=str(text))).startswith(f"--tls-cert: {text} must be a certificate in PEM")
+    assert "its key without a passphrase" in refusal(replace(files, key=str(text)))
+    authority = f"--tls-ca: {text} must be certificates of authorities in PEM"
+    assert refusal(replace(files, authority=str(text))) == authority
+
+
+def test_the_key_of_another_certificate_is_refused(files: CertificateFiles, tmp_path: Path) -> None:
+    _, key = AUTHORITY.pair("other").write(tmp_path, "other")
+    told = refusal(replace(files, key=str(key)))
+    assert told == f"--tls-key: {key} must be the key of the certificate in {files.cert}"
+
+
+def test_a_certificate_that_peers_would_refuse_is_refused_at_the_start(files: CertificateFiles, tmp_path: Path) -> None:
+    AUTHORITY.pair("old", days=-1).write(tmp_path, "process")
+    assert refusal(files).startswith(f"--tls-cert: {files.cert} must be valid now, as a server's, and by the authority")
+    assert refusal(files).endswith("got: certificate has expired")
+    assert refusal(replace(files, authority="")).endswith("and by itself, got: certificate has expired")
+    STRANGER.pair("process").write(tmp_path, "process")
+    assert refusal(files).endswith(
+        f"by the authority in --tls-ca {files.authority}, got: unable to get local issuer certificate"
+    )
+
+
+def test_files_are_read_again_and_a_mistake_leaves_the_old_ones_in_force(
+    files: CertificateFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls = Tls(files, is_server=True)
+    before = tls.now
+    tls.refresh()
+    assert tls.now is before
+    Path(files.cert).write_text("a mistake")
+    with caplog.at_level(logging.INFO):
+        tls.refresh()
+    assert tls.now is before
+    assert "what was read before stays in force" in caplog.text
+    AUTHORITY.pair("process", days=3.0).write(tmp_path, "process")
+    with caplog.at_level(logging.INFO):
+        tls.refresh()
+    assert tls.now is not before
+    assert "the certificate of localhost, 127.0.0.1 is valid until" in caplog.text
+    assert [record.levelname for record in caplog.records if "valid until" in record.message] == ["WARNING"]
+
+
+def test_a_key_that_is_closed_to_others_after_it_was_written_is_taken(files: CertificateFiles, tmp_path: Path) -> None:
+    """`openssl ... > key` and `chmod 600 key` are two steps, and the process may look between them."""
+    tls = Tls(files, is_server=True)
+    before = tls.now
+    _, key = AUTHORITY.pair("process").write(tmp_path, "process")
+    key.chmod(0o644)
+    tls.refresh()
+    assert tls.now is before
+    key.chmod(0o600)
+    tls.refresh()
+    assert tls.now is not before
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "told"),
+    [
+        (TargetConfig, ["--tls-cert", "c", "--tls-key", "k"], "--tls-ca: missing; must be given for a worker with"),
+        (TargetConfig, ["--tls-peer-names", "a"], "--tls-ca: missing; must be given for a worker with"),
+        (TargetConfig, ["--tls-ca", "a"], "--tls-cert: missing; must be given where --tls-ca is"),
+        (OrchestratorConfig, ["--tls-ca", "a"], "--tls-cert: missing; must be given where --tls-ca is"),
+        (OrchestratorConfig, ["--tls-client-ca", "a"], "--tls-cert: missing; must be given where --tls-client-ca is"),
+    ],
+)
+def test_settings_that_need_one_another_are_named(
+    kind: type[TargetConfig | OrchestratorConfig], flags: list[str], told: str
+) -> None:
+    model = ["--model", "m"] if kind is TargetConfig else []
+    with pytest.raises(ConfigError, match=told):
+        certificate_files(parse(kind, "service", [*model, *flags], {}))
+
+
+def test_one_variable_names_a_file_for_all_processes(files: CertificateFiles) -> None:
+    everywhere = {"BOUGH_TLS_CERT": files.cert, "BOUGH_TLS_KEY": files.key, "BOUGH_TLS_CA": files.authority}
+    everywhere |= {"BOUGH_TLS_PEER_NAMES": "a, b"}
+    config = parse(OrchestratorConfig, "orchestrator", [], everywhere)
+    assert certificate_files(config) == files
+    assert config.tls_peer_names == ("a", "b")
+    flagged = parse(OrchestratorConfig, "orchestrator", ["--tls-cert", "own"], {})
+    assert certificate_files(with_shared(flagged, everywhere)) == replace(files, cert="own")
+    assert Access.of(parse(TargetConfig, "t", ["--model", "m", *flags_of(files)], {})).tls is not None
+    with pytest.raises(ConfigError, match="BOUGH_TLS_PEER_NAMES: 'a,,b': names such as a,b would do"):
+        parse(OrchestratorConfig, "orchestrator", [], everywhere | {"BOUGH_TLS_PEER_NAMES": "a,,b"})
