@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from bough.config.processes import OrchestratorConfig, PlanConfig
 from bough.errors import ConfigError
 from bough.model.architecture.architecture import max_positions
@@ -20,6 +18,7 @@ from bough.model.sizes.hardware_probe import (
     host_link_speed,
     matrix_speed,
     memory_speed,
+    num_gpus,
     set_threads,
     unpack_speed,
 )
@@ -99,7 +98,7 @@ def make_plan(settings: PlanConfig) -> Plan:
     allowed = budgets(settings, shapes.layer_bytes, device, host)
     apart = shapes.apart if settings.experts != "all" else None
 
-    here = torch.cuda.device_count() if has_gpu() else MOST_GPUS
+    here = num_gpus() or MOST_GPUS
     others = other_devices(settings, config, shapes.kv, shapes.scratch_bytes, f"{device_type}:0", here if is_gpu else 0)
 
     def place_in(budgets: Budgets) -> Placement:

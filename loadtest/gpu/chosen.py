@@ -1,8 +1,8 @@
 """The tree that is worth most here by published acceptance, swept for real; part of `python -m loadtest.gpu`.
 
 The draft is not run: its guesses are accepted as those of Llama-3-70B-Instruct's 8B draft were (Sequoia, arXiv
-2402.12374, appendix E), and each level of its tree takes the time that a step of its shape took. What is measured is the sweep of
-the very tree that comes out best; seconds a token are reckoned from both.
+2402.12374, appendix E), and each level of its tree takes the time that a step of its shape took. What is measured is
+the sweep of the very tree that comes out best; seconds a token are reckoned from both.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ OTHERS = _modules(
     ("bough.model.cpu", "huge_pages"),
     ("bough.model.gpu", "faults"),
     ("bough.model.packing", "pack shard_writer"),
+    ("bough.model.quant", "samples"),
     ("bough.model.running", "device"),
     ("bough.model.sizes", "memory_budget model_sizes"),
     ("bough.protocol", "cost_curve messages prefix_hash"),

@@ -61,6 +61,35 @@ def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # ty
     return peak, total, result
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _meet(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    rows,  # (BLOCK,) of the memory, at which the keys of a block stand
+    is_there,  # (BLOCK,)
+    is_seen,  # (QUERIES, BLOCK)
+    kv_head,
+    scale,
+    highest,
+    total,
+    result,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IN_HALVES: tl.constexpr,
+):
+    """The running softmax when the queries have met a block of keys."""
+    dims = tl.arange(0, DIM_PADDED)
+    places = (rows[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+    is_number = is_there[:, None] & (dims < HEAD_DIM)[None, :]
+    key = tl.load(keys + places, mask=is_number, other=0.0)
+    scores = _scores(query, key, is_seen, scale, SOFTCAP, IN_HALVES)
+    value = tl.load(values + places, mask=is_number, other=0.0)
+    return _fold(scores, value, highest, total, result, IN_HALVES)
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # (num_rows, num_heads, head_dim)
@@ -114,12 +143,9 @@ def _attend(  # type: ignore[no-untyped-def]
     for begin in range(earliest // BLOCK * BLOCK, shared, BLOCK):
         positions = begin + steps
         is_seen = (positions[None, :] >= first[:, None]) & (positions[None, :] < length[:, None])
-        is_there = ((positions >= earliest) & (positions < longest))[:, None] & is_dim[None, :]
-        places = ((origin + positions)[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-        key = tl.load(keys + places, mask=is_there, other=0.0)
-        scores = _scores(query, key, is_seen, scale, SOFTCAP, IN_HALVES)
-        value = tl.load(values + places, mask=is_there, other=0.0)
-        highest, total, result = _fold(scores, value, highest, total, result, IN_HALVES)
+        is_there = (positions >= earliest) & (positions < longest)
+        state = (query, keys, values, origin + positions, is_there, is_seen, kv_head, scale, highest, total, result)
+        highest, total, result = _meet(*state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, SOFTCAP, IN_HALVES)
     for own in range(begin_row, tl.where(has_tails, end_row, begin_row)):
         own_length, is_own = tl.load(lengths + own), row == own
         own_first = tl.where(window > 0, tl.maximum(own_length - window, 0), 0)
@@ -129,12 +155,9 @@ def _attend(  # type: ignore[no-untyped-def]
             in_tail = is_near & (positions >= base)
             tail_rows = tl.load(tails + (own * tail_width + positions - base), mask=in_tail, other=0)
             rows = tl.where(in_tail, tail_rows, origin + positions).to(tl.int64)
-            places = (rows[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-            is_there = is_near[:, None] & is_dim[None, :]
-            key = tl.load(keys + places, mask=is_there, other=0.0)
-            scores = _scores(query, key, is_own[:, None] & is_near[None, :], scale, SOFTCAP, IN_HALVES)
-            value = tl.load(values + places, mask=is_there, other=0.0)
-            peak, weight, sums = _fold(scores, value, highest, total, result, IN_HALVES)
+            is_seen = is_own[:, None] & is_near[None, :]
+            state = (query, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
+            peak, weight, sums = _meet(*state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, SOFTCAP, IN_HALVES)
             highest, total = tl.where(is_own, peak, highest), tl.where(is_own, weight, total)
             result = tl.where(is_own[:, None], sums, result)  # another row's numbers may be none: 0 times NaN is NaN
     total = tl.where(total == 0.0, 1.0, total)  # of lanes that are no row's

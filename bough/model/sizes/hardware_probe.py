@@ -47,6 +47,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def num_gpus() -> int:
+    """As many as torch can use."""
+    return torch.cuda.device_count()
+
+
 def set_threads(num_threads: int) -> None:
     """As many as the target worker would compute with."""
     torch.set_num_threads(num_threads)
