@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test test-fast check loadtest proto clean help
+.PHONY: demo serve test test-fast check loadtest bench-docs proto clean help
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -16,7 +16,7 @@ demo: $(READY)  ## the whole pipeline on a real model: build, start, generate wi
 serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PROFILE without weights, PORT=N for HTTP
 	@$(BIN)/python -m deploy.up $(if $(SIMULATE),--simulate $(SIMULATE)) $(if $(PORT),--port $(PORT))
 
-# Two of everything compute at once here, so threads that wait make room sooner than in service (docs/decisions.md).
+# Two of everything compute at once here, so threads that wait make room sooner than in service (docs/decisions/022-threads.md).
 test: $(READY)  ## the whole suite
 	@$(BIN)/python -m tests.compile_kernels
 	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
@@ -33,6 +33,9 @@ check: $(READY)  ## formatting, lint, types, import rules
 
 loadtest: $(READY)  ## users by locust over both doors, on workers without weights; loadtest-report.html, one JSON line
 	@$(BIN)/python -m loadtest.locust --simulate l40-70b-4bit
+
+bench-docs: $(READY)  ## write docs/benchmarks.md from the runs in docs/benchmarks/
+	@$(BIN)/python -m loadtest.tables
 
 proto: $(READY)  ## regenerate bough/pb from proto/
 	@$(BIN)/python -m grpc_tools.protoc -Ibough/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from bough.config.processes import DraftConfig, parse
 from bough.model.cpu import jit
 from bough.pb import draft_pb2, draft_pb2_grpc
-from bough.processes.process import configure_logging, new_worker_id, run, serve_worker
+from bough.processes.process import new_worker_id, run, serve_worker
 from bough.processes.startup import stage
 from bough.rpc.server import service_name
+from bough.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
     from draft_worker.served import ServedDraft
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 async def main() -> None:
     """Reads the settings and serves."""
     config = parse(DraftConfig, "draft_worker", sys.argv[1:], os.environ)
-    configure_logging(config.log_level)
+    configure_logging(config)
     stage("importing libraries")
     worker_id = new_worker_id("draft")
     servicer, load = simulated_parts(config, worker_id) if config.simulate else model_parts(config, worker_id)

@@ -19,6 +19,7 @@ from bough.processes.process import for_metrics
 from bough.protocol.messages import GrowCall, GrowResult, WorkerInfo
 from bough.registry.records import WorkerLoad
 from bough.telemetry.metrics import MetricsServer, metrics_note
+from bough.telemetry.spans import noted_spans
 from bough.tokenization.vocabulary import TokenizerFiles
 from draft_worker.engine.engine import Engine, Request
 from draft_worker.metrics import DraftCollector, Figures
@@ -60,7 +61,7 @@ class ServedDraft(ABC):
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         """Queues a call; the future raises InvalidRequest or PrefixMissing. Cancelled, it ends with the next step."""
-        request = Request(call, Future(), time.perf_counter_ns())
+        request = Request(call, Future(), time.perf_counter_ns(), noted_spans())
         try:
             self._unanswered.add(request.future)
         except Exhausted as exc:

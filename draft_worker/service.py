@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -11,7 +12,11 @@ from bough.pb import common_pb2, draft_pb2
 from bough.processes.process import WorkerService
 from bough.protocol import codec
 from bough.simulation.line import Line
+from bough.telemetry.call_context import serving_call
+from bough.telemetry.log_context import log_session
 from draft_worker.served import ServedDraft
+
+logger = logging.getLogger(__name__)
 
 
 class DraftService(WorkerService[ServedDraft]):
@@ -21,8 +26,13 @@ class DraftService(WorkerService[ServedDraft]):
         self, request: draft_pb2.GrowRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.GrowReply:
         """Grows a tree."""
-        call = codec.grow_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
-        return codec.grow_result_to_wire(await asyncio.wrap_future(self.worker.grow(call)))
+        with serving_call(self.tracer, "bough.v1.Draft/Grow") as span:
+            call = codec.grow_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
+            log_session(call.context.session_id)
+            result = await asyncio.wrap_future(self.worker.grow(call))
+            span.set({"bough.tree.nodes": len(result.tree), "bough.draft.warm_nodes": result.num_warm_nodes})
+            logger.debug("grown: %d nodes in %.3f s", len(result.tree), result.timings.total_ns / 1e9)
+            return codec.grow_result_to_wire(result)
 
     async def Release(
         self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from bough.config.processes import OrchestratorConfig, parse
-from bough.processes.process import configure_logging, run, stop_event
+from bough.processes.process import run, stop_event
+from bough.telemetry.logs import configure_logging
 from orchestrator.assembly import Stopped, assembled
 
 
 async def main() -> None:
     """Reads the settings and serves: SERVING while there is a target to ask; drains when told to stop."""
     config = parse(OrchestratorConfig, "orchestrator", sys.argv[1:], os.environ)
-    configure_logging(config.log_level)
+    configure_logging(config)
     stop = stop_event()
     if config.keys:
         _on_hangup(lambda: None)  # until there is something to read again, it ends nothing

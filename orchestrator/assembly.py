@@ -21,8 +21,10 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.rpc.server import Served
 from bough.security.access import Access
+from bough.security.guarded import require_guarded
 from bough.security.keyring import Keyring
 from bough.telemetry.metrics import MetricsServer
+from bough.telemetry.tracing import tracing
 from orchestrator.cluster.directory import POLL_SECONDS, Directory
 from orchestrator.http_door import http_door
 from orchestrator.service import serving_generation
@@ -88,28 +90,33 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
     Raises:
         Stopped: `stop` was set before the index answered.
         Unavailable: the index does not answer.
-        ConfigError: a port is in use, the URL of the index or the file of keys cannot be read, or no address is found
-            to advertise.
+        ConfigError: a port is in use, the URL of the index or the file of keys cannot be read, no address is found to
+            advertise, or the packages for traces are not installed.
     """
+    require_guarded(config)
     keyring, access = Keyring(config.keys) if config.keys else None, Access.of(config)
     registry = Registry(config.index_url, config.namespace, config.session_idle_seconds)
+    worker_id = new_worker_id("orchestrator")
     try:
-        await _unless_stopped(stop, registry.wait())
-        config = await with_advertised_host(config)
-        worker_id, directory = new_worker_id("orchestrator"), Directory(registry, access)
-        requests = Requests(config, directory, worker_id)
-        callers = Callers(requests, keyring, config.share_prefixes, access.key)
-        with closing(serve_metrics(config, requests)) as metrics:
-            async with (
-                directory.running(),
-                requests.running(),
-                callers.watching(),
-                access.watching(),
-                serving_generation(config, callers, access.door_credentials) as served,
-                http_door(config, callers, metrics.registry, access.door_context),
-            ):
-                metrics_address = metrics_at(for_metrics(config, config.keys), metrics.port)
-                yield Orchestrator(config, worker_id, registry, directory, requests, served, callers, metrics_address)
+        async with tracing(config, "orchestrator", worker_id, config.trace_sample) as tracer:
+            await _unless_stopped(stop, registry.wait())
+            config = await with_advertised_host(config)
+            directory = Directory(registry, access)
+            requests = Requests(config, directory, worker_id)
+            with closing(serve_metrics(config, requests)) as metrics:
+                callers = Callers(requests, keyring, config.share_prefixes, access.key, tracer)
+                async with (
+                    directory.running(),
+                    requests.running(),
+                    callers.watching(),
+                    access.watching(),
+                    serving_generation(config, callers, access.door_credentials) as served,
+                    http_door(config, callers, metrics.registry, access.door_context),
+                ):
+                    metrics_address = metrics_at(for_metrics(config, config.keys), metrics.port)
+                    yield Orchestrator(
+                        config, worker_id, registry, directory, requests, served, callers, metrics_address
+                    )
     finally:
         await registry.close()
 

@@ -36,7 +36,7 @@ class GenerationService:
         directory = self._requests.directory
         if not directory.targets:
             raise Unavailable(directory.why_no_target())
-        num_entries = _require_counts(request, largest_context(directory))
+        num_entries = require_counts(request, largest_context(directory))
         if num_entries > MANY_ENTRIES:
             prompt, options = await directory.tokenizing.run(lambda: wire.request_from_wire(request))
         else:
@@ -80,7 +80,7 @@ class GenerationService:
         return self._callers.tenant(authorization(context.invocation_metadata()))
 
 
-def _require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
+def require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
     """How many entries a request's lists have in all.
 
     Raises:

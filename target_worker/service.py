@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -11,7 +12,11 @@ from bough.pb import common_pb2, target_pb2
 from bough.processes.process import WorkerService
 from bough.protocol import codec
 from bough.simulation.line import Line
+from bough.telemetry.call_context import serving_call
+from bough.telemetry.log_context import log_session
 from target_worker.served import ServedTarget
+
+logger = logging.getLogger(__name__)
 
 
 class TargetService(WorkerService[ServedTarget]):
@@ -21,8 +26,15 @@ class TargetService(WorkerService[ServedTarget]):
         self, request: target_pb2.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.VerifyReply:
         """Verifies a tree."""
-        call = codec.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
-        return codec.verify_result_to_wire(await asyncio.wrap_future(self.worker.verify(call)))
+        with serving_call(self.tracer, "bough.v1.Target/Verify") as span:
+            call = codec.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
+            log_session(call.context.session_id)
+            result = await asyncio.wrap_future(self.worker.verify(call))
+            num_nodes, num_accepted = len(call.tree), len(result.verdict.accepted_nodes)
+            span.set({"bough.tree.nodes": num_nodes, "bough.tree.accepted": num_accepted})
+            seconds = result.timings.total_ns / 1e9
+            logger.debug("verified: %d nodes, %d accepted, in %.3f s", num_nodes, num_accepted, seconds)
+            return codec.verify_result_to_wire(result)
 
     async def Release(
         self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 EXPANSION_NAME = "bough_expansion.json"  # beside a block-expanded checkpoint: which of its layers change anything
 DEMONSTRATION_COPIES = 9  # of each of the 30 blocks: 300 layers, 2.1 GB
-SUBSTITUTE_DROPS = "3,14"  # layers that a substitute does best without, of those tried in docs/measurements.md
+SUBSTITUTE_DROPS = (
+    "3,14"  # layers that a substitute does best without, as tried in docs/decisions/011-substitute-drafts.md
+)
 
 
 def cache_folder() -> Path:

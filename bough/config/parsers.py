@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 AUTO = "auto"
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
@@ -58,6 +59,19 @@ def parse_shares(text: str) -> tuple[tuple[str, int], ...]:
     if len({device for device, _ in shares}) < len(shares):
         raise ValueError("each GPU once would do")
     return tuple(shares)
+
+
+def parse_endpoint(text: str) -> str:
+    """A URL of a gRPC server, with no more than scheme, host and port; the empty text is none."""
+    try:
+        url = urlsplit(text)
+        is_plain = url.path in ("", "/") and not (url.query or url.fragment or url.username or url.password)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
+    except ValueError:
+        is_plain = is_url = False
+    if text and not (is_plain and is_url):
+        raise ValueError("must be http://HOST:PORT or https://HOST:PORT, without a path, a name or a password")
+    return text
 
 
 def number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], Any]:

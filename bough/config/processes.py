@@ -17,6 +17,7 @@ from bough.config.parsers import (
     parse_bytes,
     parse_count,
     parse_device,
+    parse_endpoint,
     parse_layers,
     parse_names,
     parse_port,
@@ -32,6 +33,8 @@ from bough.config.reader import to_flags as to_flags
 from bough.runtime.machine import usable_cpus
 
 DEFAULT_PORT = 7411
+OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own
+LOG_FORMAT_VARIABLE = "BOUGH_LOG_FORMAT"
 KEY_FILE_VARIABLE = "BOUGH_WORKER_KEY_FILE"
 CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE = "BOUGH_TLS_CERT", "BOUGH_TLS_KEY", "BOUGH_TLS_CA"
 ADVERTISE_AUTO = "auto"
@@ -85,10 +88,29 @@ class ServiceConfig:
         "names, such as a,b, of which a certificate must have one for a worker to answer; all of --tls-ca by default",
         shared="BOUGH_TLS_PEER_NAMES",
     )
+    insecure: bool = setting(
+        False,
+        parse_switch,
+        "listen beyond this machine though nothing keeps strangers out: neither keys nor certificates are asked for",
+        shared="BOUGH_INSECURE",
+    )
     open_metrics: bool = setting(
         False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
     )
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
+    log_format: str = setting(
+        "text",
+        one_of("text", "json"),
+        f"lines of the log for people, or a JSON object each; {LOG_FORMAT_VARIABLE} for all processes",
+        shared=LOG_FORMAT_VARIABLE,
+    )
+    otlp_endpoint: str = setting(
+        "",
+        parse_endpoint,
+        "send traces to this collector over gRPC (OTLP), such as http://127.0.0.1:4317; none where it is empty; "
+        f"{OTLP_VARIABLE} for all processes",
+        shared=OTLP_VARIABLE,
+    )
     drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")
     max_connection_age: float = setting(
         0.0,
@@ -258,6 +280,12 @@ class OrchestratorConfig(ServiceConfig):
         24 * 3600.0, parse_seconds, "after its last request a session is kept so long"
     )
     session_max_seconds: float = setting(7 * 24 * 3600.0, parse_seconds, "after its first request it ends, used or not")
+    trace_sample: float = setting(
+        1.0,
+        number(float, 0, 1),
+        "with --otlp-endpoint: share of requests that are traced, of those whose callers have not decided it by a "
+        "traceparent",
+    )
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     http_port: int = setting(
         0, number(int, -1, 65535), "port that OpenAI's clients speak HTTP to; 0 takes a free one, -1 serves none"

@@ -12,7 +12,7 @@ from bough.config.cache_paths import cache_folder
 # How long an OpenMP thread spins before it sleeps, in turns; read once, when torch loads the library, so it is set
 # here, before anything imports torch. The default is milliseconds: as soon as two processes compute on the same
 # processors, threads spin while those that they wait for cannot run, and both become many times slower. A third of
-# this lets them fall asleep between one product and the next (docs/decisions.md).
+# this lets them fall asleep between one product and the next (docs/decisions/022-threads.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ TAIL_LINES = 12  # of a log, when its process ends too early
 TAIL_BYTES = 8192  # of a log, in which they are looked for
 KINDS = {"target_worker": "target", "draft_worker": "draft", "orchestrator": "orchestrator"}  # in the index, by name
 STARTED = 19  # where /proc/PID/stat has the start, counted from the state on: field 22 of proc(5)
-LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.processes.process.configure_logging`
+LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.telemetry.logs`
 DRAIN_SECONDS = 1.0  # after SIGTERM, before another one: who ends everything does not wait for streams to finish
 STOP_SECONDS = 10.0  # after that, before SIGKILL
 
@@ -27,6 +28,13 @@ STOP_SECONDS = 10.0  # after that, before SIGKILL
 def named(name: str) -> str:
     """A process's name as people read it."""
     return name.replace("_", " ")
+
+
+def message_of(line: str) -> str:
+    """What a line of a log says, in whichever format."""
+    with suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(line)["message"])
+    return LOG_PREFIX.sub("", line, count=1).strip()
 
 
 def process_name(process_id: int) -> str:
@@ -87,7 +95,7 @@ class Child:
     def last_line(self) -> str:
         """What it logged last, without the time; empty where it logged nothing."""
         lines = [line for line in self._lines() if line.strip()]
-        return LOG_PREFIX.sub("", lines[-1], count=1).strip() if lines else ""
+        return message_of(lines[-1]) if lines else ""
 
     def is_of(self, record: WorkerRecord) -> bool:
         """Whether a record in the index is this process's own, and not that of one before it or beside it."""

@@ -1,4 +1,4 @@
-"""What every process does around its work: logging, signals, exit codes, and the life of a worker."""
+"""What every process does around its work: signals, exit codes, and the life of a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bough import __version__
 from bough.concurrency.tasks import end
 from bough.config.addresses import advertised_host, joined
 from bough.config.processes import ServiceConfig, WorkerConfig
-from bough.errors import BoughError, ConfigError, Unavailable
+from bough.errors import BoughError, Unavailable
 from bough.pb import common_pb2
 from bough.processes.child import process_name
 from bough.processes.compatibility import refuse_misfits
@@ -35,6 +35,9 @@ from bough.rpc.drain import SessionGate
 from bough.rpc.server import Served, serving
 from bough.runtime.allocator import give_back_now, give_memory_back
 from bough.security.access import Access
+from bough.security.guarded import require_guarded
+from bough.telemetry.spans import NO_TRACER, Tracer
+from bough.telemetry.tracing import tracing
 from bough.tokenization.vocabulary import TokenizerFiles
 
 logger = logging.getLogger(__name__)
@@ -56,14 +59,6 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     except BoughError as exc:
         print(f"error: {exc}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG) from exc
-
-
-def configure_logging(level: str) -> None:
-    """Logs to standard error; raises ConfigError for a level that is none."""
-    if level not in logging.getLevelNamesMapping():
-        raise ConfigError(f"--log-level: {level!r}; DEBUG, INFO, WARNING or ERROR would do")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel("WARNING")
 
 
 def stop_event() -> asyncio.Event:
@@ -167,6 +162,7 @@ class WorkerService(Generic[AnyWorker]):
 
     def __init__(self) -> None:
         self.loaded: AnyWorker | None = None
+        self.tracer: Tracer = NO_TRACER
 
     @property
     def worker(self) -> AnyWorker:
@@ -202,9 +198,11 @@ async def serve_worker(
     Raises:
         ConfigError, CheckpointError, PairingError, Unavailable: it could not start.
     """
+    require_guarded(config)
     stop, access = stop_event(), Access.of(config)
     gate = SessionGate("Verify", "Grow")
     async with AsyncExitStack() as stack:
+        servicer.tracer = await stack.enter_async_context(tracing(config, f"{kind}-worker", worker_id))
         registry = Registry(config.index_url, config.namespace)
         stack.push_async_callback(registry.close)
         stage("waiting for the index")

@@ -23,6 +23,7 @@ from bough.config.addresses import joined
 from bough.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from bough.rpc.drain import Gate
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
+from bough.telemetry.call_context import CallContextInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def run(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
                 with self.gate.entering(method, len(data)):
-                    request = _decoded(data, decode)
+                    request = decoded(data, decode)
                     with self.gate.passing(method, request):
                         return await answer(request, context)
             except grpc.aio.AbortError:
@@ -117,7 +118,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             raise errors.Unavailable("the caller has gone") from exc
 
 
-def _decoded(data: bytes, decode: Callable[[bytes], Any]) -> Any:
+def decoded(data: bytes, decode: Callable[[bytes], Any]) -> Any:
     """The message; raises InvalidRequest for bytes that are none, for which gRPC itself has only UNKNOWN."""
     try:
         return decode(data)
@@ -167,7 +168,8 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """Runs a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
 
-    `doorkeepers` see every call before anything else does; with `credentials` nothing but TLS is spoken.
+    `doorkeepers` see every call before anything else does, but for what notes whose it is, for the log. With
+    `credentials` nothing but TLS is spoken.
 
     A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection that has lasted
     `max_connection_age` seconds takes no new calls, and ends once those on it have; 0 lets it last.
@@ -178,7 +180,7 @@ async def serving(
     gate = gate or Gate()
     # Without a grace period of its own, an old connection waits for its calls for as long as they take.
     age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
-    interceptors = [*doorkeepers, ErrorInterceptor(gate, stalled_seconds)]
+    interceptors = [CallContextInterceptor(), *doorkeepers, ErrorInterceptor(gate, stalled_seconds)]
     server = grpc.aio.server(interceptors=interceptors, options=[*_SERVER_OPTIONS, *age])
     add(server)
     health_servicer = health.aio.HealthServicer()

@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from bough import errors
 from bough.errors import BoughError, Exhausted, InvalidRequest, PrefixMissing, StaleEpoch
 from bough.rpc.tls_faults import explained
+from bough.runtime.log_lines import bounded
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> 
     code = next((STATUS_OF[kind] for kind in type(exc).__mro__ if kind in STATUS_OF), grpc.StatusCode.INTERNAL)
     if code is grpc.StatusCode.INTERNAL:
         logger.error("an unexpected error ended a call", exc_info=exc)
-    text = str(exc) or type(exc).__name__
+    text = bounded(str(exc)) or type(exc).__name__
     metadata: list[tuple[str, str | bytes]] = [(ERROR_KEY, type(exc).__name__)]
     if isinstance(exc, PrefixMissing):
         metadata += [(LENGTH_KEY, str(exc.held_length)), (HASH_KEY, str(exc.held_hash))]

@@ -16,10 +16,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from bough.errors import ConfigError
+from bough.runtime.log_lines import bounded
 
 PREFIX = "sk-bough-"
 SECRET_BYTES = 32
 ID_DIGITS = 12  # of a hash, that name a key where a tenant has several
+MAX_SHOWN = 80  # bytes of a value that cannot be used
 MAX_LIMIT = 10**12
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -65,7 +67,9 @@ def hash_of(key: str) -> str:
 def require_name(where: str, name: object) -> str:
     """A tenant's name. Raises ConfigError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{where}: must be 1 to 64 letters, digits, dots, hyphens and underscores, got {name!r}")
+        raise ConfigError(
+            f"{where}: must be 1 to 64 letters, digits, dots, hyphens and underscores, got {_shown(name)}"
+        )
     return name
 
 
@@ -76,14 +80,14 @@ def require_time(where: str, text: object) -> str:
     except ValueError:
         moment = None
     if moment is None or moment.tzinfo is None:
-        raise ConfigError(f"{where}: must be a time such as 2027-01-31T00:00:00Z, got {text!r}")
+        raise ConfigError(f"{where}: must be a time such as 2027-01-31T00:00:00Z, got {_shown(text)}")
     return moment.astimezone(UTC).isoformat(timespec="seconds")
 
 
 def require_limit(where: str, value: object) -> int:
     """A limit. Raises ConfigError."""
     if type(value) is not int or not 0 <= value <= MAX_LIMIT:
-        raise ConfigError(f"{where}: must be a number from 0 to {MAX_LIMIT}, got {value!r}")
+        raise ConfigError(f"{where}: must be a number from 0 to {MAX_LIMIT}, got {_shown(value)}")
     return value
 
 
@@ -104,6 +108,10 @@ def read_line(where: str, line: str) -> ApiKey:
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: must be a JSON object, as `bough keys add` writes it")
     return _read_fields(where, fields)
+
+
+def _shown(value: object) -> str:
+    return bounded(repr(value), MAX_SHOWN)
 
 
 def _read_fields(where: str, fields: Mapping[str, Any]) -> ApiKey:

@@ -18,6 +18,7 @@ from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import GrowCall, GrowResult, Timings
 from bough.sizing.step_times import StepTimes
+from bough.telemetry.spans import FinishedSpan, note_span
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import MAX_EXPANSIONS, BestFirst
 from draft_worker.candidates.candidates import Answer
@@ -30,6 +31,7 @@ from draft_worker.growth.static_shape import grower_for
 
 logger = logging.getLogger(__name__)
 
+NANO = 1e-9
 MAX_STEP_ROWS = 1024  # for which it is told what a step takes
 
 
@@ -39,6 +41,7 @@ class Request(NamedTuple):
     call: GrowCall
     future: Future[GrowResult]
     arrived_ns: int
+    spans: list[FinishedSpan] | None = None  # where it is noted what was done for it, if anybody asks
 
 
 class _Running(NamedTuple):
@@ -123,6 +126,7 @@ class Engine:
             job = Job(session, request.call, self._branch, self._vocab_size, self.sharpnesses, request.arrived_ns)
             running = _Running(request, job, began_ns)
             self.pool.borrow(session)
+            note_span(request.spans, "queue", request.arrived_ns, began_ns)
         except Exception as exc:
             settle(request.future, exc)
             return
@@ -173,7 +177,7 @@ class Engine:
 
     def _run(self, parts: Sequence[_Running]) -> None:
         """One draft step. Where it fails, each part alone: the error of one must not become that of all."""
-        began = time.perf_counter()
+        began_ns = time.perf_counter_ns()
         try:
             answers = self._draft.ask([running.job for running in parts])
             num_rows = frontier_rows([running.job for running in parts])
@@ -185,17 +189,18 @@ class Engine:
                 self._run([running])
             return
         for running, answer in zip(parts, answers, strict=True):
-            self._go_on(running, answer)
-        seconds = time.perf_counter() - began
+            self._go_on(running, answer, began_ns)
+        seconds = (time.perf_counter_ns() - began_ns) * NANO
         self.step_seconds += seconds
         self._times.observe(num_rows, seconds)
         self.cost = self._times.curve()
 
-    def _go_on(self, running: _Running, answer: Answer | None = None) -> None:
-        """With what the model said, as far as can be without it."""
+    def _go_on(self, running: _Running, answer: Answer | None = None, began_ns: int = 0) -> None:
+        """With what the model said in a step that began then, as far as can be without it."""
         try:
             if answer is not None:
                 running.job.learn(answer)
+                note_span(running.request.spans, "draft step", began_ns, attributes=running.job.step_figures())
             if running.job.advance():
                 return
             result = running.result(self.cost)

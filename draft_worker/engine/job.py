@@ -98,6 +98,11 @@ class Job:
         if self.wanted is not None:
             self.session.learn(self.wanted, answer)
 
+    def step_figures(self) -> dict[str, int]:
+        """What of the last step was its own, as a span tells it."""
+        num_expanded = len(self.wanted.tokens) if self.wanted is not None else 0
+        return {"bough.step.context_tokens": self.num_context, "bough.step.expanded_nodes": num_expanded}
+
     def tree(self) -> Tree:
         """The tree, when `advance` wants no more."""
         return self._walk.grower.finished()

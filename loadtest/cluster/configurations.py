@@ -14,11 +14,11 @@ CALLS_PER_DRAFT = 0.7  # with many streams more trees grow at a moment than that
 
 
 def trial_config() -> dict[str, Any]:
-    """deploy/two-machines.yaml with simulated workers, drafts that scale, and patience for this network."""
+    """deploy/two-machines.yaml with simulated workers, no keys, drafts that scale, and patience for this network."""
     config = load(CONFIG)
     config["http_options"] = {"host": "0.0.0.0", "port": HTTP_PORT}
     for deployment in _deployments(config):
-        name, program = deployment["name"], {"simulate": str(PROFILE)}
+        name, program = deployment["name"], {"simulate": str(PROFILE), "insecure": True}
         deployment["ray_actor_options"].pop("num_gpus", None)
         if name == "Target":
             deployment["user_config"] = {"program": {**program, "drain_seconds": 5}}
@@ -39,7 +39,9 @@ def trial_config() -> dict[str, Any]:
             }
         elif name == "Orchestrator":
             deployment |= {"num_replicas": 2, "max_replicas_per_node": 1}  # at one fixed port on two hosts
-            deployment["user_config"]["program"] |= {"draft_timeout": 2, "failover_timeout": 300, "drain_seconds": 5}
+            program = deployment["user_config"]["program"]
+            program |= {"draft_timeout": 2, "failover_timeout": 300, "drain_seconds": 5, "insecure": True}
+            del program["keys"]
     check(config)
     return config
 

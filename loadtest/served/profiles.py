@@ -9,7 +9,9 @@ from typing import Any
 ACCEPTANCE = {"kind": "by_rank", "vector": "llama-3-70b-8b-cnn-dailymail", "spread": 0.5}
 
 
-def write_profile(folder: Path, sweep_seconds: float, knee_rows: int = 4096, kv_tokens: int = 2_000_000) -> Path:
+def write_profile(
+    folder: Path, sweep_seconds: float, knee_rows: int = 4096, kv_tokens: int = 2_000_000, max_context: int = 8192
+) -> Path:
     """A sweep takes `sweep_seconds` up to `knee_rows` rows, whoever shares it; a draft step a hundredth of that."""
     profile: dict[str, Any] = {
         "source": f"Made up: sweeps of {sweep_seconds:g} s whatever they compute, to measure what stands before them.",
@@ -18,7 +20,7 @@ def write_profile(folder: Path, sweep_seconds: float, knee_rows: int = 4096, kv_
             "compute_row_seconds": sweep_seconds / knee_rows,
             "max_sweep_rows": knee_rows,
             "kv_tokens": kv_tokens,
-            "max_context": 8192,
+            "max_context": max_context,
         },
         "draft": {"base_seconds": sweep_seconds / 100, "row_seconds": sweep_seconds / 100_000},
         "acceptance": ACCEPTANCE,

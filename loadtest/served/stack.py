@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bough.client import Client
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, parse, to_flags
 from bough.processes.child import Child
 from bough.processes.exit_with_parent import MODULE
@@ -47,6 +48,15 @@ class Stack:
         """Where the replicas of a kind answer."""
         return [record.address for _, record in self.replicas[kind]]
 
+    async def http_url(self, key: str = "") -> str:
+        """Of the first orchestrator's HTTP door, without /v1, once it has met its workers."""
+        async with Client(self.addresses("orchestrator")[0], api_key=key) as client:
+            while True:
+                info = await client.server_info()
+                if {worker.info.kind for worker in info.workers if not worker.problem} == {"target", "draft"}:
+                    return info.http_url
+                await asyncio.sleep(POLL_SECONDS)
+
     async def add(self, kind: str) -> WorkerRecord:
         """Starts one more; returns when it has registered. Raises RuntimeError where it does not."""
         known = {record.worker_id for record in await self._registry.workers()}
@@ -80,12 +90,17 @@ class Stack:
 
 
 @asynccontextmanager
-async def stack(profile: Path | str, orchestrator_flags: Sequence[str] = (), replicas: int = 1) -> AsyncIterator[Stack]:
+async def stack(
+    profile: Path | str,
+    orchestrator_flags: Sequence[str] = (),
+    replicas: int = 1,
+    everywhere_flags: Sequence[str] = (),
+) -> AsyncIterator[Stack]:
     """Simulated workers of a profile with an index of their own: so many replicas of each kind, ready."""
     flags: dict[str, Sequence[str]] = {
-        "target": ["--simulate", str(profile)],
-        "draft": ["--simulate", str(profile)],
-        "orchestrator": ["--port", "0", "--http-port", "0", *orchestrator_flags],
+        "target": ["--simulate", str(profile), *everywhere_flags],
+        "draft": ["--simulate", str(profile), *everywhere_flags],
+        "orchestrator": ["--port", "0", "--http-port", "0", *orchestrator_flags, *everywhere_flags],
     }
     settings = Settings(
         parse(TargetConfig, "target_worker", flags["target"], os.environ),

@@ -17,6 +17,8 @@ from bough.protocol.messages import Context, GrowCall, GrowResult, VerifyCall, V
 from bough.protocol.prefix_hash import prefix_hash
 from bough.rpc.status_map import to_error
 from bough.security.access import OPEN, Access
+from bough.telemetry.call_context import carried
+from bough.telemetry.spans import NO_SPAN, Span
 from bough.trees.tree_plan import Scheme, TreePlan
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
@@ -76,10 +78,13 @@ class WorkerClient:
         request = common_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)
         await self._ask(self._stub.Release, request, RELEASE_TIMEOUT_SECONDS)
 
-    async def _ask(self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float) -> Reply:
-        """One call. Raises what the worker answers, or Unavailable; also where the channel has been closed."""
+    async def _ask(
+        self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float, span: Span = NO_SPAN
+    ) -> Reply:
+        """One call, within a span. Raises what the worker answers, or Unavailable, also for a closed channel."""
+        metadata = (*self._access.credentials, *carried(span))
         try:
-            reply = await method(request, timeout=timeout_seconds, metadata=self._access.credentials)
+            reply = await method(request, timeout=timeout_seconds, metadata=metadata)
         except grpc.aio.AioRpcError as exc:
             raise to_error(exc, self.address) from exc
         except grpc.aio.UsageError as exc:  # of a worker that was forgotten while a request waited for it
@@ -110,7 +115,8 @@ class DraftClient(WorkerClient):
             round_ = context.base_length
             grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan, vocab_size, session.epoch)
             request = codec.grow_call_to_wire(grow)
-            return codec.grow_result_from_wire(await self._ask(self._stub.Grow, request, timeout_seconds))
+            with session.span.call("bough.v1.Draft/Grow", self.address) as span:
+                return codec.grow_result_from_wire(await self._ask(self._stub.Grow, request, timeout_seconds, span))
 
         return await _with_context(session, session.draft_held, call)
 
@@ -169,7 +175,9 @@ class TargetClient(WorkerClient):
                 reserves,
             )
             request = codec.verify_call_to_wire(verify)
-            return codec.verify_result_from_wire(await self._ask(self._stub.Verify, request, timeout_seconds))
+            with session.span.call("bough.v1.Target/Verify", self.address) as span:
+                reply = await self._ask(self._stub.Verify, request, timeout_seconds, span)
+                return codec.verify_result_from_wire(reply)
 
         return call
 

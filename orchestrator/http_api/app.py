@@ -13,6 +13,7 @@ from http import HTTPStatus
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -23,6 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
+from bough.telemetry.call_context import TRACEPARENT, set_caller_traceparent
+from bough.telemetry.log_context import LogContext, set_log_context
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
@@ -261,7 +264,8 @@ async def _refused(request: Request, exc: Exception) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _RequestIds:
-    """Gives every answer an `x-request-id`: the client's own, where it is a name."""
+    """Gives every answer an `x-request-id`: the client's own, where it is a name. Notes it for the log, and the trace
+    that the client has begun."""
 
     app: ASGIApp
 
@@ -269,6 +273,8 @@ class _RequestIds:
         """An ASGI application around another."""
         given = dict(scope.get("headers", ())).get(REQUEST_ID, b"")
         name = given if _NAME.fullmatch(given) else uuid.uuid4().hex.encode()
+        set_log_context(LogContext(http_request_id=name.decode()))
+        set_caller_traceparent(Headers(scope=scope).getlist(TRACEPARENT))
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":

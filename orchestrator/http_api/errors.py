@@ -20,11 +20,14 @@ from bough.errors import (
     Unauthenticated,
     Unavailable,
 )
+from bough.runtime.log_lines import bounded
 
 logger = logging.getLogger(__name__)
 
 Json = dict[str, object]
 
+MAX_MESSAGE = 2048  # bytes, about, that a client is told whatever it has sent
+MAX_PARAM = 256
 INVALID = "invalid_request_error"
 UNAVAILABLE_RETRY_SECONDS = 1.0  # after which a worker or an index that did not answer may do so again
 _FIELD = re.compile(r"([a-zA-Z_][\w.\[\]\-]*): ")
@@ -43,8 +46,9 @@ class ApiError(Exception):
         retry_seconds: float | None = None,
     ) -> None:
         """`param` is the field that is wrong; `retry_seconds` is when the same request is worth sending again."""
-        super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status, self.message, self.kind, self.code = status, bounded(message, MAX_MESSAGE), kind, code
+        super().__init__(self.message)
+        self.param = None if param is None else bounded(param, MAX_PARAM)
         self.retry_seconds = retry_seconds
 
     def body(self) -> Json:

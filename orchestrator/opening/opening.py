@@ -176,8 +176,9 @@ class Opening:
             session.has_claim = claim.is_granted and claim.epoch > record.epoch
             common = common_length(record.tokens, session.tokens)
             is_same = record.target_id == target.record.worker_id
-            session.target_held = min(record.target_length, common) if is_same else 0
-            session.draft_id, session.draft_held = record.draft_id, min(record.draft_length, common)
+            held = min(common, len(session.tokens) - 1)  # the last token is the root, which nobody holds
+            session.target_held = min(record.target_length, held) if is_same else 0
+            session.draft_id, session.draft_held = record.draft_id, min(record.draft_length, held)
         if options.continues:
             if claim.record is not None and record is not None and claim.record.epoch > record.epoch:
                 raise StaleEpoch(f"session_id: {session.session_id!r} was continued by another request meanwhile")

@@ -154,6 +154,8 @@ class Failover:
         lost_id, new_id = seat.target.record.worker_id, target.record.worker_id
         logger.warning("session %s moves from %s to %s", session.session_id, lost_id, new_id)
         session.warn(f"{lost_id} failed ({exc}): {new_id} has taken over")
+        moved = {"bough.from": lost_id, "bough.to": new_id, "error.type": type(exc).__name__}
+        session.span.event("failover", moved)
         session.num_failovers += 1
         session.target_held = 0
         seat.move(target)

@@ -18,7 +18,7 @@ PRIOR_WEIGHT = 8.0  # trials that an estimate's prior counts for
 MEMORY = 500.0  # trials of a kind that are remembered; older ones count for less
 MAX_READ = 1024  # tokens that are read at once: a long prompt should not hold up other sessions
 
-# As measured (docs/decisions.md); nearer to the middle where little was seen.
+# As measured (docs/decisions/041-prompt-lookup.md); nearer to the middle where little was seen.
 FIRST_CHOICE = (0.2, 0.55, 0.7, 0.9, 0.95)  # by doubling match length
 LATER_CHOICE = 0.1  # of the probability that the first choice is wrong; so on for each after it
 DRAFT = {Draft.OTHERWISE: 0.01, Draft.UNLIKELY: 0.05, Draft.POSSIBLE: 0.3, Draft.LIKELY: 0.75}  # for the shortest match

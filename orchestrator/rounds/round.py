@@ -11,6 +11,7 @@ from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
 from bough.protocol.generation import Tokens
 from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
+from bough.telemetry.log_context import log_session
 from bough.trees.suffix_automaton import Limits
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme, TreePlan
@@ -25,6 +26,7 @@ from orchestrator.sessions.session import Session, verified_part
 from orchestrator.sessions.transcripts import request_record, session_record
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
 from orchestrator.sizing.plans import RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
+from orchestrator.telemetry.request_trace import round_attributes
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,16 @@ class Rounds:
         known = session.tokens[:] if self._num_lookup(session) else ()
         async with lookup.reading(known, self.directory.tokenizing.run):
             while not session.is_finished:
-                yield await self._round(session, seat, lookup)
+                yield await self._traced(session, seat, lookup)
+
+    async def _traced(self, session: Session, seat: Seat, lookup: Lookup) -> Tokens:
+        """One round within a span of its own."""
+        log_session(session.session_id)
+        with session.trace.child("round", {"bough.round": session.round}) as session.span:
+            tokens = await self._round(session, seat, lookup)
+            if session.span.is_recorded:
+                session.span.set(round_attributes(tokens))
+        return tokens
 
     async def _round(self, session: Session, seat: Seat, lookup: Lookup) -> Tokens:
         """One round, with whatever can be had of guesses."""
@@ -73,15 +84,16 @@ class Rounds:
         scheme = plan.tree.scheme if len(drafted) > 1 else Scheme.TARGET
         result, verifying = await self.failover.verify(session, seat, proposal, scheme)
         timings = _timings(began_ns, drafting, result, verifying)
-        chosen = result.verdict.tokens_of(proposal.tree)
-        lookup.observe(guesses, chosen)
-        self.acceptance.observe(scheme, *verified_part(proposal.tree, result))
-        tokens = session.commit(proposal.tree, drafted, result, timings)
-        outcome = RoundOutcome(
-            len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings
-        )
-        self.sizer.observe(session.session_id, outcome)
-        self.record(session, seat.target)
+        with session.span.child("commit"):
+            chosen = result.verdict.tokens_of(proposal.tree)
+            lookup.observe(guesses, chosen)
+            self.acceptance.observe(scheme, *verified_part(proposal.tree, result))
+            tokens = session.commit(proposal.tree, drafted, result, timings)
+            outcome = RoundOutcome(
+                len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings
+            )
+            self.sizer.observe(session.session_id, outcome)
+            self.record(session, seat.target)
         return tokens
 
     def record(self, session: Session, target: Known[TargetClient]) -> None:
@@ -155,6 +167,7 @@ class Rounds:
                 draft.health.failed(session.session_id)
             session.draft_held = 0
             session.num_degraded_rounds += 1
+            session.span.event("degraded", {"bough.worker": draft.record.worker_id, "error.type": type(exc).__name__})
             session.warn(f"a draft worker failed ({exc}): some rounds went without")
             return root, None, NOTHING
         finally:

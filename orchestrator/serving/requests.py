@@ -12,6 +12,7 @@ from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleE
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
 from bough.protocol.messages import PROTOCOL_VERSION
+from bough.telemetry.spans import current_span
 from bough.trees.acceptance import SchemeAcceptance
 from orchestrator.admission.active_streams import Running, Stream
 from orchestrator.admission.admission import Admission
@@ -122,9 +123,11 @@ class Requests:
         self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Patience
     ) -> Opened:
         """A session that may run, once there is a place for it; what it holds is free again when `place` is closed."""
-        await self.admission.place(stream.hold, patience)
-        opened = await self._opening.open(prompt, options, place)
-        opened.session.patience = patience
+        with current_span().child("queue"):
+            await self.admission.place(stream.hold, patience)
+        with current_span().child("open"):
+            opened = await self._opening.open(prompt, options, place)
+        opened.session.patience, opened.session.trace = patience, current_span()
         await self._endings.done(opened.session.session_id)
         return opened
 
@@ -260,6 +263,7 @@ class Requests:
             self.totals,
             self.sizer.totals,
             self.loop_lag.tally,
+            self.loop_lag.num_tasks,
         )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:

@@ -18,9 +18,11 @@ from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, 
 from bough.security.api_keys import ApiKey
 from bough.security.keyring import Keyring
 from bough.security.worker_key import WorkerKey
+from bough.telemetry.spans import NO_TRACER, Tracer
 from orchestrator.admission.size_limits import require_name, require_texts
 from orchestrator.admission.tenant_usage import Usage
 from orchestrator.serving.requests import Requests
+from orchestrator.telemetry.request_trace import request_trace
 
 SEPARATOR = "::"  # no tenant's name has a colon
 
@@ -33,6 +35,7 @@ class Tenant:
     usage: Usage
     key: ApiKey | None = None  # None where there are no keys
     shares_prefixes: bool = False  # with other tenants
+    tracer: Tracer = NO_TRACER
 
     async def generate(
         self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
@@ -44,10 +47,11 @@ class Tenant:
         salt = options.cache_salt if self.shares_prefixes else self._inner(options.cache_salt)
         inner = replace(options, request_id=self._inner(request_id), session_id=session_id, cache_salt=salt)
         counted = self.usage.request(self.key) if self.key is not None else nullcontext(_uncounted)
-        with self._outer_names(), counted as count:
+        with self._outer_names(), counted as count, request_trace(self.tracer, inner) as trace:
             async with aclosing(self.requests.generate(prompt, inner, timeout_seconds)) as events:
                 async for event in events:
                     count(event)
+                    trace.note(event)
                     yield self._outer(event, request_id)
 
     def abort(self, request_id: str) -> None:
@@ -101,6 +105,7 @@ class Callers:
     keyring: Keyring | None = None  # None lets everybody in, as one tenant
     share_prefixes: bool = False  # what is computed of one tenant's prompts serves others too
     worker_key: WorkerKey | None = None  # its holders, who watch over processes, may ask how all is, and nothing else
+    tracer: Tracer = NO_TRACER
     _usage: Usage = field(default_factory=Usage)
 
     @asynccontextmanager
@@ -127,7 +132,7 @@ class Callers:
             Unauthenticated: nobody who may.
         """
         key = None if self.keyring is None else self.keyring.holder(authorization)
-        return Tenant(self.requests, self._usage, key, self.share_prefixes)
+        return Tenant(self.requests, self._usage, key, self.share_prefixes, self.tracer)
 
 
 def _uncounted(event: Event) -> None:

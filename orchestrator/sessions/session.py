@@ -24,6 +24,7 @@ from bough.protocol.generation import (
 from bough.protocol.messages import RoundTimings, VerifyResult, WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import SamplingParams, StopConditions
+from bough.telemetry.spans import NO_SPAN, Span
 from bough.trees.tree import Tree
 from orchestrator.sessions.deadline import Patience
 from orchestrator.sessions.detokenizer import TextStream
@@ -62,6 +63,8 @@ class Session:
     num_replayed: int = 0  # output tokens from before the request was resumed
     num_failovers: int = 0
     cached_tokens: int | None = None  # prompt tokens that were not computed in the first round
+    trace: Span = NO_SPAN  # of the request
+    span: Span = NO_SPAN  # of the round that is under way
     finish_reason: str = ""
     stop_reason: str = ""
     timings: RoundTimings = field(default_factory=RoundTimings)
@@ -132,6 +135,7 @@ class Session:
     def gave_way(self, target_id: str) -> None:
         """Its KV has, to older sessions: what its target still holds it says when there is room."""
         self.target_held = 0
+        self.span.event("preempted", {"bough.worker": target_id})
         self.warn(f"{target_id}: KV memory was full (--kv-memory); this request gave way to older ones for a while")
 
     def seat_draft(self, draft_id: str) -> None:

@@ -28,6 +28,7 @@ class Figures(NamedTuple):
     requests: RequestTotals
     totals: RoundTotals
     loop_lag: Tally  # seconds, of the event loop
+    num_tasks: int = 0  # of the event loop
 
 
 class OrchestratorCollector(Collector):
@@ -38,7 +39,7 @@ class OrchestratorCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All of them, as they are now."""
-        name, num_running, num_waiting, num_tokens, requests, totals, loop_lag = self._figures()
+        name, num_running, num_waiting, num_tokens, requests, totals, loop_lag, num_tasks = self._figures()
         model = {"model_name": name}
         yield gauge("vllm:num_requests_running", "Requests being generated", model, num_running)
         yield gauge("vllm:num_requests_waiting", "Requests waiting for a place, or for a KV slot", model, num_waiting)
@@ -52,6 +53,7 @@ class OrchestratorCollector(Collector):
         yield _histogram("bough_sizer_plan_seconds", text, name, totals.plan_seconds)
         text = "How late the orchestrator's event loop came to what was due"
         yield _histogram("bough_event_loop_lag_seconds", text, name, loop_lag)
+        yield gauge("bough_event_loop_tasks", "Tasks of the orchestrator's event loop", model, num_tasks)
 
 
 def _requests(name: str, totals: RequestTotals) -> Iterator[Metric]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any
 
 from bough.concurrency.futures import Unanswered, settle
@@ -156,11 +157,13 @@ class Engine:
     def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
         """Has the sweep thread do something; what goes wrong is told to whoever waits on the future."""
 
+        context = copy_context()  # whose request it is, for the log and for traces
+
         def run() -> None:
             try:
                 if self._is_over:
                     raise Unavailable(SHUT_DOWN)
-                act()
+                context.run(act)
             except Exception as exc:
                 settle(future, exc)
 
@@ -267,13 +270,13 @@ class Engine:
             begin = job.num_held
             rows = range(begin, begin + num_context)
             self.pool.commit(job.session, rows, job.text.tokens[begin : begin + num_context])
-            job.swept(num_context, swept.figures, began_ns)
+            job.swept(num_context, swept.figures, began_ns, share)
             if has_tree:
                 try:
-                    self._answer(job, swept.verdict_on(job), share)
+                    self._answer(job, job.judged(swept.verdict_on), share)
                 except Exception as exc:  # of one call: no reason for the others to go without an answer
                     if not isinstance(exc, BoughError):
-                        logger.exception("a verdict failed")
+                        job.context.run(logger.exception, "a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
         self._price.swept(swept.figures.total_ns * NANO, time.perf_counter())
         self.pool.check_integrity()

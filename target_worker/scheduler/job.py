@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,10 +16,13 @@ from bough.concurrency.futures import settle
 from bough.model.kv.segment import Segment
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
+from bough.telemetry.spans import FinishedSpan, note_span, noted_spans
 from bough.trees.tree import Tree
 from target_worker.kv.session_slot import HeldSession, Text
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.sweep_figures import SweepFigures
+
+NANO = 1e-9
 
 
 class SweepShare(NamedTuple):
@@ -46,6 +50,8 @@ class Job:
     num_computed: int = 0  # tokens of the text
     num_passed_over: int = 0  # sweeps in a row that it had no part in
     timings: Timings = field(default_factory=Timings)
+    context: Context = field(default_factory=copy_context)  # of whoever called, for the log
+    spans: list[FinishedSpan] | None = field(default_factory=noted_spans)  # of what was done for it
     tree: Tree = field(init=False)  # what of its tree goes into a sweep, numbered anew
     _kept: NDArray[np.intp] | None = None  # nodes of the call's tree that this is; None is all
 
@@ -83,9 +89,14 @@ class Job:
         segments = [Segment.context(slot, begin, self.text.tokens[begin : begin + num_context])]
         return [*segments, Segment.tree(slot, len(self.text.tokens), self.tree)] if has_tree else segments
 
-    def swept(self, num_context: int, figures: SweepFigures, began_ns: int) -> None:
+    def swept(self, num_context: int, figures: SweepFigures, began_ns: int, share: SweepShare) -> None:
         """It had a part in a sweep."""
         before = self.timings
+        if not before.num_passes:
+            note_span(self.spans, "queue", self.arrived_ns, began_ns)
+        if self.spans is not None:
+            ended_ns = began_ns + figures.total_ns
+            note_span(self.spans, "sweep", began_ns, ended_ns, sweep_attributes(num_context, figures, share))
         self.num_computed += num_context
         self.num_passed_over = 0
         self.timings = replace(
@@ -98,6 +109,13 @@ class Job:
             link_ideal_ns=before.link_ideal_ns + figures.link_ideal_ns,
             num_passes=before.num_passes + 1,
         )
+
+    def judged(self, verdict_on: Callable[[Job], Verdict]) -> Verdict:
+        """The verdict on its tree."""
+        began_ns = time.perf_counter_ns()
+        verdict = verdict_on(self)
+        note_span(self.spans, "verdict", began_ns)
+        return verdict
 
     def result(self, verdict: Verdict, share: SweepShare) -> VerifyResult:
         """What is answered to a verdict on `tree`, in the numbers of the tree that was sent."""
@@ -121,3 +139,17 @@ class Job:
         """Tells everyone who still waits."""
         for future in self.futures:
             settle(future, outcome)
+
+
+def sweep_attributes(num_context: int, figures: SweepFigures, share: SweepShare) -> dict[str, int | float]:
+    """Where a sweep's time went, as a span tells it; waiting and computing take turns, layer by layer."""
+    return {
+        "bough.sweep.rows": share.num_rows,
+        "bough.sweep.trees": share.num_trees,
+        "bough.sweep.context_tokens": num_context,
+        "bough.sweep.wait_seconds": figures.wait_ns * NANO,
+        "bough.sweep.compute_seconds": (figures.total_ns - figures.wait_ns) * NANO,
+        "bough.sweep.link_seconds": figures.link_ns * NANO,
+        "bough.sweep.link_bytes": figures.link_bytes,
+        "bough.sweep.link_efficiency": figures.link_ideal_ns / figures.total_ns if figures.total_ns else 0.0,
+    }

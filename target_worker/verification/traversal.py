@@ -3,8 +3,8 @@
 Who rejects token by token gives up all that stands below a token with it. Traversal verification judges a tree from its
 leaves to its root, each node by the probability of its whole path: where the rest of a path is likelier than the draft
 took it for, the path is kept although one of its tokens was less likely. Children are sampled without replacement, as
-for Sequoia's rule, than which it accepts more of the same trees (docs/decisions.md). Of a chain it is
-block verification (arXiv 2403.10444), than which no exact rule accepts more there.
+for Sequoia's rule, than which it accepts more of the same trees (docs/decisions/004-target-scheme-by-default.md). Of a
+chain it is block verification (arXiv 2403.10444), than which no exact rule accepts more there.
 """
 
 from __future__ import annotations

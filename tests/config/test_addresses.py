@@ -107,11 +107,11 @@ async def test_processes_that_listen_there_reach_one_another(tmp_path: Path, hos
         pytest.skip("this machine has no IPv6")
     profile = write_profile(tmp_path)
     settings = simulated_settings(profile, profile)
-    flags = ["--simulate", str(profile), "--host", host]
+    flags = ["--simulate", str(profile), "--host", host, "--insecure"]
     own = Settings(
         parse(TargetConfig, "t", flags, {}),
         parse(type(settings.draft), "d", flags, {}) if settings.draft is not None else None,
-        parse(OrchestratorConfig, "o", ["--port", "0", "--host", host], {}),
+        parse(OrchestratorConfig, "o", ["--port", "0", "--host", host, "--insecure"], {}),
     )
     async with launched(own, lambda _: None) as cluster, Client(cluster.address) as client:
         reached_by = "[::1]" if host == "::1" else "127.0.0.1"

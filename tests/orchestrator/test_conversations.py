@@ -173,6 +173,19 @@ async def test_a_name_that_is_used_twice_does_not_bring_back_the_first_answer(fa
             await read(client, replace(options, resume=Resume(0)), TextPrompt("two"))
 
 
+async def test_a_prompt_that_is_all_held_leaves_its_last_token_to_be_read(fakes: Fleet) -> None:
+    """The last token is the root of the next tree: taken to be held it made a round's context one token less than none,
+    which no answer to GetDecisions could carry."""
+    await fakes.target("t1")
+    _, server = await fakes.orchestrator()
+    async with Client(server.address) as client:
+        first = await read(client, TURN)
+        again = await read(client, TURN)
+        assert again.token_ids == first.token_ids
+        read_first = [decision.num_context for decision in await client.decisions("s") if decision.number == 1]
+        assert read_first == [first.started.prompt_tokens - 1, 0]
+
+
 async def test_a_session_that_is_closed_is_forgotten_everywhere(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     _, server = await fakes.orchestrator()

@@ -146,7 +146,8 @@ def unpack_speed(
 def _compute_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float) -> float:
     """By all threads and by a single one, whichever is faster.
 
-    Where others compute as well, threads that wait for one another take many times as long (docs/decisions.md).
+    Where others compute as well, threads that wait for one another take many times as long; see
+    docs/decisions/022-threads.md.
     """
     if device.type != "cpu":
         return _least_seconds(action, device, limit_seconds)

@@ -1,0 +1,66 @@
+"""What a gRPC call carries beside its message, so that one request is one trace and has one name in all logs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from urllib.parse import quote, unquote
+
+import grpc
+
+from bough.telemetry.log_context import LogContext, log_context, set_log_context
+from bough.telemetry.spans import FinishedSpan, Metadata, Span, Tracer, set_noted_spans
+
+TRACEPARENT = "traceparent"  # W3C Trace Context
+REQUEST_ID = "x-request-id"
+MAX_NAME_LENGTH = 2048  # of a name as it is carried, percent-encoded
+
+_traceparent: ContextVar[str] = ContextVar("traceparent", default="")
+
+
+def caller_traceparent() -> str:
+    """Of the call or the HTTP request that the running task answers; empty where the caller has sent none."""
+    return _traceparent.get()
+
+
+def set_caller_traceparent(values: list[str]) -> None:
+    """All that a caller has sent under that name; more than one is as good as none."""
+    _traceparent.set(values[0] if len(values) == 1 else "")
+
+
+def carried(span: Span) -> Metadata:
+    """Metadata of a call that is made for the request of the running task, within `span`."""
+    name = log_context().request_id
+    names = ((REQUEST_ID, quote(name)),) if name else ()
+    return (*names, *span.metadata)
+
+
+class CallContextInterceptor(grpc.aio.ServerInterceptor):
+    """Notes what a call carries where the task that answers it finds it: gRPC runs both in one context."""
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """Never refuses a call: what cannot be read is left out."""
+        parents, names = [], []
+        for name, value in handler_call_details.invocation_metadata or ():
+            if name == TRACEPARENT:
+                parents.append(str(value))
+            elif name == REQUEST_ID:
+                names.append(str(value)[:MAX_NAME_LENGTH])
+        set_caller_traceparent(parents)
+        set_log_context(LogContext(request_id=unquote(names[0]) if names else ""))
+        return await continuation(handler_call_details)
+
+
+@contextmanager
+def serving_call(tracer: Tracer, method: str) -> Iterator[Span]:
+    """The span of a call that the running task answers, with what threads note of it as spans within it."""
+    with tracer.serve(method, caller_traceparent()) as span:
+        spans: list[FinishedSpan] | None = [] if span.is_recorded else None
+        set_noted_spans(spans)
+        set_log_context(log_context()._replace(trace_id=span.trace_id))
+        try:
+            yield span
+        finally:
+            span.add(spans or ())

@@ -1,0 +1,105 @@
+"""Malformed messages by the million: nothing ends, hangs or grows, and an ordinary request gets its exact tokens after.
+
+    python -m loadtest.fuzz --messages 1000000 --seed 1
+    python -m loadtest.fuzz --messages 20000 --sockets 0.5
+
+Starts an index, an orchestrator and simulated workers of its own. A share of the messages goes over real sockets to
+both of the orchestrator's doors, many on a connection: bodies, heads, chunks that end half-way, protobufs, frames of
+HTTP/2. The rest is given to everything that decodes, in this process: what doors, workers' services and the index read.
+Prints progress on standard error and ends with one JSON line, and exit status 1 where something is wrong:
+
+messages        all of them; `layers` has how many each layer got: `http`, `grpc` and `http2 frames` are real sockets
+problems        what should not have been, with how often: no status in time, status 500, INTERNAL or UNKNOWN, an
+                error that is none of bough's own or is as long as its message, a process that has ended; none is right
+examples        of their messages
+answers         by layer and status
+growth          of the orchestrator and the workers from a tenth of the messages on: memory, descriptors, threads, tasks
+exact           whether the ordinary request gave the same tokens as before, over both doors
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from loadtest.fuzz.decoding import all_layers, problem_of
+from loadtest.fuzz.mutation import Mutator
+from loadtest.fuzz.outcomes import Outcomes
+from loadtest.fuzz.sockets import Figures, at_sockets
+
+SOCKET_SHARE = 0.15
+TOLD_EVERY = 50_000
+MAX_SECONDS = 5.0  # that reading one message in this process may take, on a machine that does other things too
+
+
+def in_process(num_messages: int, seed: int) -> Outcomes:
+    """So many messages, in turn to all layers."""
+    outcomes, mutator, layers = Outcomes(), Mutator(seed), all_layers()
+    for number in range(num_messages):
+        layer = layers[number % len(layers)]
+        data = layer.make(mutator)
+        began = time.process_time()
+        problem = problem_of(layer, data)
+        if not problem and time.process_time() - began > MAX_SECONDS:
+            problem = f"{layer.name}: a message took more than {MAX_SECONDS:g} s of the processor"
+        if problem:
+            outcomes.failed(layer.name, problem, data)
+        else:
+            outcomes.answered(layer.name, "read or refused")
+        if number % TOLD_EVERY == TOLD_EVERY - 1:
+            _report(f"{number + 1} in this process, {outcomes.num_problems} problems")
+    return outcomes
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All messages; figures as they are printed."""
+    num_sent = round(arguments.messages * arguments.sockets)
+    began = time.monotonic()
+    with TemporaryDirectory() as folder:
+        figures = await at_sockets(Path(folder), num_sent, arguments.seed, _report) if num_sent else Figures()
+    outcomes = figures.outcomes
+    outcomes.add(in_process(arguments.messages - num_sent, arguments.seed))
+    return {
+        "messages": outcomes.num_messages,
+        "problems": dict(outcomes.problems.most_common(50)),
+        "exact": figures.is_exact,
+        "growth": figures.growth,
+        "layers": dict(outcomes.counts),
+        "answers": dict(sorted(outcomes.answers.items())),
+        "examples": outcomes.examples,
+        "seconds": round(time.monotonic() - began, 1),
+        "seed": arguments.seed,
+        "cores": os.cpu_count(),
+    }
+
+
+def is_well(figures: dict[str, Any]) -> bool:
+    """Whether nothing is wrong."""
+    return not figures["problems"] and figures["exact"]
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Prints one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--messages", type=int, default=1_000_000)
+    add("--sockets", type=float, default=SOCKET_SHARE, help="share of them that goes over real sockets")
+    add("--seed", type=int, default=1)
+    figures = asyncio.run(run(parser.parse_args()))
+    print(json.dumps(figures))
+    return 0 if is_well(figures) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

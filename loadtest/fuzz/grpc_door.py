@@ -1,0 +1,155 @@
+"""gRPC: messages that are wrong over real channels, and frames of HTTP/2 that are wrong by raw sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from bough.rpc.server import open_channel
+from bough.rpc.status_map import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
+from loadtest.fuzz.mutation import Mutator
+from loadtest.fuzz.ordinary import GRPC, SERVICE
+from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
+
+LAYER, FRAMES = "grpc", "http2 frames"
+NAMES_OF_ERRORS = {kind.__name__: code for kind, code in STATUS_OF.items()}
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS, PING, GOAWAY, ACK = 4, 6, 7, 1
+NUM_TYPES = 12  # of frames, unknown ones included
+MOST_FRAMES = 12  # before the connection is asked whether it lives
+PATIENCE_SECONDS = 0.5
+OWN_PING = b"are you?"
+
+
+class GrpcSender:
+    """Calls over one channel."""
+
+    def __init__(self, address: str, mutator: Mutator, outcomes: Outcomes) -> None:
+        self._channel = open_channel(address)
+        self._mutator, self._outcomes = mutator, outcomes
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        await self._channel.close()
+
+    async def send(self) -> None:
+        """One call, as far as its first reply."""
+        method = self._mutator.pick([*GRPC])
+        given = self._mutator.pick(GRPC[method])
+        data = self._mutator.garbage() if self._mutator.rng.random() < 0.1 else self._mutator.message(given)
+        data = data[:MAX_MESSAGE_BYTES]  # of more a channel of ours does not send
+        ask: Any = self._channel.unary_stream(method)
+        call = ask(data, timeout=ANSWER_SECONDS)
+        try:
+            await call.read()
+            call.cancel()
+        except grpc.aio.AioRpcError as exc:
+            self._note(exc, data)
+            return
+        self._outcomes.answered(LAYER, "OK")
+
+    def _note(self, exc: grpc.aio.AioRpcError, data: bytes) -> None:
+        name = str(dict(tuple(exc.trailing_metadata() or ())).get(ERROR_KEY))
+        if NAMES_OF_ERRORS.get(name) is exc.code() and exc.details():
+            self._outcomes.answered(LAYER, exc.code().name)
+        else:
+            problem = f"grpc: {exc.code().name}, which is none of bough's own: {str(exc.details())[:100]}"
+            self._outcomes.failed(LAYER, problem, data)
+
+
+class FrameSender:
+    """Frames over connections of its own, a burst on each."""
+
+    def __init__(self, address: str, mutator: Mutator, outcomes: Outcomes) -> None:
+        host, _, port = address.rpartition(":")
+        self._host, self._port = host, int(port)
+        self._mutator, self._outcomes = mutator, outcomes
+
+    async def close(self) -> None:
+        """Nothing stays open."""
+
+    async def send(self) -> None:
+        """A burst, after which the connection has an end, or answers a ping."""
+        frames = [self._frame() for _ in range(self._mutator.rng.randint(1, MOST_FRAMES))]
+        is_http2 = self._mutator.rng.random() < 0.9
+        beginning = PREFACE + _frame(SETTINGS, 0, 0, b"") if is_http2 else self._mutator.garbage()
+        data = beginning + b"".join(frames) + _frame(PING, 0, 0, OWN_PING)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answer = await self._answer(data)
+        except TimeoutError:
+            problem = f"http2: neither answer nor end in {ANSWER_SECONDS:g} s"
+            self._outcomes.failed(FRAMES, problem, data, len(frames))
+        else:
+            self._outcomes.answered(FRAMES, answer, len(frames))
+
+    async def _answer(self, data: bytes) -> str:
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                writer.write(data)
+                await writer.drain()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PATIENCE_SECONDS):
+                        return await _read_answer(reader)
+                writer.write_eof()  # it may wait for the rest of a frame, and is told that there is none
+                return await _read_answer(reader)
+            return "closed"
+        finally:
+            writer.transport.abort()
+
+    def _frame(self) -> bytes:
+        rng = self._mutator.rng
+        drawn = rng.random()
+        stream = self._mutator.pick((0, 1, 1, 3, 5, 2, 2**31 - 1))
+        if drawn < 0.3:
+            return _frame(1, self._mutator.pick((4, 5, 4, 0, 0x2C)), stream, self._headers())
+        if drawn < 0.5:
+            return _frame(0, rng.randrange(2), stream, self._data())
+        payload = self._mutator.garbage(300)
+        frame = _frame(rng.randrange(NUM_TYPES), rng.randrange(256), stream, payload)
+        return self._mutator.changed(frame) if rng.random() < 0.3 else frame
+
+    def _headers(self) -> bytes:
+        method = self._mutator.pick([SERVICE + "Generate", SERVICE + "GetLoads", "/x", "", "/" + "x" * 200])
+        fields = [
+            (b":method", b"POST"), (b":scheme", b"http"), (b":path", method.encode()), (b":authority", b"fuzz"),
+            (b"te", b"trailers"), (b"content-type", self._mutator.pick((b"application/grpc", b"text/plain", b""))),
+            (b"grpc-timeout", self._mutator.pick((b"1S", b"-1S", b"99999999999H", b"x"))),
+            (b"grpc-encoding", self._mutator.pick((b"identity", b"gzip", b"none"))), (b"x-bin", b"!!"),
+        ]  # fmt: skip
+        block = b"".join(_literal(*field) for field in fields if self._mutator.rng.random() < 0.9)
+        return self._mutator.changed(block) if self._mutator.rng.random() < 0.3 else block
+
+    def _data(self) -> bytes:
+        message = self._mutator.message(self._mutator.pick(GRPC[SERVICE + "Generate"]))[:4000]
+        told = self._mutator.pick((len(message), len(message), 0, 2**32 - 1, len(message) + 9))
+        return struct.pack(">BI", self._mutator.pick((0, 0, 1, 255)), told) + message
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> str:
+    """Reads frames up to one that says something of the connection."""
+    while True:
+        head = await reader.readexactly(9)
+        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        if head[3] == GOAWAY:
+            return "GOAWAY"
+        if head[3] == PING and head[4] & ACK and payload == OWN_PING:
+            return "PING"
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _literal(name: bytes, value: bytes) -> bytes:
+    """A header field without indexing (RFC 7541, 6.2.2), lengths of up to 126 or more in two bytes."""
+    return b"\0" + _length(len(name)) + name + _length(len(value)) + value
+
+
+def _length(number: int) -> bytes:
+    return bytes((number,)) if number < 127 else bytes((127, (number - 127) & 0x7F | 0x80, (number - 127) >> 7))

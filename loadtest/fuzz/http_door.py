@@ -1,0 +1,150 @@
+"""HTTP by raw sockets: bodies, heads, chunks and bytes that are wrong, many on a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from loadtest.fuzz.mutation import Mutator
+from loadtest.fuzz.ordinary import BODIES, PATHS
+from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
+
+LAYER = "http"
+PATIENCE_SECONDS = 0.2  # for an answer to what may not be whole; then the end of the connection is told
+HEAD_END = b"\r\n\r\n"
+METHODS = ("GET", "POST", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE", "get", "G\x00T", "")
+HEADERS = (
+    b"content-length: 5", b"content-length: -1", b"content-length: 99999999999999999999", b"content-length: 1, 1",
+    b"transfer-encoding: chunked", b"transfer-encoding: gzip", b"transfer-encoding: chunked, chunked", b"host:",
+    b"host: [::1", b"host: a b", b"host: \xff", b"expect: 100-continue", b"expect: something", b"upgrade: h2c",
+    b"connection: close", b"connection: upgrade", b"x-request-id: a\tb", b"x-session-id: " + b"s" * 400,
+    b"x-session-id: \xff\xfe", b"authorization: Bearer " + b"k" * 2000, b"authorization: \xff", b"x: " + b"y" * 70_000,
+    b"x" * 3000 + b": y", b" folded", b": none", b"no colon", b"content-type: text/plain", b"content-encoding: gzip",
+    b"content-type: application/json; charset=\xff", b"range: bytes=0-99999999999", b"cookie: " + b"a=b;" * 500,
+)  # fmt: skip
+
+
+class Sent(NamedTuple):
+    """A message, and whether all of it is there as far as its head says."""
+
+    data: bytes
+    is_whole: bool
+
+
+class HttpSender:
+    """One connection at a time, opened again whenever it has ended."""
+
+    def __init__(self, url: str, mutator: Mutator, outcomes: Outcomes) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port or 0
+        self._mutator, self._outcomes = mutator, outcomes
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def send(self) -> None:
+        """One message, and what comes of it."""
+        sent = self._made()
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                status = await self._answer(sent)
+        except TimeoutError:
+            self._outcomes.failed(LAYER, f"http: no status in {ANSWER_SECONDS:g} s", sent.data)
+            await self.close()
+            return
+        if status == "500" or (status == "closed" and sent.is_whole):
+            self._outcomes.failed(LAYER, f"http: {status}", sent.data)
+        else:
+            self._outcomes.answered(LAYER, status)
+
+    async def close(self) -> None:
+        """Ends the connection, if there is one."""
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+            self._streams = None
+
+    async def _answer(self, sent: Sent) -> str:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(self._host, self._port)
+        reader, writer = self._streams
+        status = "closed"
+        with suppress(OSError, asyncio.IncompleteReadError):
+            writer.write(sent.data)
+            await writer.drain()
+            if sent.is_whole:
+                status = await _read_answer(reader)
+            else:
+                status = _status(await _read_hurried(reader, writer))
+        if status == "closed" or not sent.is_whole:
+            await self.close()
+        return status
+
+    def _made(self) -> Sent:
+        rng = self._mutator.rng
+        drawn = rng.random()
+        if drawn < 0.7:
+            return self._with_body()
+        if drawn < 0.85:
+            return Sent(self._odd_head(), is_whole=False)
+        if drawn < 0.93:
+            return Sent(self._chunked(), is_whole=False)
+        whole = self._with_body().data
+        return Sent(self._mutator.garbage(2000) if drawn < 0.96 else whole[: rng.randrange(len(whole))], is_whole=False)
+
+    def _with_body(self) -> Sent:
+        path = self._mutator.pick([*BODIES])
+        body = self._mutator.body(self._mutator.pick(BODIES[path])) if self._mutator.rng.random() < 0.95 else b""
+        return Sent(_head("POST", path, b"content-length: %d" % len(body)) + body, is_whole=True)
+
+    def _odd_head(self) -> bytes:
+        pick = self._mutator.pick
+        body = json.dumps(pick(BODIES["/v1/completions"])).encode()
+        lines = [pick(HEADERS) for _ in range(self._mutator.rng.randint(0, 3))]
+        head = _head(pick(METHODS), pick(PATHS), *lines)
+        return self._mutator.changed(head) + body if self._mutator.rng.random() < 0.5 else head + body
+
+    def _chunked(self) -> bytes:
+        rng = self._mutator.rng
+        body = self._mutator.body(self._mutator.pick(BODIES["/v1/chat/completions"]))
+        chunks = b""
+        while body:
+            size = rng.randint(1, 200)
+            told = size if rng.random() < 0.95 else self._mutator.pick((0, -1, 2**31, 2**64, 7))
+            chunks += b"%x\r\n" % told if told >= 0 else b"-1\r\n"
+            chunks, body = chunks + body[:size] + b"\r\n", body[size:]
+        end: bytes = self._mutator.pick(
+            (b"0\r\n\r\n", b"0\r\n\r\n", b"", b"0\r\nx: y\r\n\r\n", b"zz\r\n", b"0\r\n" + b"t: v\r\n" * 9000)
+        )
+        return _head("POST", "/v1/chat/completions", b"transfer-encoding: chunked") + chunks + end
+
+
+def _head(method: str, path: str, *lines: bytes) -> bytes:
+    first = f"{method} {path} HTTP/1.1".encode("latin-1", "replace")
+    return b"\r\n".join((first, b"host: fuzz", b"content-type: application/json", *lines, b"", b""))
+
+
+async def _read_hurried(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """The head of an answer; where none comes for a moment the server is told that nothing more will be sent."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            return await reader.readuntil(HEAD_END)
+    writer.write_eof()
+    return await reader.readuntil(HEAD_END)
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> str:
+    """Reads one answer to its end; its status."""
+    head = await reader.readuntil(HEAD_END)
+    headers = dict(line.lower().split(": ", 1) for line in head.decode("latin-1").split("\r\n") if ": " in line)
+    if "chunked" in headers.get("transfer-encoding", ""):
+        while size := int((await reader.readline()).strip() or b"0", 16):
+            await reader.readexactly(size + 2)
+        await reader.readline()
+    else:
+        await reader.readexactly(int(headers.get("content-length", "0")))
+    return _status(head)
+
+
+def _status(head: bytes) -> str:
+    return head.split(b" ", 2)[1].decode("latin-1")

@@ -1,0 +1,82 @@
+"""Messages that are right: what the others are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+from bough.pb import common_pb2, generation_pb2
+from bough.protocol import codec
+from bough.protocol.messages import Context, GrowCall, GrowResult, Timings, Verdict, VerifyCall, VerifyResult
+from bough.protocol.sampling_params import SamplingParams
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import BestFirst, Chains, StaticShape, TreePlan
+
+Json = dict[str, Any]
+
+TREE = Tree.of([7, 8, 9, 10], [-1, 0, 0, 2], [0, -1, -2, -1])
+SAMPLING = SamplingParams(temperature=0.7, seed=3, logit_bias={5: 1.0}, logprobs=1, stop_token_ids=frozenset({4}))
+CONTEXT = Context.of("fuzzed", [1, 2, 3, 7], 0, 2)
+
+VERIFY = codec.verify_call_to_wire(VerifyCall(CONTEXT, 1, 0, TREE, SAMPLING))
+GROW = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(BestFirst(8, 4, 3))))
+GROW_CHAINS = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(Chains(2, 3))))
+GROW_SHAPE = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(StaticShape((0, 0, 1)))))
+GROWN = codec.grow_result_to_wire(GrowResult(TREE, 3, Timings()))
+VERIFIED = codec.verify_result_to_wire(VerifyResult(Verdict((1,), 5, ()), 3, Timings()))
+GENERATE = generation_pb2.GenerateRequest(
+    token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]),
+    session_id="session",
+    request_id="request",
+    temperature=0.5,
+    seed=1,
+    max_tokens=3,
+    stop=["zz"],
+    logit_bias={3: 1.0},
+    speculation=generation_pb2.Speculation(budget=4, width=2, depth=2),
+)
+GENERATE_CHAT = generation_pb2.GenerateRequest(
+    chat=generation_pb2.ChatMessages(messages=[generation_pb2.ChatMessage(role="user", content="hi")]), max_tokens=2
+)
+GENERATE_TEXT = generation_pb2.GenerateRequest(text="a few words", max_tokens=2, temperature=0.0)
+GENERATE_RESUME = generation_pb2.GenerateRequest(
+    text="words", request_id="r", seed=1, resume=generation_pb2.Resume(num_tokens=1, token_ids=[4])
+)
+ABORT = generation_pb2.AbortRequest(request_id="request")
+CLOSE = generation_pb2.CloseSessionRequest(session_id="session")
+DECISIONS = generation_pb2.GetDecisionsRequest(session_id="session")
+RELEASE = common_pb2.ReleaseRequest(session_id="fuzzed", epoch=1)
+
+SERVICE = "/bough.v1.Generation/"
+GRPC: dict[str, tuple[Message, ...]] = {
+    SERVICE + "Generate": (GENERATE, GENERATE_CHAT, GENERATE_TEXT, GENERATE_RESUME),
+    SERVICE + "Abort": (ABORT,),
+    SERVICE + "CloseSession": (CLOSE,),
+    SERVICE + "GetDecisions": (DECISIONS,),
+    SERVICE + "GetLoads": (generation_pb2.GetLoadsRequest(),),
+    SERVICE + "GetModelInfo": (generation_pb2.GetModelInfoRequest(),),
+}
+
+COMMON: Json = {
+    "model": None, "stream": False, "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "n": 1, "seed": 7,
+    "stop": ["zz"], "logit_bias": {"3": 1.5}, "presence_penalty": 0.1, "frequency_penalty": 0.1, "top_k": 4,
+    "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "stop_token_ids": [5], "session_id": "session",
+    "cache_salt": "salt", "speculation": {"enabled": True, "budget": 4, "width": 2, "depth": 2},
+    "stream_options": {"include_usage": True}, "user": "u", "metadata": {"a": "b"},
+}  # fmt: skip
+CHAT: Json = {"messages": [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]}
+PARTS: Json = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2}
+COMPLETION: Json = {"prompt": "a few words", "logprobs": 1, "max_tokens": 2}
+TOKENS: Json = {"prompt": [1, 2, 3], "echo": True, "max_tokens": 2}
+BODIES: dict[str, tuple[Json, ...]] = {
+    "/v1/chat/completions": (CHAT | COMMON | {"logprobs": True, "top_logprobs": 1}, PARTS, CHAT | {"max_tokens": 1}),
+    "/v1/completions": (COMPLETION | COMMON, TOKENS, COMPLETION),
+    "/tokenize": ({"prompt": "words", "return_token_strs": True}, CHAT),
+    "/detokenize": ({"tokens": [1, 2, 3]},),
+}
+PATHS = (
+    "/health", "/metrics", "/version", "/v1/models", "/v1/models/x", "/cluster", "/decisions/request", "/ui",
+    "/ui/app.js", "/service-discovery", "/nothing", "/v1/chat/completions", "*", "//", "/%00", "/%ff%fe", "/..%2f..",
+    "/decisions/%0d%0aX:%20y", "/v1/models/" + "x" * 3000, "http://elsewhere/health", "/health?" + "a=b&" * 500,
+)  # fmt: skip

@@ -1,0 +1,173 @@
+"""Sends messages to an orchestrator in a process of its own, and watches it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from bough.client import Client
+from bough.errors import BoughError
+from bough.protocol.generation import GenerateOptions, TextPrompt, Tokens
+from loadtest.common.stacks import http_url_of
+from loadtest.fuzz import grpc_door, http_door
+from loadtest.fuzz.grpc_door import FrameSender, GrpcSender
+from loadtest.fuzz.http_door import HttpSender
+from loadtest.fuzz.mutation import Mutator
+from loadtest.fuzz.outcomes import Outcomes
+from loadtest.served.profiles import write_profile
+from loadtest.served.soak import snapshot
+from loadtest.served.stack import Stack, stack
+
+SWEEP_SECONDS = 0.001
+MAX_CONTEXT = 512  # where answers without a limit end
+SHARES = {http_door.LAYER: 0.6, grpc_door.LAYER: 0.3, grpc_door.FRAMES: 0.1}
+SENDERS = {http_door.LAYER: 12, grpc_door.LAYER: 6, grpc_door.FRAMES: 3}  # at once
+BATCH = 3000  # messages between two looks at the processes
+SETTLE_SECONDS = 30.0
+MOST_GROWTH = {"memory_bytes": 64 * 2**20, "descriptors": 8, "threads": 8, "tasks": 8}
+PROMPT, MAX_TOKENS = "the ordinary request", 24
+
+Snapshot = dict[str, dict[str, int]]
+Report = Callable[[str], None]
+
+
+class Sender(Protocol):
+    """Sends one message after another."""
+
+    async def send(self) -> None:
+        """One, and notes what came of it."""
+        ...
+
+    async def close(self) -> None:
+        """Ends its connections."""
+        ...
+
+
+@dataclass(slots=True)
+class Figures:
+    """What sending came to."""
+
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    growth: Snapshot = field(default_factory=dict)
+    is_exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ordinary:
+    """A request as it should be, over both doors."""
+
+    address: str
+    url: str
+
+    async def tokens(self) -> tuple[list[int], str]:
+        """Tokens over gRPC, and the text over HTTP. Raises BoughError or httpx.HTTPError."""
+        options = GenerateOptions(temperature=0.7, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True)
+        tokens: list[int] = []
+        async with Client(self.address) as client:
+            async for event in client.generate(TextPrompt(PROMPT), options):
+                tokens += event.token_ids if isinstance(event, Tokens) else ()
+        body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0.7, "seed": 11, "ignore_eos": True}
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            response = (await client.post(f"{self.url}/v1/completions", json=body)).raise_for_status()
+        return tokens, response.json()["choices"][0]["text"]
+
+
+async def at_sockets(folder: Path, num_messages: int, seed: int, report: Report) -> Figures:
+    """Sends so many messages to an orchestrator before simulated workers."""
+    figures = Figures()
+    async with stack(write_profile(folder, SWEEP_SECONDS, max_context=MAX_CONTEXT)) as running:
+        ordinary = Ordinary(
+            running.addresses("orchestrator")[0], await http_url_of(running.addresses("orchestrator")[0])
+        )
+        wanted = await ordinary.tokens()
+        first: Snapshot = {}
+        num_batches = max(2, round(num_messages / BATCH))
+        for batch in range(num_batches):
+            size = num_messages * (batch + 1) // num_batches - num_messages * batch // num_batches
+            await _send(ordinary, size, 1000 * seed + batch, figures.outcomes)
+            await _look(running, ordinary, wanted, figures)
+            now = await _watched(running, ordinary)
+            if batch == num_batches // 10 or not first:
+                first = now
+            figures.growth = _growth(first, now)
+            report(f"{figures.outcomes.num_messages} over sockets, {dict(figures.outcomes.problems)}")
+        await _settled(running, ordinary, first, figures)
+    return figures
+
+
+async def _send(ordinary: Ordinary, num_messages: int, seed: int, outcomes: Outcomes) -> None:
+    makes: dict[str, Callable[[Mutator], Sender]] = {
+        http_door.LAYER: lambda mutator: HttpSender(ordinary.url, mutator, outcomes),
+        grpc_door.LAYER: lambda mutator: GrpcSender(ordinary.address, mutator, outcomes),
+        grpc_door.FRAMES: lambda mutator: FrameSender(ordinary.address, mutator, outcomes),
+    }
+
+    async def go_on(layer: str, sender: Sender, most: int) -> None:
+        while outcomes.counts[layer] < most:
+            await sender.send()
+        await sender.close()
+
+    async with asyncio.TaskGroup() as group:
+        for layer, share in SHARES.items():
+            most = outcomes.counts[layer] + round(num_messages * share)
+            for number in range(SENDERS[layer]):
+                group.create_task(go_on(layer, makes[layer](Mutator(seed + 31 * number)), most))
+
+
+async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], figures: Figures) -> None:
+    """Whether all processes live, and the ordinary request has its tokens."""
+    alive = running.process_ids()
+    for kind, replicas in running.replicas.items():
+        for child, _ in replicas:
+            if child.name not in alive:
+                figures.outcomes.problems[f"the {kind} has ended: {child.tail()[-300:]}"] += 1
+    try:
+        figures.is_exact &= await ordinary.tokens() == wanted
+    except (BoughError, httpx.HTTPError) as exc:
+        figures.is_exact = False
+        figures.outcomes.problems[f"the ordinary request: {type(exc).__name__}: {exc}"] += 1
+
+
+async def _watched(running: Stack, ordinary: Ordinary) -> Snapshot:
+    now = await snapshot(running)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        text = (await client.get(f"{ordinary.url}/metrics")).text
+    for name in now:
+        if name.startswith("orchestrator"):
+            now[name]["tasks"] = next(
+                int(float(li.split()[-1])) for li in text.splitlines() if li.startswith("bough_event_loop_tasks{")
+            )
+    return now
+
+
+async def _settled(running: Stack, ordinary: Ordinary, first: Snapshot, figures: Figures) -> None:
+    """What still is more than it was, once what has been cut off is cleaned up, is a leak."""
+    too_much: list[str] = []
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while True:
+                figures.growth = _growth(first, await _watched(running, ordinary))
+                too_much = [
+                    f"{process}: {figure} grew by {more}"
+                    for process, figures_of in figures.growth.items()
+                    for figure, more in figures_of.items()
+                    if process != "index" and more > MOST_GROWTH.get(figure, more)
+                ]
+                if not too_much:
+                    break
+                await asyncio.sleep(1.0)
+    figures.outcomes.problems.update(too_much)
+
+
+def _growth(first: Snapshot, now: Snapshot) -> Snapshot:
+    return {
+        name: {figure: value - first[name][figure] for figure, value in figures.items() if figure in first[name]}
+        for name, figures in now.items()
+        if name in first
+    }

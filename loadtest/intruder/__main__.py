@@ -1,0 +1,72 @@
+"""Tries to get in where it should not, and counts what was not refused.
+
+    python -m loadtest.intruder
+
+Starts simulated workers, an index and an orchestrator of its own, with keys for tenants and a secret among processes,
+and tries, at every call of both doors and of the workers:
+
+- no key, and keys that are wrong, nearly right, expired, removed while all runs, or shown in another way
+- a tenant's key at workers, the workers' secret at the doors
+- another tenant's sessions and request ids, as they are and spelled in ways that may come to hers
+- another tenant's prompts: cached tokens, and the tokens and rows that the target reads for the first answer, must be
+  those of a prompt that nobody has sent (time decides nothing here: what is computed does)
+
+Ends with one JSON line, and exit status 1 where anybody got in who may not, or did not who may:
+
+attempts            so many
+admitted            of these, how many got anything but a refusal; `admitted_examples` says which
+controls            calls of those who may: without these a door that is shut would look safe
+locked_out          of these, those that were refused
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from loadtest.intruder import strangers, tenants
+from loadtest.intruder.stage import Stage, staged
+from loadtest.intruder.tally import Tally
+
+
+async def intrude(stage: Stage, tally: Tally) -> None:
+    """All attempts at what runs."""
+    _report("who has no key, or a wrong one")
+    await strangers.at_grpc(tally, stage.addresses, stage.secrets)
+    await strangers.at_http(tally, stage.url, stage.secrets)
+    await strangers.controls(tally, stage.addresses, stage.url, stage.secrets)
+    _report("who has a key of another tenant")
+    doors = tenants.Doors(stage.addresses["orchestrator"], stage.url, stage.figures, stage.secrets)
+    await tenants.try_names(tally, doors)
+    await tenants.try_prompts(tally, doors)
+
+
+async def run() -> dict[str, Any]:
+    """Figures as they are printed."""
+    tally = Tally()
+    with TemporaryDirectory(prefix="bough-intruder-") as folder:
+        async with staged(Path(folder)) as stage:
+            await intrude(stage, tally)
+    return {**tally.figures(), "is_safe": tally.is_safe}
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Prints progress, and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    figures = asyncio.run(run())
+    print(json.dumps(figures))
+    return 0 if figures["is_safe"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,87 @@
+"""The bough that is tried: simulated workers, an orchestrator with keys, and a secret among processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bough.rpc.server import open_channel
+from bough.security.api_keys import hash_of, new_key
+from bough.security.private_files import write_private
+from loadtest.intruder.callers import SERVICES, bearer, grpc_outcome
+from loadtest.intruder.strangers import Secrets
+from loadtest.served.profiles import write_profile
+from loadtest.served.stack import Stack, stack
+
+SWEEP_SECONDS = 0.01
+CHANGE_SECONDS = 20.0  # in which a key that was removed must be refused
+EXPIRED = "2020-01-01T00:00:00Z"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What runs, and the secrets of it."""
+
+    stack: Stack
+    secrets: Secrets
+    keys: Path
+    addresses: dict[str, str]  # gRPC, by kind
+    url: str
+    figures: str  # of the target
+
+
+def new_secrets() -> Secrets:
+    """Of nobody else."""
+    return Secrets(*(new_key() for _ in range(5)))
+
+
+def write_keys(file: Path, secrets: Secrets, *, with_removed: bool) -> None:
+    """All tenants', one of which may have gone."""
+    lines = [
+        {"name": "alice", "sha256": hash_of(secrets.alice)},
+        {"name": "bob", "sha256": hash_of(secrets.bob)},
+        {"name": "carol", "sha256": hash_of(secrets.expired), "expires": EXPIRED},
+    ]
+    if with_removed:
+        lines.append({"name": "dave", "sha256": hash_of(secrets.removed)})
+    write_private("--keys", str(file), "".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@asynccontextmanager
+async def staged(
+    folder: Path, flags: Sequence[str] = (), orchestrator_flags: Sequence[str] = ()
+) -> AsyncIterator[Stage]:
+    """With `flags` for all three services. Dave's key opens, and then is removed while all runs."""
+    secrets, keys, worker_key = new_secrets(), folder / "keys.jsonl", folder / "worker.key"
+    write_keys(keys, secrets, with_removed=True)
+    write_private("--worker-key-file", str(worker_key), secrets.worker)
+    everywhere = ["--worker-key-file", str(worker_key), *flags]
+    of_orchestrator = ["--keys", str(keys), *orchestrator_flags]
+    async with stack(write_profile(folder, SWEEP_SECONDS), of_orchestrator, everywhere_flags=everywhere) as running:
+        addresses = {kind: running.addresses(kind)[0] for kind in SERVICES}
+        url = await running.http_url(secrets.worker)
+        figures = f"http://{running.replicas['target'][0][1].metrics}/metrics"
+        stage = Stage(running, secrets, keys, addresses, url, figures)
+        await _remove_dave(stage)
+        yield stage
+
+
+async def _remove_dave(stage: Stage) -> None:
+    """Raises RuntimeError where his key does not open, or goes on to."""
+    async with open_channel(stage.addresses["orchestrator"]) as channel:
+        call = next(call for call in SERVICES["orchestrator"] if call.method.endswith("GetLoads"))
+        if (before := await grpc_outcome(channel, call, bearer(stage.secrets.removed))) != "OK":
+            raise RuntimeError(f"a key that is about to be removed: {before}")
+        write_keys(stage.keys, stage.secrets, with_removed=False)
+        for name, process_id in stage.stack.process_ids().items():
+            if name.startswith("orchestrator"):
+                os.kill(process_id, signal.SIGHUP)
+        async with asyncio.timeout(CHANGE_SECONDS):
+            while await grpc_outcome(channel, call, bearer(stage.secrets.removed)) == "OK":
+                await asyncio.sleep(0.1)

@@ -1,0 +1,1 @@
+"""Writes docs/benchmarks.md from the runs that stand in docs/benchmarks/."""

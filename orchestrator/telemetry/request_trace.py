@@ -1,0 +1,116 @@
+"""What a trace tells of a request and its rounds: names and numbers, and nothing that anybody wrote or was answered."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from bough.protocol.generation import Event, Finished, GenerateOptions, Started, Tokens
+from bough.telemetry.call_context import caller_traceparent
+from bough.telemetry.log_context import log_context, set_log_context
+from bough.telemetry.spans import Attributes, Span, Tracer, set_current_span
+
+logger = logging.getLogger(__name__)
+
+NANO = 1e-9
+HASH_LENGTH = 16  # hexadecimal digits by which a trace knows a session
+
+
+@contextmanager
+def request_trace(tracer: Tracer, options: GenerateOptions) -> Iterator[RequestTrace]:
+    """The span of a request, for as long as the block runs; the running task and those that it starts work for it.
+
+    Within that of its caller, where the caller has told of one.
+    """
+    with tracer.serve("generate", caller_traceparent()) as span:
+        set_current_span(span)
+        set_log_context(
+            log_context()._replace(request_id=options.request_id, session_id=options.session_id, trace_id=span.trace_id)
+        )
+        if span.is_recorded:
+            span.set(request_attributes(options))
+        yield RequestTrace(span)
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """Follows the events of a request."""
+
+    span: Span
+    _began: float = field(default_factory=time.monotonic)
+    _has_tokens: bool = False
+
+    def note(self, event: Event) -> None:
+        """What has come of it."""
+        match event:
+            case Started() if self.span.is_recorded:
+                self.span.set({"gen_ai.response.model": event.model_name, "bough.tokens.resumed": event.resumed_tokens})
+            case Tokens() if not self._has_tokens:
+                self._has_tokens = True
+                self.span.set({"gen_ai.latency.time_to_first_token": time.monotonic() - self._began})
+            case Finished():
+                if self.span.is_recorded:
+                    self.span.set(finished_attributes(event))
+                seconds, usage = time.monotonic() - self._began, event.usage
+                logger.debug(
+                    "finished: %s, %d prompt tokens, %d tokens in %d rounds, %.3f s",
+                    event.finish_reason, usage.prompt_tokens, usage.completion_tokens, event.speculation.num_rounds,
+                    seconds,
+                )  # fmt: skip
+
+
+def request_attributes(options: GenerateOptions) -> Attributes:
+    """Of what is asked for."""
+    attributes: dict[str, str | int | float] = {
+        "gen_ai.request.id": options.request_id,
+        "gen_ai.request.max_tokens": options.max_tokens,
+        "gen_ai.request.temperature": options.temperature,
+        "gen_ai.request.top_p": options.top_p,
+    }
+    if options.model:
+        attributes["gen_ai.request.model"] = options.model
+    if options.session_id:
+        attributes["bough.session"] = hashed(options.session_id)
+    if name := log_context().http_request_id:
+        attributes["bough.http_request_id"] = name
+    return attributes
+
+
+def finished_attributes(event: Finished) -> Attributes:
+    """Of the whole."""
+    return {
+        "gen_ai.response.finish_reasons": (event.finish_reason,),
+        "gen_ai.usage.input_tokens": event.usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": event.usage.completion_tokens,
+        "bough.tokens.cached": event.usage.cached_tokens,
+        "bough.rounds": event.speculation.num_rounds,
+        "bough.rounds.degraded": event.speculation.num_degraded_rounds,
+        "bough.failovers": event.num_failovers,
+    }
+
+
+def round_attributes(tokens: Tokens) -> Attributes:
+    """Of a round that has its verdict."""
+    timings = tokens.timings
+    return {
+        "bough.tree.nodes": tokens.num_nodes,
+        "bough.tree.depth": tokens.tree_depth,
+        "bough.tree.accepted": sum(tokens.drafted),
+        "bough.tree.accepted_lookup": tokens.num_lookup,
+        "bough.tokens": len(tokens.token_ids),
+        "bough.round.draft_seconds": timings.draft_ns * NANO,
+        "bough.round.network_seconds": timings.network_ns * NANO,
+        "bough.round.queue_seconds": timings.queue_ns * NANO,
+        "bough.round.wait_seconds": timings.wait_ns * NANO,
+        "bough.round.compute_seconds": timings.compute_ns * NANO,
+        "bough.round.link_efficiency": timings.link_efficiency,
+    }
+
+
+def hashed(session_id: str) -> str:
+    """A session's name as traces have it: equal for equal names, and not the name, which may be a person's."""
+    return hashlib.sha256(session_id.encode()).hexdigest()[:HASH_LENGTH]

@@ -1,0 +1,133 @@
+"""An OpenTelemetry collector in the test itself: takes what is exported over OTLP, and keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+
+PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A span as it was exported, with the resource that it is of."""
+
+    name: str
+    service: str
+    resource: dict[str, Any]
+    trace_id: str
+    span_id: str
+    parent_id: str
+    kind: int
+    began_ns: int
+    ended_ns: int
+    attributes: dict[str, Any]
+    events: list[tuple[str, dict[str, Any]]]
+    is_error: bool
+
+
+@dataclass
+class Collector(TraceServiceServicer):
+    """What has been exported so far."""
+
+    endpoint: str = ""
+    spans: list[Seen] = field(default_factory=list)
+    raw: bytes = b""  # all messages, one after another
+
+    async def Export(self, request: ExportTraceServiceRequest, context: Any) -> ExportTraceServiceResponse:
+        """Takes spans."""
+        self.raw += request.SerializeToString()
+        for group in request.resource_spans:
+            resource = values(group.resource.attributes)
+            for scope in group.scope_spans:
+                self.spans += [seen(span, resource) for span in scope.spans]
+        return ExportTraceServiceResponse()
+
+    def named(self, name: str, trace_id: str) -> list[Seen]:
+        """Spans of a trace, in the order in which they began."""
+        return sorted(
+            (s for s in self.spans if (s.name, s.trace_id) == (name, trace_id)), key=lambda span: span.began_ns
+        )
+
+    async def until(self, is_there: Callable[[], object]) -> None:
+        """Waits until something has been exported."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not is_there():
+                await asyncio.sleep(0.05)
+
+    async def trace_of(self, request_id: str) -> list[Seen]:
+        """All spans of a request, once its own and those of every call that it made are there."""
+
+        def is_whole() -> bool:
+            spans = self._of(request_id)
+            calls = {span.span_id for span in spans if span.kind == CLIENT and not span.is_error}
+            return bool(spans) and calls <= {span.parent_id for span in spans if span.kind == SERVER}
+
+        await self.until(is_whole)
+        return self._of(request_id)
+
+    def _of(self, request_id: str) -> list[Seen]:
+        roots = [s for s in self.spans if s.attributes.get("gen_ai.request.id") == request_id]
+        return [span for span in self.spans if span.trace_id == roots[0].trace_id] if roots else []
+
+
+SERVER, CLIENT = 2, 3  # of opentelemetry.proto.trace.v1.Span.SpanKind
+ERROR = 2  # of Status.StatusCode
+
+
+def seen(span: Any, resource: dict[str, Any]) -> Seen:
+    """A message, read."""
+    return Seen(
+        span.name,
+        resource["service.name"],
+        resource,
+        span.trace_id.hex(),
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        span.kind,
+        span.start_time_unix_nano,
+        span.end_time_unix_nano,
+        values(span.attributes),
+        [(event.name, values(event.attributes)) for event in span.events],
+        span.status.code == ERROR,
+    )
+
+
+def values(attributes: Any) -> dict[str, Any]:
+    """Attributes as plain values."""
+    return {pair.key: value(pair.value) for pair in attributes if isinstance(pair, KeyValue)}
+
+
+def value(message: AnyValue) -> Any:
+    """One of them."""
+    kind = message.WhichOneof("value")
+    if kind == "array_value":
+        return [value(each) for each in message.array_value.values]
+    return getattr(message, str(kind))
+
+
+@asynccontextmanager
+async def collecting(port: int = 0) -> AsyncIterator[Collector]:
+    """A collector that listens on a free port for as long as the block runs."""
+    server, collector = grpc.aio.server(), Collector()
+    add_TraceServiceServicer_to_server(collector, server)
+    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    await server.start()
+    try:
+        yield collector
+    finally:
+        await server.stop(None)

@@ -1,0 +1,82 @@
+"""docs/benchmarks.md is what its JSON files say, and a file that lacks something is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.tables.markdown import markdown
+from loadtest.tables.runs import read_subjects
+
+DOCS = Path(__file__).parents[3] / "docs"
+RUN: dict[str, Any] = {
+    "command": "python -m loadtest.sweep",
+    "machine": "Zen 4",
+    "date": "2026-11-26",
+    "commit": "e009632",
+    "table": {"columns": ["tokens", "seconds"], "rows": [["1", "0.9"]]},
+    "note": "Quiet.",
+}
+
+
+def page(folder: Path, **changed: object) -> str:
+    """Of one subject with one run."""
+    run = {name: value for name, value in {**RUN, **changed}.items() if value is not None}
+    (folder / "sweeps.json").write_text(json.dumps({"title": "Sweeps", "text": ["What they take."], "runs": [run]}))
+    return markdown(read_subjects(folder))
+
+
+def test_the_page_is_what_make_bench_docs_writes() -> None:
+    """Somebody who changes a figure changes the JSON file, and sees the page fail until it is written again."""
+    assert (DOCS / "benchmarks.md").read_text() == markdown(read_subjects(DOCS / "benchmarks"))
+
+
+def test_a_table_stands_below_its_command_machine_date_and_commit(tmp_path: Path) -> None:
+    end = page(tmp_path).partition("## Sweeps")[2]
+    assert end == (
+        "\n\nWhat they take.\n\n`python -m loadtest.sweep`  \nZen 4; 2026-11-26, commit e009632:\n\n"
+        "| tokens | seconds |\n|---|---|\n| 1 | 0.9 |\n\nQuiet.\n"
+    )
+
+
+def test_a_regret_run_is_shown_from_its_own_json_line(tmp_path: Path) -> None:
+    details = {
+        "throttled": {
+            **{"ratio": 1.029, "interval": [0.757, 1.502], "plain_ratio": 5.18, "plain_interval": [4.389, 6.024]},
+            **{"self_tokens_per_second": 1.215, "plain_tokens_per_second": 0.235, "nodes": 512, "most_nodes": 512},
+            **{"fixed_tokens_per_second": {"8 nodes, depth 5": 0.722, "256 nodes, depth 14": 1.256}},
+            **{"load_average": 35.6},
+        }
+    }
+    row = "| throttled | 1.03 (0.76 to 1.50) | 0.235 | 1.22 | 1.26 (256 nodes) | 5.18 (4.39 to 6.02) | 512, 512 | 36 |"
+    assert row in page(tmp_path, table=None, line={"real": {"details": details}})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"machine": None}, r"sweeps.json: runs\[0\].machine must be a text, got None"),
+        ({"date": "yesterday"}, r"runs\[0\].date must be a date such as 2026-11-26, got 'yesterday'"),
+        ({"speed": 3}, r"runs\[0\] must have no fields but .*, got \['speed'\]"),
+        ({"table": None}, r"runs\[0\] must have either line or table, got"),
+        ({"line": {}}, r"runs\[0\] must have either line or table, got"),
+        (
+            {"table": {"columns": ["a", "b"], "rows": [["1"]]}},
+            r"runs\[0\].table.rows\[0\] must have 2 cells, got 1",
+        ),
+        ({"table": {"rows": []}}, r"runs\[0\].table must have columns and rows, got \['rows'\]"),
+        ({"table": None, "line": {"sweep_ratio": {}}}, r"must be of loadtest.regret --only real, got .*sweep_ratio"),
+    ],
+)
+def test_what_a_run_lacks_is_named(tmp_path: Path, changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        page(tmp_path, **changed)
+
+
+def test_a_subject_without_runs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.json").write_text('{"title": "Nothing", "runs": []}')
+    with pytest.raises(ValueError, match=r"empty.json: runs must be a list of at least one run, got \[\]"):
+        read_subjects(tmp_path)

@@ -1,0 +1,32 @@
+"""The intruder gets in nowhere; and it is one that would, where a door stands open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loadtest.intruder.__main__ import intrude
+from loadtest.intruder.stage import new_secrets, staged
+from loadtest.intruder.strangers import at_grpc
+from loadtest.intruder.tally import Tally
+from tests.fakes.stage import Orchestrator
+
+MANY = 1000
+
+
+async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
+    """All of `python -m loadtest.intruder`."""
+    tally = Tally()
+    async with staged(tmp_path) as stage:
+        await intrude(stage, tally)
+    assert not tally.admitted
+    assert not tally.locked_out
+    assert tally.num_attempts > MANY
+    assert tally.is_safe
+
+
+async def test_where_there_are_no_keys_it_gets_in(orchestrator: Orchestrator) -> None:
+    """A test that could not fail would say nothing."""
+    tally = Tally()
+    await at_grpc(tally, {"orchestrator": orchestrator.address}, new_secrets())
+    assert len(tally.admitted) == tally.num_attempts > 0
+    assert not tally.is_safe

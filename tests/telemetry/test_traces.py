@@ -1,0 +1,394 @@
+"""Traces, told to a collector in the test: by three real processes, and by an orchestrator whose target is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import grpc
+import httpx
+import pytest
+
+from bough.client import Client
+from bough.config.processes import OrchestratorConfig, TargetConfig, parse
+from bough.errors import ConfigError
+from bough.pb import generation_pb2 as pb
+from bough.pb import generation_pb2_grpc
+from bough.processes.launch import Cluster, Settings
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt
+from bough.telemetry.otlp import BATCH_LOGGER, EXPORT_LOGGER, OtlpTracer, Seldom, clock_offset_ns
+from bough.telemetry.spans import NO_SPAN, NO_TRACER
+from bough.telemetry.tracing import tracing
+from orchestrator.serving.tenants import Callers
+from orchestrator.telemetry.request_trace import hashed
+from tests.conftest import pipeline
+from tests.fakes.collector import CLIENT, SERVER, Collector, Seen, collecting
+from tests.fakes.fleet import FakeDraft, Fleet
+from tests.fakes.simulated import simulated_settings, write_profile
+from tests.fakes.streams import kill_the_one_that_gets, until
+
+PROMPT = "the secret word is marzipan"
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACE_ID, CALLER_SPAN = CALLER.split("-")[1:3]
+KEPT_TO_ITSELF = ("marzipan", "secret", "chat-of-anna")
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """Three processes that trace, and where they send it."""
+
+    cluster: Cluster
+    collector: Collector
+
+    async def grpc(self, request_id: str, *metadata: tuple[str, str], **fields: object) -> list[pb.GenerateEvent]:
+        """One request over gRPC."""
+        request = pb.GenerateRequest(request_id=request_id, text=PROMPT, max_tokens=12, ignore_eos=True, **fields)
+        async with grpc.aio.insecure_channel(self.cluster.address) as channel:
+            call = generation_pb2_grpc.GenerationStub(channel).Generate(request, metadata=metadata)
+            return [event async for event in call]
+
+    async def http(self) -> httpx.AsyncClient:
+        """A client of the other door."""
+        async with Client(self.cluster.address) as client:
+            return httpx.AsyncClient(base_url=(await client.server_info()).http_url, timeout=60)
+
+    def log(self, name: str) -> list[dict[str, str]]:
+        """The lines of a process's log, which are JSON all."""
+        lines = self.cluster.children[name].log.read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def traced(settings: Settings, endpoint: str) -> Settings:
+    """The same processes, all of which trace and log as JSON what there is."""
+    parts = {
+        name: replace(getattr(settings, name), otlp_endpoint=endpoint, log_format="json", log_level="DEBUG")
+        for name in ("target", "draft", "orchestrator")
+    }
+    return replace(settings, **parts)
+
+
+@contextmanager
+def quick_batches() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        yield
+
+
+@pytest.fixture(scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
+    profile = write_profile(tmp_path_factory.mktemp("profiles"))
+    with quick_batches():
+        async with (
+            collecting() as collector,
+            pipeline(traced(simulated_settings(profile, profile), collector.endpoint)) as cluster,
+        ):
+            yield Traced(cluster, collector)
+
+
+def children(spans: list[Seen], of: Seen) -> list[Seen]:
+    return sorted((span for span in spans if span.parent_id == of.span_id), key=lambda span: span.began_ns)
+
+
+def names(spans: list[Seen]) -> list[str]:
+    return [span.name for span in spans]
+
+
+async def test_a_request_is_one_trace_of_three_services(stack: Traced) -> None:
+    events = await stack.grpc("r-grpc", ("traceparent", CALLER), session_id="chat-of-anna")
+    finished = events[-1].finished
+    spans = await stack.collector.trace_of("r-grpc")
+    assert {span.service for span in spans} == {"bough-orchestrator", "bough-draft-worker", "bough-target-worker"}
+    assert {span.trace_id for span in spans} == {TRACE_ID}, "the caller's"
+    (root,) = [span for span in spans if span.name == "generate"]
+    assert (root.parent_id, root.kind) == (CALLER_SPAN, SERVER)
+    assert root.attributes["gen_ai.usage.output_tokens"] == 12
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert root.attributes["bough.session"] == hashed("chat-of-anna")
+    assert root.resource["service.namespace"] == "bough"
+    of_request = children(spans, root)
+    rounds = [span for span in of_request if span.name == "round"]
+    assert names(of_request) == ["queue", "open", *["round"] * finished.speculation.num_rounds]
+    assert sum(span.attributes["bough.tokens"] for span in rounds) == 12
+    drafted = 0
+    for span in rounds:
+        parts = children(spans, span)
+        assert names(parts)[-2:] == ["bough.v1.Target/Verify", "commit"]
+        for call in parts[:-1]:
+            (served,) = children(spans, call)
+            assert (call.kind, served.kind, served.name) == (CLIENT, SERVER, call.name)
+            of_worker = names(children(spans, served))
+            if call.name == "bough.v1.Draft/Grow":
+                drafted += 1
+                assert set(of_worker) == {"queue", "draft step"}
+            else:
+                assert of_worker == ["queue", *["sweep"] * of_worker.count("sweep"), "verdict"]
+                assert "sweep" in of_worker
+    assert drafted > 0
+
+
+async def test_spans_lie_within_those_that_they_are_part_of(stack: Traced) -> None:
+    await stack.grpc("r-nested")
+    spans = await stack.collector.trace_of("r-nested")
+    by_id = {span.span_id: span for span in spans}
+    for span in spans:
+        assert span.began_ns <= span.ended_ns, span
+        if parent := by_id.get(span.parent_id):
+            assert parent.began_ns <= span.began_ns, (parent, span)
+            assert span.ended_ns <= parent.ended_ns, (parent, span)
+    roots = [span for span in spans if span.parent_id not in by_id]
+    assert names(roots) == ["generate"], "all else is within the request"
+    assert abs(roots[0].began_ns - time.time_ns()) < 600e9
+
+
+async def test_sweeps_tell_where_their_time_went(stack: Traced) -> None:
+    await stack.grpc("r-sweeps")
+    spans = await stack.collector.trace_of("r-sweeps")
+    sweeps = [span for span in spans if span.name == "sweep"]
+    for sweep in sweeps:
+        told = sweep.attributes
+        seconds = told["bough.sweep.wait_seconds"] + told["bough.sweep.compute_seconds"]
+        assert seconds == pytest.approx((sweep.ended_ns - sweep.began_ns) / 1e9, rel=0.01)
+        assert told["bough.sweep.rows"] >= 1
+    steps = [span for span in spans if span.name == "draft step"]
+    assert any(step.attributes["bough.step.expanded_nodes"] for step in steps)
+
+
+async def test_over_http_the_trace_is_the_callers_too(stack: Traced) -> None:
+    """Each choice is a request of its own in it."""
+    async with await stack.http() as client:
+        headers = {"traceparent": CALLER.replace("0af7", "1af7"), "x-request-id": "http-7"}
+        body = {"prompt": PROMPT, "max_tokens": 3, "n": 2, "ignore_eos": True}
+        response = await client.post("/v1/completions", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    trace_id = TRACE_ID.replace("0af7", "1af7")
+    await stack.collector.until(lambda: len(stack.collector.named("generate", trace_id)) == 2)
+    for root in stack.collector.named("generate", trace_id):
+        assert root.parent_id == CALLER_SPAN
+        assert root.attributes["bough.http_request_id"] == "http-7"
+        assert root.attributes["gen_ai.request.id"].startswith(response.json()["id"])
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [
+        "",
+        "00",
+        "zz-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        f"00-{'0' * 32}-b7ad6b7169203331-01",
+        "x" * 5000,
+    ],
+)
+async def test_a_malformed_traceparent_is_as_good_as_none(stack: Traced, traceparent: str) -> None:
+    request_id = f"r-malformed-{len(traceparent)}"
+    assert (await stack.grpc(request_id, ("traceparent", traceparent)))[-1].HasField("finished")
+    (root,) = [span for span in await stack.collector.trace_of(request_id) if span.name == "generate"]
+    assert root.parent_id == ""
+
+
+async def test_two_traceparents_are_as_good_as_none(stack: Traced) -> None:
+    """Over HTTP; of gRPC's metadata only one comes through."""
+    async with await stack.http() as client:
+        headers = [("traceparent", CALLER.replace("0af7", other)) for other in ("4af7", "5af7")]
+        body = {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}
+        response = await client.post("/v1/completions", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    name = response.json()["id"]
+    told = stack.collector.spans
+    await stack.collector.until(lambda: any(s.attributes.get("gen_ai.request.id", "").startswith(name) for s in told))
+    assert not [span for span in told if span.trace_id[:4] in ("4af7", "5af7")]
+
+
+async def test_what_its_caller_does_not_sample_is_not_traced(stack: Traced) -> None:
+    unsampled = CALLER.replace("0af7", "3af7")[:-2] + "00"
+    await stack.grpc("r-unsampled", ("traceparent", unsampled))
+    await stack.grpc("r-after")
+    await stack.collector.trace_of("r-after")
+    assert not [span for span in stack.collector.spans if span.trace_id.startswith("3af7")]
+
+
+async def test_nothing_that_was_written_is_exported(stack: Traced) -> None:
+    events = await stack.grpc("r-private", session_id="chat-of-anna")
+    texts = ["".join(event.tokens.texts) for event in events if event.HasField("tokens")]
+    await stack.collector.trace_of("r-private")
+    assert any(texts)
+    for text in (*KEPT_TO_ITSELF, *(text for text in texts if len(text) > 3)):
+        assert text.encode() not in stack.collector.raw, text
+
+
+async def test_logs_of_all_three_name_the_request(stack: Traced) -> None:
+    """A name of a client's may be anything: it goes from process to process as it is."""
+    name = "r-log é\n木"
+    await stack.grpc(name, session_id="chat-of-anna")
+    spans = await stack.collector.trace_of(name)
+    for process in ("orchestrator", "draft_worker", "target_worker"):
+        lines = [line for line in stack.log(process) if line.get("request_id") == name]
+        assert lines, process
+        for line in lines:
+            assert {"time", "level", "logger", "message"} <= line.keys()
+            assert (line["session_id"], line["trace_id"]) == ("chat-of-anna", spans[0].trace_id)
+
+
+@pytest.fixture
+def tracer_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[OtlpTracer]]:
+    """Tracers of this process, closed with the test."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    tracers: list[OtlpTracer] = []
+    yield tracers
+    for tracer in tracers:
+        tracer.close(1.0)
+
+
+async def test_a_target_that_is_lost_is_an_event(fakes: Fleet, tracer_of: list[OtlpTracer]) -> None:
+    targets = [await fakes.target(name) for name in ("t0", "t1")]
+    requests, _ = await fakes.orchestrator("--failover-timeout", "20", num_targets=2)
+    kill_the_one_that_gets(3, targets)
+    async with collecting() as collector:
+        tracer_of.append(tracer := OtlpTracer(collector.endpoint, "bough", "orchestrator", "o", 1.0))
+        tenant = Callers(requests, tracer=tracer).tenant([])
+        options = GenerateOptions(request_id="r", max_tokens=8, temperature=0.0)
+        events = [event async for event in tenant.generate(TextPrompt("hello"), options)]
+        assert isinstance(events[-1], Finished)
+        assert events[-1].num_failovers == 1
+        await collector.until(lambda: any(span.name == "generate" for span in collector.spans))
+        spans = collector.spans
+        ((name, told),) = [event for span in spans for event in span.events]
+        assert name == "failover"
+        assert {told["bough.from"], told["bough.to"]} == {"t0", "t1"}
+        assert told["error.type"] == "NoAnswer"
+        assert any(span.is_error and span.attributes["error.type"] == "NoAnswer" for span in spans)
+        (root,) = [span for span in spans if span.name == "generate"]
+        assert root.attributes["bough.failovers"] == 1
+        assert not root.is_error
+
+
+async def test_a_draft_worker_that_fails_is_an_event(fakes: Fleet, tracer_of: list[OtlpTracer]) -> None:
+    await fakes.target("t")
+    draft = FakeDraft("d", fakes.tokenizer)
+    process = await fakes.worker(draft)
+    requests, _ = await fakes.orchestrator("--draft", "workers")
+    await until(lambda: len(requests.directory.statuses()) == 2)
+    await process.kill()
+    async with collecting() as collector:
+        tracer_of.append(tracer := OtlpTracer(collector.endpoint, "bough", "orchestrator", "o", 1.0))
+        options = GenerateOptions(max_tokens=4, temperature=0.0, speculation=Speculation(budget=4, width=1, depth=2))
+        events = Callers(requests, tracer=tracer).tenant([]).generate(TextPrompt("hello"), options)
+        assert [event async for event in events]
+        await collector.until(lambda: any(span.name == "generate" for span in collector.spans))
+        (first, *_) = [event for span in collector.spans for event in span.events]
+        assert first == ("degraded", {"bough.worker": "d", "error.type": "NoAnswer"})
+
+
+async def test_a_request_that_its_caller_leaves_is_no_error(fakes: Fleet, tracer_of: list[OtlpTracer]) -> None:
+    await fakes.target("t")
+    requests, _ = await fakes.orchestrator()
+    async with collecting() as collector:
+        tracer_of.append(tracer := OtlpTracer(collector.endpoint, "bough", "orchestrator", "o", 1.0))
+        events = Callers(requests, tracer=tracer).tenant([]).generate(TextPrompt("hello"), GenerateOptions())
+        await anext(events)
+        await events.aclose()
+        await collector.until(lambda: any(span.name == "generate" for span in collector.spans))
+        (root,) = [span for span in collector.spans if span.name == "generate"]
+        assert (root.attributes["bough.cancelled"], root.is_error) == (True, False)
+
+
+async def test_a_collector_that_is_away_costs_a_line_and_no_time(
+    fakes: Fleet, tracer_of: list[OtlpTracer], caplog: pytest.LogCaptureFixture
+) -> None:
+    await fakes.target("t")
+    requests, _ = await fakes.orchestrator()
+    tracer = OtlpTracer("http://127.0.0.1:1", "bough", "orchestrator", "o", 1.0)
+    tenant = Callers(requests, tracer=tracer).tenant([])
+    for number in range(30):
+        options = GenerateOptions(request_id=f"r{number}", max_tokens=8, temperature=0.0)
+        assert [event async for event in tenant.generate(TextPrompt("hello"), options)]
+    began = time.monotonic()
+    await asyncio.to_thread(tracer.close, 0.5)
+    assert time.monotonic() - began < 10
+    assert len([record for record in caplog.records if record.name in (EXPORT_LOGGER, BATCH_LOGGER)]) <= 2
+
+
+def test_the_same_line_comes_seldom() -> None:
+    seldom = Seldom(60.0)
+    lines = [logging.makeLogRecord({"msg": text, "args": (number,)}) for number, text in enumerate("aabab")]
+    assert [seldom.filter(line) for line in lines] == [True, False, True, False, False]
+
+
+def test_the_clocks_offset_is_steady() -> None:
+    offsets = [clock_offset_ns() for _ in range(20)]
+    assert max(offsets) - min(offsets) < 1_000_000
+
+
+async def test_off_nothing_of_opentelemetry_is_there() -> None:
+    """Neither imported nor made: where a process does not trace, one span that does nothing serves all requests."""
+    config = parse(OrchestratorConfig, "orchestrator", [], {})
+    async with tracing(config, "orchestrator", "o") as tracer:
+        assert tracer is NO_TRACER
+    with NO_TRACER.serve("x", CALLER) as span:
+        assert span is span.child("y") is span.call("z", "") is NO_SPAN
+        assert span.metadata == ()
+    code = "import sys, orchestrator.__main__, target_worker.service, draft_worker.service; "
+    code += "print({'bough.telemetry.otlp', 'opentelemetry.exporter.otlp'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("kind", ["orchestrator", "target_worker", "draft_worker"])
+def test_a_process_without_the_packages_names_the_extra(kind: str) -> None:
+    flags = ["--otlp-endpoint", "http://h:1", *([] if kind == "orchestrator" else ["--simulate", "l40-70b-4bit"])]
+    code = f"import sys; sys.modules['opentelemetry'] = None; sys.argv[1:] = {flags!r}; "
+    code += f"from {kind}.__main__ import main, run; run(main)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--otlp-endpoint: value was 'http://h:1'" in done.stderr
+    assert "pip install 'bough[tracing]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "localhost:4317",
+        "grpc://h:1",
+        "http://",
+        "http://h:x",
+        "http://h/v1/traces",
+        "http://me:pw@h:1",
+        "http://h:99999",
+    ],
+)
+def test_an_endpoint_that_is_none_is_refused_by_name(endpoint: str) -> None:
+    wanted = "must be http://HOST:PORT or https://HOST:PORT"
+    with pytest.raises(ConfigError, match=f"--otlp-endpoint: .*{wanted}"):
+        parse(TargetConfig, "target_worker", ["--model", "m", "--otlp-endpoint", endpoint], {})
+    with pytest.raises(ConfigError, match=f"OTEL_EXPORTER_OTLP_ENDPOINT: .*{wanted}"):
+        parse(TargetConfig, "target_worker", ["--model", "m"], {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint})
+
+
+def test_the_endpoint_is_opentelemetrys_own_variable() -> None:
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
+    assert parse(OrchestratorConfig, "orchestrator", [], environ).otlp_endpoint == "http://collector:4317"
+    assert parse(OrchestratorConfig, "orchestrator", ["--otlp-endpoint", ""], environ).otlp_endpoint == ""
+
+
+async def test_a_share_of_requests_is_traced(tracer_of: list[OtlpTracer]) -> None:
+    """Of those whose callers have not decided it; workers begin no trace of their own."""
+    async with collecting() as collector:
+        for share, kind in ((0.0, "target-worker"), (0.25, "orchestrator")):
+            tracer_of.append(tracer := OtlpTracer(collector.endpoint, "bough", kind, "x", share))
+            num_traced = sum(tracer.serve("generate", "").is_recorded for _ in range(1000))
+            # The chance of this to fail is below 1e-9.
+            assert abs(num_traced - 1000 * share) <= (0 if share == 0 else 90)
+            assert tracer.serve("generate", CALLER).is_recorded
+            assert tracer.serve("generate", CALLER[:-2] + "00") is NO_SPAN
+
+
+@pytest.mark.parametrize("share", ["-0.1", "1.5", "half"])
+def test_a_share_that_is_none_is_refused_by_name(share: str) -> None:
+    with pytest.raises(ConfigError, match="--trace-sample"):
+        parse(OrchestratorConfig, "orchestrator", ["--trace-sample", share], {})

@@ -1,0 +1,56 @@
+"""What documents name is there: files that they link to, tests and benchmarks that they cite."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DECISIONS = ROOT / "docs" / "decisions"
+OF_A_COMMIT = re.compile(r"[Cc]ommit\s+[0-9a-f]{7}")  # a decision that says so tells of scripts of that time
+
+
+def name(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+        assert "://" in link or (document.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_tests_that_are_named_are_there(document: Path) -> None:
+    """A guarantee is worth as much as the test that holds it."""
+    for path in re.findall(r"\btests/[\w/]+(?:\.py)?", document.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_benchmarks_that_are_named_are_there(document: Path) -> None:
+    text = document.read_text()
+    if document.parent == DECISIONS and OF_A_COMMIT.search(text):
+        return
+    for module in re.findall(r"python\s+-m\s+(loadtest(?:\.\w+)+)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_lines_are_short_enough_to_compare(document: Path) -> None:
+    """Rows of tables are as long as they have to be."""
+    for number, line in enumerate(document.read_text().splitlines(), 1):
+        assert len(line) <= 150 or line.startswith("|"), f"line {number}: {len(line)}"
+
+
+def test_every_decision_has_a_number_of_its_own_and_stands_in_the_index() -> None:
+    index = (DECISIONS / "README.md").read_text()
+    files = sorted(DECISIONS.glob("[0-9]*.md"))
+    assert [int(file.name[:3]) for file in files] == list(range(1, len(files) + 1))
+    for file in files:
+        number, title = file.read_text().splitlines()[0].removeprefix("# ").split(". ", 1)
+        assert f"| {number} | [{title}]({file.name}) |" in index, file.name
