@@ -66,7 +66,7 @@ class LayerWeights:
         late = self._late(dtype) if by_matrix else []
         values, writes = dict[int, Any](), list[LateWrites]()
         for index in late:
-            scratch.begin()
+            scratch.begin(is_late=True)
             values[index] = self._value(index, slab, dtype, scratch)
             writes.append(LateWrites(self.slots[index].module, tuple(scratch.writes)))
         scratch.begin(self._late_bytes(late, dtype))

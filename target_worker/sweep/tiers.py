@@ -104,7 +104,7 @@ class Tiers:
             self._host.fill()
             if self.experts is not None:
                 self._resources.enter_context(self.experts)
-            if self._lanes is not None and self.placement.num_slabs:
+            if self._lanes is not None and self.placement.streamed:
                 self._copies = self._resources.enter_context(self._device_ring(self._lanes))
         except BaseException:
             self._resources.close()

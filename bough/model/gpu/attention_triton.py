@@ -90,6 +90,32 @@ def _meet(  # type: ignore[no-untyped-def]
     return _fold(scores, value, highest, total, result, IN_HALVES)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _part_of_tile(tile, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First row and end of this program's rows: none, where the tile has fewer."""
+    begin_row = tl.load(tile) + ROWS * tl.program_id(2)
+    return begin_row, tl.minimum(tl.load(tile + 1), begin_row + ROWS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _nothing_seen(sinks, is_head, query, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The running softmax before any keys, but for a sink: highest scores, sums of weights, weighted values."""
+    result = tl.zeros(query.shape, tl.float32)
+    total = tl.zeros((query.shape[0],), tl.float32)
+    highest = tl.full((query.shape[0],), float("-inf"), tl.float32)
+    if HAS_SINKS:
+        highest, total = tl.load(sinks, mask=is_head, other=0.0), total + 1.0
+    return highest, total, result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows_of(tail, positions, base, origin, is_near):  # type: ignore[no-untyped-def]
+    """(BLOCK,) int64 of the memory, where the keys at some positions of one path stand."""
+    in_tail = is_near & (positions >= base)
+    tail_rows = tl.load(tail + (positions - base), mask=in_tail, other=0)
+    return tl.where(in_tail, tail_rows, origin + positions).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # (num_rows, num_heads, head_dim)
@@ -117,29 +143,21 @@ def _attend(  # type: ignore[no-untyped-def]
     DIM_PADDED: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
-    begin_row = tl.load(tiles + 2 * tl.program_id(0)) + ROWS * tl.program_id(2)
-    end_row = tl.minimum(tl.load(tiles + 2 * tl.program_id(0) + 1), begin_row + ROWS)
+    begin_row, end_row = _part_of_tile(tiles + 2 * tl.program_id(0), ROWS)
     lanes, dims, steps = tl.arange(0, ROWS * GROUP_PADDED), tl.arange(0, DIM_PADDED), tl.arange(0, BLOCK)
     row, head = begin_row + lanes // GROUP_PADDED, lanes % GROUP_PADDED
-    is_row, is_dim = row < end_row, dims < HEAD_DIM
-    is_cell = (is_row & (head < GROUP))[:, None] & is_dim[None, :]
-    heads = (row * NUM_KV_HEADS + kv_head) * GROUP + head
-    cells = heads[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
+    is_row, is_any = row < end_row, begin_row < end_row  # the rows of a tile are of one slot
+    is_cell = (is_row & (head < GROUP))[:, None] & (dims < HEAD_DIM)[None, :]
+    cells = ((row * NUM_KV_HEADS + kv_head) * GROUP + head)[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
     query = tl.load(queries + cells, mask=is_cell, other=0.0)
     length = tl.load(lengths + row, mask=is_row, other=0)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     longest, earliest = tl.max(length, 0), tl.min(tl.where(is_row, first, 2147483647), 0)
-    is_any = begin_row < end_row  # the rows of a tile are of one slot
     origin = tl.load(origins + begin_row, mask=is_any, other=0).to(tl.int64)
     base = tl.load(bases + begin_row, mask=is_any, other=0)
     has_tails = longest > base
     shared = tl.where(has_tails, base // BLOCK * BLOCK, longest)  # whole blocks before all rows' own keys
-    highest = tl.full((ROWS * GROUP_PADDED,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS * GROUP_PADDED,), tl.float32)
-    if HAS_SINKS:
-        highest = tl.load(sinks + kv_head * GROUP + head, mask=head < GROUP, other=0.0)
-        total = tl.full((ROWS * GROUP_PADDED,), 1.0, tl.float32)
-    result = tl.zeros((ROWS * GROUP_PADDED, DIM_PADDED), tl.float32)
+    highest, total, result = _nothing_seen(sinks + kv_head * GROUP + head, head < GROUP, query, HAS_SINKS)
     for begin in range(earliest // BLOCK * BLOCK, shared, BLOCK):
         positions = begin + steps
         is_seen = (positions[None, :] >= first[:, None]) & (positions[None, :] < length[:, None])
@@ -150,16 +168,13 @@ def _attend(  # type: ignore[no-untyped-def]
         own_length, is_own = tl.load(lengths + own), row == own
         own_first = tl.where(window > 0, tl.maximum(own_length - window, 0), 0)
         for begin in tl.range(tl.maximum(shared, own_first // BLOCK * BLOCK), own_length, BLOCK, num_stages=1):
-            positions = begin + steps
-            is_near = (positions >= own_first) & (positions < own_length)
-            in_tail = is_near & (positions >= base)
-            tail_rows = tl.load(tails + (own * tail_width + positions - base), mask=in_tail, other=0)
-            rows = tl.where(in_tail, tail_rows, origin + positions).to(tl.int64)
+            is_near = (begin + steps >= own_first) & (begin + steps < own_length)
+            rows = _rows_of(tails + own * tail_width, begin + steps, base, origin, is_near)
             is_seen = is_own[:, None] & is_near[None, :]
             state = (query, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
             peak, weight, sums = _meet(*state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, SOFTCAP, IN_HALVES)
             highest, total = tl.where(is_own, peak, highest), tl.where(is_own, weight, total)
-            result = tl.where(is_own[:, None], sums, result)  # another row's numbers may be none: 0 times NaN is NaN
+            result = tl.where(is_own[:, None], sums, result)  # another's may be no numbers: 0 times NaN is NaN
     total = tl.where(total == 0.0, 1.0, total)  # of lanes that are no row's
     tl.store(out + cells, (result / total[:, None]).to(out.dtype.element_ty), mask=is_cell)
 
