@@ -12,12 +12,12 @@ from threading import Thread
 from typing import Any
 
 from bough.concurrency.futures import Unanswered, settle
-from bough.config.addresses import advertised_host
 from bough.config.processes import DraftConfig
 from bough.errors import Exhausted, Unavailable
-from bough.processes.process import for_metrics
+from bough.processes.process import for_metrics, metrics_at
 from bough.protocol.messages import GrowCall, GrowResult, WorkerInfo
 from bough.registry.records import WorkerLoad
+from bough.security.access import metrics_context
 from bough.telemetry.metrics import MetricsServer, metrics_note
 from bough.telemetry.spans import noted_spans
 from bough.tokenization.vocabulary import TokenizerFiles
@@ -36,7 +36,7 @@ class ServedDraft(ABC):
         self._config, self._worker_id = config, worker_id
         self._unanswered = Unanswered(config.max_waiting)
         self._metrics = MetricsServer()
-        self._reached_by = advertised_host(config)
+        self._metrics_told: tuple[str, ...] = ()
         self._is_draining = False
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._is_over = False
@@ -48,8 +48,9 @@ class ServedDraft(ABC):
             ConfigError: the port for metrics is in use.
         """
         self._metrics.registry.register(DraftCollector(model_name, self._figures))
-        host = for_metrics(self._config, self._config.worker_key_file).host
-        self._metrics.serve(host, self._config.metrics_port)
+        reached = for_metrics(self._config)
+        self._metrics.serve(reached.host, reached.metrics_port, metrics_context(reached))
+        self._metrics_told = metrics_note(metrics_at(reached, self._metrics.port))
         self._inbox.put(prepare)
         self._thread = Thread(target=self._work, name="draft", daemon=True)  # a process that fails must end
         self._thread.start()
@@ -107,7 +108,7 @@ class ServedDraft(ABC):
 
     def _metrics_note(self) -> tuple[str, ...]:
         """Where metrics are served; nothing where they are not."""
-        return metrics_note(self._reached_by, self._metrics.port)
+        return self._metrics_told
 
     def _figures(self) -> Figures:
         engine, pool = self._engine, self._engine.pool

@@ -20,10 +20,10 @@ from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.rpc.server import Served
-from bough.security.access import Access
+from bough.security.access import Access, metrics_context
 from bough.security.guarded import require_guarded
 from bough.security.keyring import Keyring
-from bough.telemetry.metrics import MetricsServer
+from bough.telemetry.metrics import MetricsServer, metrics_url
 from bough.telemetry.tracing import tracing
 from orchestrator.cluster.directory import POLL_SECONDS, Directory
 from orchestrator.http_door import http_door
@@ -113,7 +113,7 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
                     serving_generation(config, callers, access.door_credentials) as served,
                     http_door(config, callers, metrics.registry, access.door_context),
                 ):
-                    metrics_address = metrics_at(for_metrics(config, config.keys), metrics.port)
+                    metrics_address = metrics_at(for_metrics(config), metrics.port)
                     yield Orchestrator(
                         config, worker_id, registry, directory, requests, served, callers, metrics_address
                     )
@@ -125,10 +125,9 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     """What requests have come to, at the port that is set. Raises ConfigError where that is in use."""
     metrics = MetricsServer()
     metrics.registry.register(OrchestratorCollector(requests.figures))
-    served = for_metrics(config, config.keys)
-    metrics.serve(served.host, config.metrics_port)
-    if address := metrics_at(served, metrics.port):
-        requests.metrics_url = f"http://{address}/metrics"
+    served = for_metrics(config)
+    metrics.serve(served.host, config.metrics_port, metrics_context(config))
+    requests.metrics_url = metrics_url(metrics_at(served, metrics.port))
     return metrics
 
 

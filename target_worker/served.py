@@ -7,13 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 
-from bough.config.addresses import advertised_host
 from bough.config.processes import TargetConfig
 from bough.errors import Unavailable
-from bough.processes.process import for_metrics
+from bough.processes.process import for_metrics, metrics_at
 from bough.processes.startup import stage
 from bough.protocol.messages import VerifyCall, VerifyResult, WorkerInfo
 from bough.registry.records import WorkerLoad
+from bough.security.access import metrics_context
 from bough.telemetry.metrics import metrics_note
 from bough.tokenization.vocabulary import TokenizerFiles
 from target_worker.metrics import Load, Metrics
@@ -30,7 +30,7 @@ class ServedTarget(ABC):
 
     def __init__(self, config: TargetConfig, worker_id: str, model_name: str) -> None:
         self._config, self._worker_id, self._name = config, worker_id, model_name
-        self._reached_by = advertised_host(config)
+        self._metrics_told: tuple[str, ...] = ()
         self._metrics = Metrics(model_name)
         self._resources = ExitStack()
 
@@ -45,14 +45,15 @@ class ServedTarget(ABC):
         self._engine.start(prepare)
         self._resources.callback(self._engine.stop)
         self._resources.callback(self._metrics.close)
-        host = for_metrics(self._config, self._config.worker_key_file).host
-        self._metrics.serve(host, self._config.metrics_port)
+        reached = for_metrics(self._config)
+        self._metrics.serve(reached.host, reached.metrics_port, metrics_context(reached))
+        self._metrics_told = metrics_note(metrics_at(reached, self._metrics.port))
         stage("warming up")
         self._engine.warm_up().result()
 
     def _metrics_note(self) -> tuple[str, ...]:
         """Where metrics are served; nothing where they are not."""
-        return metrics_note(self._reached_by, self._metrics.port)
+        return self._metrics_told
 
     @property
     def metrics_port(self) -> int:

@@ -95,7 +95,9 @@ class ServiceConfig:
         shared="BOUGH_INSECURE",
     )
     open_metrics: bool = setting(
-        False, parse_switch, "where keys are asked for: show /metrics to whoever reaches this host, without one"
+        False,
+        parse_switch,
+        "where keys or certificates are asked for: show /metrics to whoever reaches this host, without one",
     )
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
     log_format: str = setting(

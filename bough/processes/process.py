@@ -35,7 +35,7 @@ from bough.rpc.drain import SessionGate
 from bough.rpc.server import Served, serving
 from bough.runtime.allocator import give_back_now, give_memory_back
 from bough.security.access import Access
-from bough.security.guarded import require_guarded
+from bough.security.guarded import guards_of, require_guarded
 from bough.telemetry.spans import NO_TRACER, Tracer
 from bough.telemetry.tracing import tracing
 from bough.tokenization.vocabulary import TokenizerFiles
@@ -98,13 +98,14 @@ def advertised(config: ServiceConfig, port: int) -> str:
 
 
 def metrics_at(config: ServiceConfig, port: int) -> str:
-    """Address at which others read a process's metrics; empty where it serves none (a port under 0)."""
-    return joined(advertised_host(config), port) if port >= 0 else ""
+    """Address at which others read a process's metrics, with https:// where it is spoken; empty for a port under 0."""
+    scheme = "https://" if config.tls_cert else ""
+    return f"{scheme}{joined(advertised_host(config), port)}" if port >= 0 else ""
 
 
-def for_metrics(config: Config, guard: str) -> Config:
-    """The same settings, for this machine alone where a `guard` keeps others out and figures are not for everybody."""
-    is_local = bool(guard) and not config.open_metrics
+def for_metrics(config: Config) -> Config:
+    """The same settings, for this machine alone where strangers are kept out and figures are not for everybody."""
+    is_local = bool(guards_of(config)) and not config.open_metrics
     return replace(config, host=LOOPBACK, advertise=LOOPBACK) if is_local else config
 
 
@@ -228,7 +229,7 @@ async def serve_worker(
         stage("registering")
         await refuse_misfits(registry, worker.info(), worker.tokenizer, access)
         servicer.loaded = worker
-        metrics = metrics_at(for_metrics(config, config.worker_key_file), worker.metrics_port)
+        metrics = metrics_at(for_metrics(config), worker.metrics_port)
         record = WorkerRecord(kind, worker_id, advertised(config, served.port), metrics=metrics)
         async with registered(registry, lambda: replace(record, load=worker.load())):
             await served.set_ready(True)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
@@ -29,6 +31,7 @@ CALL_SECONDS = 6.0  # in all: one more try, and the wait for a turn
 AWAITED_SECONDS = 1.0  # where a request waits for the answer: it can do without
 SILENT_SECONDS = 7.0  # longer than a look at an index that does not answer: between two of them it stays silent
 MAX_CONNECTIONS = 16
+FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")  # settings in a URL
 Value = str | bytes | int  # that a script is given
 SCRIPTS = Path(__file__).parent / "lua"
 
@@ -53,6 +56,7 @@ class IndexConnection:
         self.safe_url = without_passwords(url)
         self._turns = asyncio.Semaphore(MAX_CONNECTIONS)  # first come, first served, as redis-py's own queue is not
         self._silent_until = 0.0  # seconds on the monotonic clock
+        _require_files(url)
         try:
             self.redis = _client(read_address(url))
         except (ValueError, TypeError, RedisError, RedisClusterException) as exc:
@@ -107,6 +111,13 @@ class IndexConnection:
             return await evaluate("EVALSHA", self._digests[script], len(keys), *keys, *args)
         except NoScriptError:
             return await evaluate("EVAL", self._scripts[script], len(keys), *keys, *args)
+
+
+def _require_files(url: str) -> None:
+    """Raises ConfigError, with nothing of the URL, where it names a file for TLS that is not there."""
+    for name, path in parse_qsl(urlsplit(url).query):
+        if name in FILES and not os.access(path, os.R_OK):
+            raise ConfigError(f"index_url: {name} must be a PEM file that can be read")
 
 
 def _client(address: IndexAddress) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -22,10 +23,18 @@ from bough import errors
 from bough.config.addresses import joined
 from bough.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from bough.rpc.drain import Gate
+from bough.rpc.health_service import HealthService
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
 from bough.telemetry.call_context import CallContextInterceptor
 
 logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 4096  # of a server; those beyond are closed as they come
+MAX_STREAMS = 4096  # of a connection, at once; further ones wait at the caller
+MAX_CALLS = 8192  # of a server, whatever they are
+HANDSHAKE_SECONDS = 20.0  # in which a connection says what it speaks
+IDLE_SECONDS = 600.0  # after its last call a connection is closed; callers of ours open another when they need it
+MAX_METADATA_BYTES = 16 * 1024  # of a call's headers
 
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 20_000),
@@ -38,6 +47,9 @@ _SERVER_OPTIONS = [
     *_KEEPALIVE,
     *_SIZES,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.max_connection_idle_ms", round(1000 * IDLE_SECONDS)),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.so_reuseport", 0),  # otherwise a second server takes half of the first one's calls in silence
 ]
 _CHANNEL_OPTIONS = [
@@ -133,7 +145,7 @@ class Served:
     port: int
     service: str
     gate: Gate
-    _health: health.aio.HealthServicer
+    _health: HealthService
 
     async def set_ready(self, is_ready: bool) -> None:
         """Health of the named service; the empty name is SERVING for as long as the process lives."""
@@ -181,9 +193,10 @@ async def serving(
     # Without a grace period of its own, an old connection waits for its calls for as long as they take.
     age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
     interceptors = [CallContextInterceptor(), *doorkeepers, ErrorInterceptor(gate, stalled_seconds)]
-    server = grpc.aio.server(interceptors=interceptors, options=[*_SERVER_OPTIONS, *age])
+    options = [*_SERVER_OPTIONS, *_bounds(), *age]
+    server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_CALLS)
     add(server)
-    health_servicer = health.aio.HealthServicer()
+    health_servicer = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([service, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
@@ -199,6 +212,19 @@ async def serving(
     finally:
         await served.set_ready(False)
         await server.stop(grace_seconds)
+
+
+def most_connections() -> int:
+    """Open at once: at most a quarter of the descriptors that this process may have, as HTTP and workers need some."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, limit // 4))
+
+
+def _bounds() -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_allowed_incoming_connections", most_connections()),
+        ("grpc.server_handshake_timeout_ms", round(1000 * HANDSHAKE_SECONDS)),
+    ]
 
 
 def service_name(descriptor: Any, name: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -90,6 +91,20 @@ class Access:
 
 
 OPEN = Access()
+
+
+def metrics_context(config: ServiceConfig) -> Callable[[], ssl.SSLContext] | None:
+    """For a server in threads of its own, which looks at the files at each connection. None is no TLS."""
+    if not (files := certificate_files(config)):
+        return None
+    tls = Tls(replace(files, authority="", client_authority=""), is_server=True, is_told=False)
+    context = server_context(tls, lambda _: b"")
+
+    def now() -> ssl.SSLContext:
+        tls.refresh()
+        return context()
+
+    return now
 
 
 def certificate_files(config: ServiceConfig) -> CertificateFiles:

@@ -11,6 +11,15 @@ from bough.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
+def guards_of(config: ServiceConfig) -> tuple[str, ...]:
+    """Files by which strangers are kept out of a process, as far as there are any: of keys, and of authorities."""
+    if isinstance(config, OrchestratorConfig):
+        files = (config.keys, config.tls_client_ca)
+    else:
+        files = (config.worker_key_file, config.tls_ca)
+    return tuple(file for file in files if file)
+
+
 def require_guarded(config: ServiceConfig) -> None:
     """Tells what others could do who reach the process.
 
@@ -19,12 +28,11 @@ def require_guarded(config: ServiceConfig) -> None:
     """
     if is_loopback(config.host):
         return
-    if isinstance(config, OrchestratorConfig):
-        guards, settings = (config.keys, config.tls_client_ca), "--keys FILE or --tls-client-ca FILE"
-    else:
-        guards, settings = (config.worker_key_file, config.tls_ca), "--worker-key-file FILE or --tls-ca FILE"
-    if not any(guards):
+    if not guards_of(config):
         if not config.insecure:
+            is_orchestrator = isinstance(config, OrchestratorConfig)
+            guards = ("--keys", "--tls-client-ca") if is_orchestrator else ("--worker-key-file", "--tls-ca")
+            settings = " or ".join(f"{guard} FILE" for guard in guards)
             raise ConfigError(
                 f"--host: must be this machine's own, such as 127.0.0.1, without {settings}, got {config.host!r}, "
                 "which others reach; --insecure lets in whoever does"

@@ -30,11 +30,13 @@ GRACE_SECONDS = 3600.0  # that calls may take which have begun before a certific
 class Tls:
     """Certificates of one process, and what gRPC and HTTP make of them."""
 
-    def __init__(self, files: CertificateFiles, *, is_server: bool = False) -> None:
-        """Raises ConfigError naming the setting whose file cannot be used."""
+    def __init__(self, files: CertificateFiles, *, is_server: bool = False, is_told: bool = True) -> None:
+        """`is_told` has a server's names and end logged. Raises ConfigError naming the setting of a useless file."""
         self.files = files
         self._watched: WatchedFiles[Certificates] = WatchedFiles(
-            f"TLS: {', '.join(files.paths)}", files.paths, lambda: _loaded(files, is_server=is_server)
+            f"TLS: {', '.join(files.paths)}",
+            files.paths,
+            lambda: _loaded(files, is_server=is_server, is_told=is_server and is_told),
         )
 
     @property
@@ -165,10 +167,10 @@ class PeerChannel:
         return open_channel(self.address, credentials)
 
 
-def _loaded(files: CertificateFiles, *, is_server: bool) -> Certificates:
+def _loaded(files: CertificateFiles, is_server: bool, is_told: bool) -> Certificates:
     """Read, and told of in the log: names and the end of a process's certificate are no secrets."""
     certificates = read_certificates(files, is_server=is_server)
-    if is_server and certificates.chain:
+    if is_told and certificates.chain:
         end = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(certificates.expires))
         is_soon = certificates.expires - time.time() < SOON_SECONDS
         names = ", ".join(certificates.names)

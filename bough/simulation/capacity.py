@@ -1,18 +1,19 @@
 """Simulates users, targets and drafts as a closed network, and says what they get (`bough simulate`).
 
-A request waits for a place in a target's KV memory, then goes round: a size is chosen, the draft grows its tree in
-steps that it shares with others, the target verifies it in a sweep that it shares with others, and tokens are drawn
-from the law. Trees themselves are not made: how deep a round is accepted follows from size and law alone. Left out:
-drafting ahead, looked-up branches, shared prompts, failures, and slots that grow: a place is for the whole answer.
-Targets are served by drafts of their own, or share one with their neighbours.
+A request waits for a slot of a target's KV memory, which then grows with its text, then goes round: a size is chosen,
+the draft grows its tree in steps that it shares with others, the target verifies it in a sweep that it shares with
+others, and tokens are drawn from the law. Trees themselves are not made: how deep a round is accepted follows from size
+and law alone. Left out: drafting ahead, looked-up branches, shared prompts and failures. Targets are served by drafts
+of their own, or share one with their neighbours.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from bisect import insort
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import simpy
 
@@ -68,7 +69,7 @@ class _Simulation:
         ]
         self._drafts = [Draft(self._world, self._grown) for _ in range(scenario.num_drafts)]
         self._cells = {id(target): self._cell(index) for index, target in enumerate(self._targets)}
-        self._queue: deque[Session] = deque()  # for a place
+        self._queue: list[Session] = []  # for a place, the oldest first
         self._accepts: dict[tuple[AcceptanceLaw, Size], list[float]] = {}
         self._num_asked = 0
         self._weights = [kind.weight for kind in scenario.kinds]
@@ -112,21 +113,22 @@ class _Simulation:
         if self._scenario.requests_each:
             kind = kinds[self._num_asked % len(kinds)]
         self._num_asked += 1
-        session = Session(kind, self._env.now, since=self._env.now, context=kind.prompt_tokens, more=more - 1)
+        now = self._env.now
+        session = Session(kind, now, self._num_asked, since=now, context=kind.prompt_tokens, more=more - 1)
         session.draft_context = kind.prompt_tokens
         session.luck = self._random.random() if self._scenario.requests_each else 0.0
         self._queue.append(session)
         self._place()
 
     def _place(self) -> None:
-        """Lets in who has waited longest, as far as there is room, where most is free."""
+        """Lets in who has waited longest, as far as there is room, where fewest are running."""
         while self._queue:
             session = self._queue[0]
-            target = max(self._targets, key=lambda each: each.free_tokens)
-            if target.free_tokens < session.kind.total_tokens:
+            target = max(self._targets, key=lambda each: (each.slots.fits(session), -each.num_running))
+            if not target.slots.fits(session):
                 return
-            self._queue.popleft()
-            target.free_tokens -= session.kind.total_tokens
+            self._queue.pop(0)
+            target.slots.enter(session)
             target.num_running += 1
             session.target = target
             if self._drafts:
@@ -136,14 +138,52 @@ class _Simulation:
             self._begin_round([session])
 
     def _begin_round(self, sessions: list[Session]) -> None:
-        """Chooses sizes, and sends each session to its draft or straight to its target."""
-        drafting: list[Session] = []
-        plain: list[Session] = []
+        """Chooses sizes, and sends on each session that has room for its tree."""
+        ready: list[Session] = []
+        crowded: set[Target] = set()
         for session in sessions:
+            target = session.target
+            assert target is not None, "it was placed"
             self._resize(session, self._size(session))
-            (drafting if session.size.depth else plain).append(session)
-        self._send(drafting, 1, "draft")
-        self._send(plain, 1, "target")
+            if not target.slots.has_room(session):  # a smaller tree is better than to wait or to give way
+                rows = max(1, session.slot_tokens - session.kind.prompt_tokens - session.produced)
+                self._limit(session, rows)
+            if session.gives_way:
+                target.slots.leave(session)
+                self._put_back(session, target)
+            elif target.slots.grow(session):
+                ready.append(session)
+                continue
+            crowded.add(target)
+        self._send_round(ready)
+        for target in sorted(crowded, key=self._targets.index):
+            self._make_room(target)
+
+    def _make_room(self, target: Target) -> None:
+        """Room at a target has become free, or is wanted by sessions that are there."""
+        going, gone = target.slots.settle()
+        for session in gone:
+            self._put_back(cast(Session, session), target)
+        for session in going:
+            cast(Session, session).enter("place", self._env.now)
+        self._send_round(cast(list[Session], going))
+
+    def _put_back(self, session: Session, target: Target) -> None:
+        """A session that has left its slot waits for a place again, before all younger ones."""
+        self._leave_workers(session, target)
+        session.begin_anew()
+        insort(self._queue, session, key=lambda each: each.number)
+        self._measured.num_preemptions += 1
+
+    def _leave_workers(self, session: Session, target: Target) -> None:
+        target.num_running -= 1
+        if session.draft is not None:
+            session.draft.num_sessions -= 1
+
+    def _send_round(self, sessions: list[Session]) -> None:
+        """Each to its draft, or straight to its target."""
+        self._send([session for session in sessions if session.size.depth], 1, "draft")
+        self._send([session for session in sessions if not session.size.depth], 1, "target")
 
     def _resize(self, session: Session, size: Size) -> None:
         session.size = size
@@ -151,7 +191,11 @@ class _Simulation:
 
     def _trim(self, session: Session, num_riders: int) -> None:
         """At the target, which alone sees who rides: no larger than would be chosen for so many."""
-        if (most := self._size(session, num_riders).nodes) < session.size.nodes:
+        self._limit(session, self._size(session, num_riders).nodes)
+
+    def _limit(self, session: Session, most: int) -> None:
+        """A tree of so many nodes at most."""
+        if most < session.size.nodes:
             self._resize(session, Size(most, min(session.size.depth, most - 1)) if most > 1 else PLAIN)
 
     def _size(self, session: Session, num_riders: int = 0) -> Size:
@@ -229,12 +273,11 @@ class _Simulation:
         return session.luck
 
     def _end(self, session: Session) -> None:
-        target, draft, measured = session.target, session.draft, self._measured
+        target, measured = session.target, self._measured
         assert target is not None, "it was placed"
-        target.free_tokens += session.kind.total_tokens
-        target.num_running -= 1
-        if draft is not None:
-            draft.num_sessions -= 1
+        target.slots.leave(session)
+        self._leave_workers(session, target)
+        self._make_room(target)
         if self._left_out:
             self._left_out -= 1
             if not self._left_out:

@@ -13,6 +13,7 @@ from typing import Any
 import simpy
 
 from bough.simulation.capacity_choice import PLAIN, Size
+from bough.simulation.capacity_slots import SlotMemory
 from bough.simulation.measuring import Request, SweepRecord
 from bough.simulation.profile import Factors, Profile, jittered
 from bough.simulation.scenario import RequestKind
@@ -32,6 +33,9 @@ class Session:
 
     kind: RequestKind
     asked: float
+    number: int = 0  # of all requests, in the order in which they were asked
+    slot_tokens: int = 0  # of its target's KV memory
+    gives_way: bool = False
     target: Target | None = None
     draft: Draft | None = None
     size: Size = PLAIN
@@ -55,6 +59,22 @@ class Session:
     def as_request(self, now: float) -> Request:
         """What it was, when its last token comes."""
         return Request(self.produced, self.first - self.asked, now - self.asked, self.num_rounds, self.parts)
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Tokens that its KV slot must hold in its next round."""
+        return self.kind.prompt_tokens + self.produced + self.size.nodes
+
+    @property
+    def final_tokens(self) -> int:
+        """Tokens of its text when it is whole."""
+        return self.kind.total_tokens
+
+    def begin_anew(self) -> None:
+        """It has lost its slot: all of its text must be read again, wherever it goes on."""
+        self.target = self.draft = None
+        self.size = PLAIN
+        self.context = self.draft_context = self.kind.prompt_tokens + self.produced
 
     @property
     def remaining(self) -> int:
@@ -160,7 +180,7 @@ class Target:
 
     def __init__(self, world: World, gather: float, swept: Callable[[list[Session]], None], trim: Trim) -> None:
         """`swept` is told who has a verdict, `trim` makes a tree smaller where more ride than it was planned for."""
-        self.free_tokens = world.profile.target.kv_tokens
+        self.slots = SlotMemory(world.profile.target.kv_tokens)
         self.num_running = 0
         self.riders = Typical(1.0)  # trees in a sweep
         self.context = Typical(0.0)  # rows of prompts beside them
@@ -207,8 +227,9 @@ class Target:
             for session in riders:
                 session.enter("sweep", env.now)
                 session.answered = env.now
+            reading = [session for session in riders if session.context]  # before others may lose what they had read
             self._swept(done)
-            self._waiting.extendleft(reversed([session for session in riders if session.context]))
+            self._waiting.extendleft(reversed(reading))
 
     def _gather(self) -> Process:
         """Waits for sessions that draft, at most `gather` sweeps and no longer than they are typically away."""

@@ -45,6 +45,7 @@ class Measured:
     draft_busy: list[float] = field(default_factory=list)  # of each draft; at the end
     num_rounds: int = 0
     num_tokens: int = 0
+    num_preemptions: int = 0  # of sessions that left their slot for older ones
     sizes: dict[Size, int] = field(default_factory=lambda: defaultdict(int))
     _draft_busy_before: list[float] = field(default_factory=list)
     _rounds_before: int = 0
@@ -60,7 +61,7 @@ class Measured:
         self.began, self._draft_busy_before, self._rounds_before = now, draft_busy, self.num_rounds
         self.requests.clear()
         self.sizes.clear()
-        self.num_tokens = 0
+        self.num_tokens = self.num_preemptions = 0
 
     @property
     def seconds(self) -> float:
@@ -115,6 +116,7 @@ def report(measured: Measured, scenario: Scenario, num_shares: int, more_wait: f
         tokens_per_round=measured.num_tokens / rounds,
         nodes=sum(size.nodes * number for size, number in measured.sizes.items()) / rounds,
         depth=sum(size.depth * number for size, number in measured.sizes.items()) / rounds,
+        preemptions=measured.num_preemptions / max(1, len(requests)),
         parts={name: value / whole for name, value in parts.items()},
         is_complete=measured.is_complete,
     )

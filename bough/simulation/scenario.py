@@ -52,9 +52,9 @@ class Scenario:
 
     @property
     def num_slots(self) -> int:
-        """Requests of the mean length whose KV fits on one target."""
+        """Requests of the mean length, half answered, whose KV fits on one target."""
         weight = sum(kind.weight for kind in self.kinds)
-        mean = sum(kind.weight * kind.total_tokens for kind in self.kinds) / weight
+        mean = sum(kind.weight * (kind.prompt_tokens + kind.output_tokens / 2) for kind in self.kinds) / weight
         return max(1, int(self.profile.target.kv_tokens / mean))
 
     def sliced(self) -> tuple[Scenario, int]:
@@ -102,6 +102,7 @@ class CapacityReport:
     tokens_per_round: float
     nodes: float  # of a round's tree, on average
     depth: float
+    preemptions: float  # times that a request had to leave its KV slot for older ones, on average
     parts: dict[
         str, float
     ]  # shares of a request's time: waiting for a place, draft, network, waiting for a sweep, sweep

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+import ssl
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -15,6 +18,10 @@ from bough.errors import ConfigError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+logger = logging.getLogger(__name__)
+
+SILENT_SECONDS = 10.0  # after which a connection over TLS ends that says nothing
 
 
 class MetricsServer:
@@ -29,8 +36,10 @@ class MetricsServer:
         """Where /metrics is served; -1 for nowhere."""
         return int(self._server[0].server_port) if self._server else -1
 
-    def serve(self, host: str, port: int) -> None:
+    def serve(self, host: str, port: int, context: Callable[[], ssl.SSLContext] | None = None) -> None:
         """Serves /metrics from a thread of its own; port 0 takes a free one, -1 serves none.
+
+        With a `context`, which is asked for at each connection, nothing but https is spoken.
 
         Raises:
             ConfigError: the port is in use.
@@ -44,6 +53,8 @@ class MetricsServer:
                 f"--metrics-port: cannot listen on {joined(host, port)}: {exc}; 0 takes a free one"
             ) from exc
         server, _ = self._server
+        if context is not None:
+            _speak_tls(server, context)
         if (app := server.get_app()) is not None:
             server.set_app(_as_plain_text(app))
 
@@ -54,6 +65,22 @@ class MetricsServer:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def _speak_tls(server: WSGIServer, context: Callable[[], ssl.SSLContext]) -> None:
+    """Hands are shaken on the thread of each connection, so that one which says nothing keeps nobody else waiting."""
+    listener = server.socket
+
+    def accept() -> tuple[ssl.SSLSocket, Any]:
+        connection, peer = listener.accept()
+        connection.settimeout(SILENT_SECONDS)
+        return context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False), peer
+
+    def tell(_: Any, peer: Any) -> None:
+        logger.warning("TLS of /metrics with %s failed: %s", peer, sys.exception())
+
+    server.get_request = accept  # type: ignore[method-assign]
+    server.handle_error = tell  # type: ignore[method-assign, assignment]
 
 
 def _as_plain_text(app: WSGIApplication) -> WSGIApplication:
@@ -69,9 +96,14 @@ def _as_plain_text(app: WSGIApplication) -> WSGIApplication:
     return plain
 
 
-def metrics_note(host: str, port: int) -> tuple[str, ...]:
-    """Where a process that others reach by `host` serves its metrics, as a line for people; nothing at port -1."""
-    return (f"metrics at http://{joined(host, port)}/metrics",) if port >= 0 else ()
+def metrics_url(address: str) -> str:
+    """Of an address as the index has it: HOST:PORT, or https://HOST:PORT where TLS is spoken; empty for none."""
+    return f"{address if '://' in address else f'http://{address}'}/metrics" if address else ""
+
+
+def metrics_note(address: str) -> tuple[str, ...]:
+    """Where a process serves its metrics, as a line for people; nothing without an address."""
+    return (f"metrics at {metrics_url(address)}",) if address else ()
 
 
 def gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:

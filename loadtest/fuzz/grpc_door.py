@@ -84,6 +84,8 @@ class FrameSender:
         except TimeoutError:
             problem = f"http2: neither answer nor end in {ANSWER_SECONDS:g} s"
             self._outcomes.failed(FRAMES, problem, data, len(frames))
+        except OSError as exc:
+            self._outcomes.failed(FRAMES, f"http2: no connection: {exc.strerror}", data, len(frames))
         else:
             self._outcomes.answered(FRAMES, answer, len(frames))
 

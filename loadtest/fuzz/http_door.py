@@ -53,6 +53,9 @@ class HttpSender:
             self._outcomes.failed(LAYER, f"http: no status in {ANSWER_SECONDS:g} s", sent.data)
             await self.close()
             return
+        except OSError as exc:
+            self._outcomes.failed(LAYER, f"http: no connection: {exc.strerror}", sent.data)
+            return
         if status == "500" or (status == "closed" and sent.is_whole):
             self._outcomes.failed(LAYER, f"http: {status}", sent.data)
         else:

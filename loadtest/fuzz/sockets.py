@@ -28,6 +28,7 @@ SWEEP_SECONDS = 0.001
 MAX_CONTEXT = 512  # where answers without a limit end
 SHARES = {http_door.LAYER: 0.6, grpc_door.LAYER: 0.3, grpc_door.FRAMES: 0.1}
 SENDERS = {http_door.LAYER: 12, grpc_door.LAYER: 6, grpc_door.FRAMES: 3}  # at once
+NUM_PROCESSES = 4
 BATCH = 3000  # messages between two looks at the processes
 SETTLE_SECONDS = 30.0
 MOST_GROWTH = {"memory_bytes": 64 * 2**20, "descriptors": 8, "threads": 8, "tasks": 8}
@@ -92,6 +93,8 @@ async def at_sockets(folder: Path, num_messages: int, seed: int, report: Report)
             size = num_messages * (batch + 1) // num_batches - num_messages * batch // num_batches
             await _send(ordinary, size, 1000 * seed + batch, figures.outcomes)
             await _look(running, ordinary, wanted, figures)
+            if len(running.process_ids()) < NUM_PROCESSES:
+                return figures
             now = await _watched(running, ordinary)
             if batch == num_batches // 10 or not first:
                 first = now
@@ -126,7 +129,7 @@ async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], fi
     for kind, replicas in running.replicas.items():
         for child, _ in replicas:
             if child.name not in alive:
-                figures.outcomes.problems[f"the {kind} has ended: {child.tail()[-300:]}"] += 1
+                figures.outcomes.problems[f"the {kind} has ended: {child.tail()[-3000:]}"] += 1
     try:
         figures.is_exact &= await ordinary.tokens() == wanted
     except (BoughError, httpx.HTTPError) as exc:

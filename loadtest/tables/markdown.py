@@ -14,7 +14,8 @@ INTRODUCTION = (
     "[docs/benchmarks](benchmarks): change those, not this page. Machines are virtual, two cores of the processor that "
     "is named, without a GPU, shared with strangers unless it is said otherwise: compare within a table, and believe "
     'ratios. "The demonstration" is SmolLM2-135M-Instruct, block-expanded to 300 layers: the text of a small model at '
-    "the cost of one of 2.1 GB. Figures that settled a decision stand with it, in [decisions](decisions/README.md)."
+    "the cost of one of 2.1 GB. Where the commit that ran was not kept, date and commit are those at which the figures "
+    "were recorded. Figures that settled a decision stand with it, in [decisions](decisions/README.md)."
 )
 WIDTH = 130
 REGRET_COLUMNS = (

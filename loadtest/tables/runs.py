@@ -2,9 +2,9 @@
 
     {"title": "...", "text": ["a paragraph", ...], "runs": [RUN, ...]}
 
-A RUN has `command`, `machine`, `date` (of the run, or of the commit that recorded its figures), `commit` (of the code
-that was measured), and its figures in one of two ways: `line`, the benchmark's own JSON line, where `loadtest.tables`
-knows how to show it; or `table`, with `columns` and `rows` of text. `note` is a paragraph below the table.
+A RUN has `command`, `machine`, `date`, `commit` (of the code that ran; where that was not kept, the one that recorded
+the figures, and its date), and its figures in one of two ways: `line`, the benchmark's own JSON line, where
+`loadtest.tables` knows how to show it; or `table`, with `columns` and `rows` of text. `note` is a paragraph below.
 """
 
 from __future__ import annotations

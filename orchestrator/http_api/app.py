@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
+from bough.registry.records import WorkerRecord
 from bough.telemetry.call_context import TRACEPARENT, set_caller_traceparent
 from bough.telemetry.log_context import LogContext, set_log_context
 from orchestrator.http_api import chat, completions
@@ -174,12 +176,7 @@ class _Door:
     async def service_discovery(self, request: Request, entered: ExitStack) -> Response:
         """Where every process serves its metrics, as Prometheus' http_sd reads it."""
         records = await self.requests.directory.registry.workers()
-        told = [
-            {"targets": [record.metrics], "labels": {"kind": record.kind, "worker_id": record.worker_id}}
-            for record in records
-            if record.metrics
-        ]
-        return JSONResponse(told)
+        return JSONResponse([_discovered(record) for record in records if record.metrics])
 
     async def decisions(self, request: Request, entered: ExitStack) -> Response:
         """The last rounds of a request or a session, and why they were as they were."""
@@ -235,6 +232,13 @@ def _session_id(request: Request, fields: GenerationFields) -> str:
     if fields.session_id:
         return fields.session_id
     return request.headers.get(SESSION_HEADER, "")
+
+
+def _discovered(record: WorkerRecord) -> dict[str, Any]:
+    """One target of Prometheus's http_sd; over TLS where its address says so."""
+    scheme, _, address = record.metrics.rpartition("://")
+    labels = {"kind": record.kind, "worker_id": record.worker_id}
+    return {"targets": [address], "labels": labels | ({"__scheme__": scheme} if scheme else {})}
 
 
 @dataclass(frozen=True, slots=True)

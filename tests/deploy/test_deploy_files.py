@@ -16,12 +16,25 @@ import jsonschema
 import pytest
 import yaml
 
-from bough.config.processes import KEY_FILE_VARIABLE, DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
+from bough.config.processes import (
+    AUTHORITY_VARIABLE,
+    CERT_VARIABLE,
+    KEY_FILE_VARIABLE,
+    TLS_KEY_VARIABLE,
+    DraftConfig,
+    OrchestratorConfig,
+    ServiceConfig,
+    TargetConfig,
+)
 from bough.config.reader import parse, variable
+from bough.processes.process import advertised
+from bough.security.access import certificate_files
+from bough.security.guarded import require_guarded
 from deploy.check import check
 
 DOCKER, KUBERNETES, SYSTEMD = (Path("deploy") / name for name in ("docker", "kubernetes", "systemd"))
 COMPOSE = [DOCKER / "compose.yaml", DOCKER / "compose.gpu.yaml"]
+TLS = DOCKER / "compose.tls.yaml"
 UNITS = sorted(SYSTEMD.glob("*.service"))
 # Of KubeRay 1.7.0's CRD: version v1 without descriptions, and `additionalProperties: false` wherever fields are listed.
 RAY_SERVICE = Path("tests/data/kuberay-rayservice-v1.schema.json.gz")
@@ -58,7 +71,7 @@ def test_the_image_has_all_that_is_copied_into_it() -> None:
     assert all(Path(name).exists() for name in copied)
 
 
-@pytest.mark.parametrize("files", [COMPOSE[:1], COMPOSE], ids=["compose", "with GPUs"])
+@pytest.mark.parametrize("files", [COMPOSE[:1], COMPOSE, [*COMPOSE, TLS]], ids=["compose", "with GPUs", "with TLS"])
 def test_compose_files_are_what_compose_takes(files: list[Path], tmp_path: Path) -> None:
     command = (tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec")
     done = run(*command, *map(str, files))
@@ -87,6 +100,31 @@ def test_compose_starts_programs_with_settings_that_they_take() -> None:
         for volume in service.get("volumes", []):
             if volume.startswith("."):
                 assert (DOCKER / volume.split(":")[0]).exists()
+
+
+def test_compose_with_tls_has_certificates_for_every_program_and_names_for_them() -> None:
+    plain, tls = (yaml.safe_load(path.read_text())["services"] for path in (COMPOSE[0], TLS))
+    for name, module in (("target", "target_worker"), ("draft", "draft_worker"), ("orchestrator", "orchestrator")):
+        environment = plain[name]["environment"] | tls[name]["environment"]
+        mine = variable(module, "")
+        shared = {key for key in environment if not key.startswith(mine)}
+        assert shared == {KEY_FILE_VARIABLE, CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE}
+        config = parse(PROGRAMS[module], module, ["--host", "0.0.0.0"], environment)
+        files = certificate_files(config)
+        assert {*files.paths} == {f"/run/secrets/{secret}" for secret in tls[name]["secrets"]}
+        assert advertised(config, 1) == f"{name}:1", "a certificate knows no container by its address"
+        assert f"DNS:{name}" in TLS.read_text()
+        require_guarded(config)
+    overlay = yaml.safe_load((DOCKER / "prometheus.tls.yml").read_text())
+    (job,) = overlay["scrape_configs"]
+    (found,) = job["http_sd_configs"]
+    assert found["url"].startswith("https://orchestrator:8000/")
+    assert job["tls_config"] == found["tls_config"] == {"ca_file": "/run/secrets/tls-ca"}
+    (volume,) = tls["prometheus"]["volumes"]
+    assert volume.split(":")[1] in {each.split(":")[1] for each in plain["prometheus"]["volumes"]}, (
+        "it replaces another"
+    )
+    assert (DOCKER / volume.split(":")[0]).exists()
 
 
 def dockerfile_command(stage: str) -> list[str]:
@@ -167,7 +205,7 @@ def test_variables_in_the_guide_are_settings() -> None:
     for name, lines in files:
         if module := modules.get(name):
             variables = dict(line.split("=", 1) for line in lines.splitlines())
-            parse(PROGRAMS[module], module, [], variables)
+            require_guarded(parse(PROGRAMS[module], module, [], variables))
 
 
 def test_health_is_told_by_the_exit_status() -> None:

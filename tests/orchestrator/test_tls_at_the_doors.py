@@ -18,6 +18,8 @@ from bough.client import Client
 from bough.errors import ConfigError, Unavailable
 from bough.health.probe import status_of
 from bough.protocol.generation import Finished, Started
+from bough.registry.heartbeat import registered
+from bough.registry.records import WorkerRecord
 from bough.security.certificates import CertificateFiles
 from orchestrator.assembly import Orchestrator, assembled
 from tests.fakes.certificates import Authority, flags_of
@@ -236,3 +238,25 @@ async def test_workers_are_called_over_tls_alone_where_there_is_an_authority(
             assert not orchestrator.directory.has_target
             assert "it does not speak TLS" in caplog.text
         assert stage.target.asked == []
+
+
+async def test_figures_are_served_over_tls_and_found_there(tmp_path: Path) -> None:
+    """One that says nothing keeps nobody waiting; plain text ends at once; the certificate is that of the moment."""
+    async with door_with(tmp_path, "--metrics-port", "0") as door, door.http(context_of(AUTHORITY)) as http:
+        record = WorkerRecord("orchestrator", "o", door.address, metrics=door.orchestrator.metrics_address)
+        async with registered(door.stage.registry, lambda: record):
+            found = (await http.get("/service-discovery")).json()
+        (url,) = [f"{each['labels']['__scheme__']}://{each['targets'][0]}/metrics" for each in found]
+        assert url == door.orchestrator.requests.metrics_url
+        host, port = httpx.URL(url).host, httpx.URL(url).port
+        assert port is not None
+        silent = [await asyncio.open_connection(host, port) for _ in range(10)]
+        assert "vllm:num_requests_running" in (await http.get(url)).text
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+            await http.get(url.replace("https", "http"))
+        STRANGER.pair("door").write(door.folder, "door")
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            async with door.http(context_of(AUTHORITY)) as late:
+                await late.get(url)
+        for _, writer in silent:
+            writer.close()

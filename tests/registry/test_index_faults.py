@@ -276,7 +276,9 @@ async def _speaks_tls(port: int, certificate: Path) -> None:
     async with connected(f"{url}?ssl_ca_certs={certificate}") as registry:
         await registry.record_session(SESSION, 0)
         assert await registry.load_session("s") == SESSION
-    for wrong in (url, f"{url}?ssl_ca_certs={certificate}.missing", url.replace("rediss", "redis")):
+    with pytest.raises(ConfigError, match=r"^index_url: ssl_ca_certs must be a PEM file that can be read$"):
+        Registry(f"{url}?ssl_ca_certs={certificate}.missing")
+    for wrong in (url, url.replace("rediss", "redis")):
         registry = Registry(wrong)
         with pytest.raises(Unavailable, match=rf"the index at rediss?://:\*\*\*@127\.0\.0\.1:{port}"):
             await asyncio.wait_for(registry.workers(), SECONDS)

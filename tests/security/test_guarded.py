@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.config.reader import parse
 from bough.errors import ConfigError
+from bough.processes.process import for_metrics
 from bough.security.guarded import require_guarded
 from deploy.settings import DEPLOYMENTS, INDEX, Role, read_program
 from orchestrator.assembly import assembled
@@ -54,6 +56,19 @@ def test_an_orchestrator_with_keys_or_certificates_of_clients_may_be_reached(gua
 @pytest.mark.parametrize("guard", ["--worker-key-file", "--tls-ca"])
 def test_a_worker_with_a_secret_or_an_authority_may_be_reached(kind: Config, guard: str) -> None:
     require(kind, "--host", "0.0.0.0", guard, "file")
+
+
+@pytest.mark.parametrize(
+    ("kind", "guard"),
+    [(TargetConfig, "--worker-key-file"), (DraftConfig, "--tls-ca"), (OrchestratorConfig, "--keys"),
+     (OrchestratorConfig, "--tls-client-ca")],
+)  # fmt: skip
+def test_figures_of_a_guarded_process_are_for_its_own_machine(kind: Config, guard: str) -> None:
+    model = [] if kind is OrchestratorConfig else ["--model", "m"]
+    guarded = parse(kind, "service", [*model, "--host", "10.0.0.1", guard, "file"], {})
+    assert for_metrics(guarded).host == "127.0.0.1"
+    assert for_metrics(replace(guarded, open_metrics=True)).host == "10.0.0.1"
+    assert for_metrics(parse(kind, "service", [*model, "--host", "10.0.0.1"], {})).host == "10.0.0.1"
 
 
 def test_what_crosses_the_network_in_the_open_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -25,7 +26,7 @@ from bough.security.access import Access
 from bough.security.certificates import CertificateFiles
 from bough.security.tls import Tls
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
-from tests.fakes.certificates import Authority, flags_of
+from tests.fakes.certificates import Authority, Pair, flags_of
 from tests.fakes.index_server import connected, served, tls_in_front_of
 from tests.fakes.simulated import pair_of, text_of, write_profile
 
@@ -139,6 +140,35 @@ async def test_an_orchestrator_without_a_certificate_gets_nothing(bough: Bough) 
     address = await bough.address("target")
     with pytest.raises(Unavailable, match="where it asks for a certificate"):
         await TargetClient(address, "o").info()
+
+
+async def test_certificates_of_all_processes_change_under_a_running_stream(bough: Bough) -> None:
+    """What runs goes on, connections that begin have the new ones, and tokens are the same before and after."""
+    options = replace(OPTIONS, max_tokens=500)
+    async with bough.cluster.client() as client:
+        begin, before = await answered(client, OPTIONS)
+        stream, tokens, num_running = client.generate(PROMPT, options), list[int](), 0
+        async for event in stream:
+            if isinstance(event, Tokens):
+                if not tokens:
+                    await served_everywhere(bough, AUTHORITY.pair("process"))
+                    num_running = (await client.loads()).num_requests_running
+                tokens += event.token_ids
+        _, after = await answered(client, OPTIONS)
+    assert tokens == text_of(pair_of(bough.folder), 7, begin, 500)
+    assert before == after == tokens[:24]
+    assert num_running == 1, "the stream was not over before the certificates were changed"
+    assert "stays in force" not in bough.cluster.children["orchestrator"].log.read_text()
+
+
+async def served_everywhere(bough: Bough, pair: Pair) -> None:
+    """Puts it in the place of the processes' own; returns when all of them show it."""
+    pair.write(bough.folder, "process")
+    addresses = [bough.cluster.address, await bough.address("target"), await bough.address("draft")]
+    async with asyncio.timeout(20):
+        for host, port in (address.split(":") for address in addresses):
+            while (await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))).encode() != pair.certificate:
+                await asyncio.sleep(0.1)
 
 
 async def test_no_password_is_in_a_log_a_command_line_or_what_doctor_prints(bough: Bough) -> None:

@@ -65,6 +65,13 @@ def test_a_turn_is_what_the_whole_conversation_has_after_the_answer(source: str)
     assert "Be kind" not in template.render_turn(TURN)
 
 
+def test_what_users_say_takes_no_time_whatever_it_is() -> None:
+    """The mark that an answer is found by was tried one letter after another: a text of a megabyte took hours."""
+    text = "Zyx" + "y" * 1_000_000
+    template = ChatTemplate(LLAMA_3, "<s>", "</s>")
+    assert template.render([*HISTORY, ("user", text)]).endswith("A plant." + template.render_turn([("user", text)]))
+
+
 def test_what_users_say_may_be_anything() -> None:
     """The made-up answer must not be mistaken for something that a user has said."""
     template = ChatTemplate(LLAMA_3, "<s>", "</s>")

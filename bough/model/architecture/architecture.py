@@ -31,7 +31,7 @@ def load_config(folder: Path) -> PretrainedConfig:
         CheckpointError: where transformers cannot read it.
     """
     try:
-        return language_part(AutoConfig.from_pretrained(folder))
+        return language_part(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except UNREADABLE as exc:
         raise CheckpointError(f"{folder / 'config.json'}: {exc}") from exc
 

@@ -184,4 +184,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name, file in names.items():
         if not isinstance(file, str) or not file:
             raise CheckpointError(f"{index}: tensor {name} is placed in {file!r}; the name of a file would do")
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise CheckpointError(f"{index}: tensor {name}: must be placed in a file of the same folder, got {file!r}")
     return names

@@ -6,6 +6,7 @@ open the same model, and none should take hours before it can say that it is the
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from bough.errors import CheckpointError
@@ -26,16 +27,23 @@ def cached(model: str) -> Path:
     Raises:
         CheckpointError: it is not there.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    cache = constants.HF_HUB_CACHE
     try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as exc:
+        folder = Path(snapshot_download(model, cache_dir=cache, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, ValueError) as exc:
         raise CheckpointError(
             f"model: {model} is neither a folder nor a model in the local Hugging Face cache; "
             "a path, or a model fetched with `hf download`, would do"
         ) from exc
+    # As it is spelled: a link in the cache is its owner's doing.
+    if not Path(os.path.normpath(folder)).is_relative_to(os.path.normpath(cache)):
+        raise CheckpointError(
+            f"model: {model} must be in the Hugging Face cache, {cache}; its entry there points to {folder}"
+        )
+    return folder
 
 
 def fetch(*models: str) -> None:

@@ -17,7 +17,7 @@ def load_tokenizer_files(folder: Path) -> TokenizerFiles:
         CheckpointError: where there is no tokenizer.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         data = tokenizer.backend_tokenizer.to_str().encode()
     except (OSError, ValueError, AttributeError) as exc:
         raise CheckpointError(f"{folder}: no usable tokenizer: {exc}") from exc

@@ -155,7 +155,7 @@ def find_config(model: str) -> tuple[PretrainedConfig, Path]:
     if not is_hub_id(model):
         raise CheckpointError(f"model: folder {model} is not there")
     try:
-        config = language_part(AutoConfig.from_pretrained(model))
+        config = language_part(AutoConfig.from_pretrained(model, trust_remote_code=False))
     except OSError as exc:
         raise CheckpointError(
             f"model: config.json of {model} can neither be fetched nor is it in the local Hugging Face cache: {exc}"

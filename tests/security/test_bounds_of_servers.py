@@ -1,0 +1,109 @@
+"""What strangers may take of a server before anybody asks who they are: connections, streams, its attention."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bough.rpc import server
+from bough.rpc.health_service import MAX_WATCHERS
+from bough.rpc.server import Served, is_serving, open_channel, serving
+from loadtest.fuzz.grpc_door import PREFACE, SETTINGS, _frame, _literal
+
+SERVICE = "bough.v1.Target"
+INITIAL_WINDOW_SIZE = 4  # a setting of HTTP/2
+WATCH = "/grpc.health.v1.Health/Watch"
+HELLO = PREFACE + _frame(SETTINGS, 0, 0, b"")
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with serving("127.0.0.1", 0, SERVICE, lambda _: None) as running:
+        yield running
+
+
+def watching_without_reading() -> bytes:
+    """A stream of health whose reader gives it no room for a single byte."""
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", WATCH), (":authority", "x"), ("te", "trailers")]
+    head = b"".join(
+        _literal(*(part.encode() for part in field)) for field in [*fields, ("content-type", "application/grpc")]
+    )
+    message = health_pb2.HealthCheckRequest(service=SERVICE).SerializeToString()
+    data = struct.pack(">BI", 0, len(message)) + message
+    settings = _frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, 0))
+    return PREFACE + settings + _frame(1, 4, 1, head) + _frame(0, 1, 1, data)
+
+
+async def test_who_watches_health_and_does_not_read_holds_nobody_up(served: Served) -> None:
+    """The server's own word on its health waited for every watcher to have read the last one: one stranger, who needs
+    no key for it, kept an orchestrator from ever being SERVING, and from draining."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(watching_without_reading())
+    await writer.drain()
+    await reader.readexactly(9)
+    await asyncio.sleep(0.3)  # the call is there
+    async with asyncio.timeout(10):
+        for is_ready in (True, False, True, False, True):
+            await served.set_ready(is_ready)
+            await asyncio.sleep(0.05)
+        await served.leave()
+    writer.transport.abort()
+
+
+async def test_watchers_are_told_of_every_change_and_are_so_many_at_most(served: Served) -> None:
+    async with open_channel(f"127.0.0.1:{served.port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        told = health_pb2.HealthCheckResponse
+        assert (await watch.read()).status == told.NOT_SERVING
+        await served.set_ready(True)
+        assert (await watch.read()).status == told.SERVING
+        unknown = stub.Watch(health_pb2.HealthCheckRequest(service="other"))
+        assert (await unknown.read()).status == told.SERVICE_UNKNOWN
+        more = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHERS - 2)]
+        assert {(await each.read()).status for each in more} == {told.SERVING}
+        with pytest.raises(grpc.aio.AioRpcError, match="watch") as refused:
+            await stub.Watch(health_pb2.HealthCheckRequest()).read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await is_serving(channel, SERVICE, 10.0)  # a question of its own is answered all the same
+        unknown.cancel()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    assert (await stub.Watch(health_pb2.HealthCheckRequest()).read()).status == told.SERVING
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.05)
+
+
+async def test_connections_are_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "most_connections", lambda: 3)
+    async with serving("127.0.0.1", 0, SERVICE, lambda _: None) as served:
+        streams = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(6)]
+        for _, writer in streams:
+            writer.write(HELLO)
+        async with asyncio.timeout(20):
+            answered = [bool(await reader.read(9)) for reader, _ in streams]
+        assert sum(answered) == 3
+        for _, writer in streams:
+            writer.transport.abort()
+        async with asyncio.timeout(20), open_channel(f"127.0.0.1:{served.port}") as channel:
+            while not await is_serving(channel, "", 5.0):  # once the others have gone
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("said", [b"", PREFACE[:10]])
+async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.5)
+    async with serving("127.0.0.1", 0, SERVICE, lambda _: None) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(said)
+        async with asyncio.timeout(30):
+            while await reader.read(1000):
+                pass
+        writer.close()
