@@ -55,7 +55,7 @@ OTHERS = _modules(
     ("bough.model.packing", "pack shard_writer"),
     ("bough.model.quant", "samples"),
     ("bough.model.running", "device"),
-    ("bough.model.sizes", "memory_budget model_sizes"),
+    ("bough.model.sizes", "memory_budget model_sizes stored_format"),
     ("bough.protocol", "cost_curve messages prefix_hash"),
     ("bough.runtime", "fatal_exit host_memory kv_budget machine"),
     ("bough.sizing", "flops other_devices placement row_averages sweep_times"),
