@@ -1,57 +1,57 @@
-"""What can go wrong, as one tree of exceptions.
+"""All exceptions of bough, as one tree.
 
     BoughError
-    ├── InvalidRequest       the caller's fault: names the field, the value and what would do
+    ├── InvalidRequest       the caller's fault: names the field, what it must be, and its value
     │   ├── InvalidTree      names the node
-    │   └── InvalidCurve     names the entry of a curve of costs
-    ├── Unauthenticated      a caller without a key that is known here
+    │   └── InvalidCurve     names the entry of a cost curve
+    ├── Unauthenticated      the caller has no valid key
     ├── NotFound             no such session or request
-    ├── PrefixMissing        the worker does not hold what the caller stands on; carries what it does hold
-    ├── StaleEpoch           the session has been placed anew since
-    ├── Exhausted            no room now; the same call may succeed later, and it may say when
-    │   ├── Preempted        a session's KV has given way to older ones
+    ├── PrefixMissing        the worker has not cached the caller's prefix; carries what it has cached
+    ├── StaleEpoch           the session has been claimed by a newer epoch
+    ├── Exhausted            no capacity now; the same call may succeed later, and may say when
+    │   ├── Preempted        a session's KV was taken for older sessions
     │   └── AcceleratorFull  a sweep found no memory on its device
-    ├── DeadlineExceeded     the caller's time is up, or it has stopped reading what it asked for
+    ├── DeadlineExceeded     the caller's deadline has passed, or it has stopped reading
     ├── Unavailable          a worker or the index does not answer
-    │   ├── NoAnswer         a call has ended without one: the connection is lost, or the time is up
-    │   ├── AcceleratorLost  a worker's device answers nothing but errors; its process ends
+    │   ├── NoAnswer         a call ended without a reply: connection lost, or timeout
+    │   ├── AcceleratorLost  a worker's device only returns errors; its process ends
     │   └── StreamError      weights could not be read
-    ├── ConfigError          a setting, found at start
-    │   └── CheckpointError  a model folder, found at start
-    └── PairingError         two workers that do not fit together
+    ├── ConfigError          an invalid setting, found at start
+    │   └── CheckpointError  an invalid model folder, found at start
+    └── PairingError         two incompatible workers
 
-How each travels over gRPC stands in `bough.rpc.server`, and nowhere else.
+`bough.rpc.server` alone maps them to gRPC statuses.
 """
 
 from __future__ import annotations
 
 
 class BoughError(Exception):
-    """Base of all of them; its text is fit to show to a user."""
+    """The base of all errors; their texts are meant for users."""
 
 
 class InvalidRequest(BoughError):
-    """A field of a request is not usable."""
+    """A field of a request is invalid."""
 
 
 class InvalidTree(InvalidRequest):
-    """A tree breaks one of its rules."""
+    """A tree violates an invariant."""
 
 
 class InvalidCurve(InvalidRequest):
-    """A curve of seconds by rows breaks one of its rules."""
+    """A cost curve violates an invariant."""
 
 
 class Unauthenticated(BoughError):
-    """A caller without a key that is known here; which part of it is wrong is not told."""
+    """The caller has no valid key; the text does not say which part is wrong."""
 
 
 class NotFound(BoughError):
-    """A session or request that is not here."""
+    """A session or request does not exist here."""
 
 
 class PrefixMissing(BoughError):
-    """A worker holds less of a session, or something else, than the caller believed."""
+    """A worker has cached less of a session than the caller believed, or other tokens."""
 
     def __init__(self, message: str, held_length: int = 0, held_hash: int = 0) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class PrefixMissing(BoughError):
 
 
 class StaleEpoch(BoughError):
-    """A call from before the session was placed anew; carries the epoch that a worker has, where it is a worker's."""
+    """A call of an older epoch of a session; carries the worker's epoch if a worker raised it."""
 
     def __init__(self, message: str, newest: int = 0) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class StaleEpoch(BoughError):
 
 
 class Exhausted(BoughError):
-    """Every place is taken. `retry_seconds` is when the same call is worth trying again, where that is known."""
+    """There is no capacity now; `retry_seconds` is the time after which to retry, if known."""
 
     def __init__(self, message: str, retry_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -76,27 +76,27 @@ class Exhausted(BoughError):
 
 
 class Preempted(Exhausted):
-    """A session's KV has given way to older sessions: its tokens are computed again once there is room, anywhere."""
+    """A session's KV was taken for older sessions; its tokens are computed again, anywhere, once there is room."""
 
 
 class AcceleratorFull(Exhausted):
-    """An accelerator has no memory left for what was asked of it at once."""
+    """An accelerator has no memory left for a call."""
 
 
 class DeadlineExceeded(BoughError):
-    """The time that a caller had given is over."""
+    """The caller's deadline has passed."""
 
 
 class Unavailable(BoughError):
-    """A process that is needed does not answer."""
+    """A required process does not answer."""
 
 
 class NoAnswer(Unavailable):
-    """A call has ended without an answer of its peer's own, which may have gone because of it."""
+    """A call ended without its peer's reply; the peer may have failed because of the call."""
 
 
 class AcceleratorLost(Unavailable):
-    """An accelerator does nothing more for this process."""
+    """An accelerator is lost to this process."""
 
 
 class StreamError(Unavailable):
@@ -112,4 +112,4 @@ class CheckpointError(ConfigError):
 
 
 class PairingError(BoughError):
-    """A draft and a target that cannot work together."""
+    """Two workers are incompatible."""

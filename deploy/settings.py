@@ -154,7 +154,7 @@ def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others
         try:
             given[name] = known[name].metadata["parse"](_text(f"{where}.{name}", value))
         except ValueError as exc:
-            raise ConfigError(f"{where}.{name}: value was {value!r}; {exc}") from exc
+            raise ConfigError(f"{where}.{name}: {exc}, got {value!r}") from exc
     missing = [name for name, f in known.items() if f.default is MISSING and name not in given]
     if missing:
         raise ConfigError(f"{where}.{missing[0]}: missing")

@@ -18,6 +18,7 @@ from bough.model.cpu.threads import compute_reproducibly_with, hand_over_soon, o
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
+from bough.model.llama.weights import is_lean
 from bough.model.loading.default_settings import conversion, settled
 from bough.model.loading.loading import DTYPES, build_skeleton
 from bough.model.running.device import choose_device, device_name
@@ -51,9 +52,10 @@ from target_worker.sweep.tiers import Tiers, lanes_of
 logger = logging.getLogger(__name__)
 
 
-def compile_target(dtype: str) -> bool:
-    """Has what sweeps in numbers of this type call on a CPU compiled, as `compile_apart` does."""
-    return compile_apart("target_worker.sweep.kernels", [dtype], compiled_ground(Path(__file__).parent))
+def compile_target(dtype: str, layers: str, weights: str) -> bool:
+    """Has what sweeps call on a CPU compiled, as `compile_apart` does; arguments of `target_worker.sweep.kernels`."""
+    arguments = [dtype, layers, weights]
+    return compile_apart("target_worker.sweep.kernels", arguments, compiled_ground(Path(__file__).parent))
 
 
 class TargetWorker(ServedTarget):
@@ -82,7 +84,13 @@ class TargetWorker(ServedTarget):
         self._num_rows = self._limits.num_rows(self._skeleton.kv_shape().row_bytes, config.kv_memory)
         self._placement = self._place()
         if self._device.type == "cpu":
-            compile_target(config.dtype)
+            packing = self._skeleton.quantization
+            is_whole = is_lean(self._skeleton, self._device) and (packing is None or packing.method == "bough")
+            compile_target(
+                config.dtype,
+                "whole" if is_whole else "attention",
+                "packed" if packing is not None and packing.method == "bough" else "plain",
+            )
         stage("reading weights")
         try:
             self._start()

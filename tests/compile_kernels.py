@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,14 +16,16 @@ from bough.model.running.runner import ResidentModel
 from draft_worker.model.sources import load_draft
 from draft_worker.model.warm_up import warm_up_choosing
 from loadtest.common.tiny_model import TINY, save_model
+from target_worker.sweep.kernels import LAYERS, WEIGHTS
 from target_worker.worker import compile_target
 from tests.fakes.models import CPU
 
 
 def compile_for(dtype: str) -> None:
     """All that a target in numbers of a type calls, and a draft."""
-    if not compile_target(dtype):
-        raise SystemExit("the kernels do not compile; the log above says why")
+    for kinds in product(LAYERS, WEIGHTS):
+        if not compile_target(dtype, *kinds):
+            raise SystemExit("the kernels do not compile; the log above says why")
     with TemporaryDirectory() as folder:
         tiny = save_model(Path(folder) / "tiny", TINY)
         warm_up(ResidentModel(build_skeleton(Checkpoint.open(tiny), DTYPES[dtype]), CPU))

@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+FOLDERS = ("bough", "orchestrator", "draft_worker", "target_worker", "deploy", "loadtest", "tests")
+MODULES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 DECISIONS = ROOT / "docs" / "decisions"
 OF_A_COMMIT = re.compile(r"[Cc]ommit\s+[0-9a-f]{7}")  # a decision that says so tells of scripts of that time
 
@@ -28,6 +30,13 @@ def test_tests_that_are_named_are_there(document: Path) -> None:
     """A guarantee is worth as much as the test that holds it."""
     for path in re.findall(r"\btests/[\w/]+(?:\.py)?", document.read_text()):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_modules_that_are_named_are_there(document: Path) -> None:
+    """By a path from the root or a room, or by the file's name alone."""
+    for module in re.findall(r"`([\w/]+\.py)(?::[^`]*)?`", document.read_text()):
+        assert any(path.endswith(f"/{module}") for path in MODULES), module
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)

@@ -1,1 +1,1 @@
-"""The `bough` command: a file for each of its subcommands."""
+"""The `bough` command, with a file for each subcommand."""

@@ -1,4 +1,4 @@
-"""Standard output whose reader may leave before its end, as in `bough doctor | head`."""
+"""Handling of a closed pipe at standard output, as in `bough doctor | head`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXIT_PIPE = 128 + signal.SIGPIPE  # as a shell has it of a command that the signal ends; Python ignores the signal
+EXIT_PIPE = 128 + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
 
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Ends the process without a word where nobody reads what is written in the block."""
+    """Exit silently if the reader of standard output has closed the pipe."""
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()  # here, and not at the interpreter's end, where an error of it would be told
+            sys.stdout.flush()  # at exit, the interpreter would print the error
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what could not be written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards unwritten output
         raise SystemExit(EXIT_PIPE) from None

@@ -1,4 +1,4 @@
-"""A session's rounds, drawn into a file: sizes, tokens and seconds, as expected and as they came."""
+"""A plot of a session's rounds: sizes, tokens and seconds, expected and real."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COLOURS = {
 
 
 def save_decisions(decisions: Sequence[Decision], title: str, flag: str, file: str) -> None:
-    """Three panels over the rounds: nodes by mode, tokens, and seconds by what they were spent on.
+    """Save three panels over the rounds: nodes by mode, tokens, and seconds by activity.
 
     Raises:
-        ConfigError: the file cannot be written, naming `flag`.
+        ConfigError: the file cannot be written; names `flag`.
     """
-    from matplotlib.figure import Figure  # no pyplot: no window, and nothing global
+    from matplotlib.figure import Figure  # not pyplot, which has global state
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 9), layout="constrained")
@@ -45,13 +45,13 @@ def save_decisions(decisions: Sequence[Decision], title: str, flag: str, file: s
 
 
 def _draw_sizes(axes: Axes, decisions: Sequence[Decision]) -> None:
-    """Bars of verified nodes, a colour a mode; on them what the target left out; dashes where the draft was asked."""
+    """Bars of verified nodes in the mode's colour, nodes left out stacked on top, and dashes for budgets."""
     places = range(1, len(decisions) + 1)
     for mode, colour in COLOURS.items():
         bars = [(x, d.num_sent - d.num_left_out) for x, d in zip(places, decisions, strict=True) if d.mode is mode]
         if bars:
             axes.bar(*zip(*bars, strict=True), color=colour, label=mode.value)
-            axes.plot(*zip(*bars, strict=True), "o", color=colour, markersize=4)  # a root alone is seen too
+            axes.plot(*zip(*bars, strict=True), "o", color=colour, markersize=4)  # visible for a root alone
     if any(each.num_left_out for each in decisions):
         left_out, below = [d.num_left_out for d in decisions], [d.num_sent - d.num_left_out for d in decisions]
         axes.bar(places, left_out, bottom=below, color="none", edgecolor="tab:red", label="left out by the target")
@@ -70,7 +70,7 @@ def _draw_tokens(axes: Axes, decisions: Sequence[Decision]) -> None:
 
 
 def _draw_seconds(axes: Axes, decisions: Sequence[Decision]) -> None:
-    """Parts stacked as they were; what the whole was expected to take as a line."""
+    """Stacked bars of real seconds by activity, and a line of expected totals."""
     places = range(1, len(decisions) + 1)
     below = [0.0] * len(decisions)
     for name in PART_NAMES:

@@ -1,4 +1,4 @@
-"""`bough demo`: the whole pipeline on the demonstration model, with speculation and without, and what it came to."""
+"""`bough demo`: runs the demonstration model with and without speculation, and compares."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Spec
 from bough.protocol.messages import WorkerInfo
 
 MIN_TOKENS = 16
-GRID_TOKENS = 24  # of each of the runs by which sizes are compared
+GRID_TOKENS = 24  # tokens of each run that compares sizes
 GRID_NODES = (4, 16, 64)
-SELF_SIZED = 0  # in the order of these runs
+SELF_SIZED = 0  # stands for a self-sized tree among these numbers of nodes
 GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
 UP_DEFAULTS = argument_parser().parse_args(["up", "--port", "0"])
 
 
 async def demo(arguments: argparse.Namespace) -> int:
-    """Builds, starts, generates in several ways, compares; exit status 1 where outputs differ."""
+    """Write the model, start all processes, generate in several ways, compare; exit status 1 if outputs differ."""
     if arguments.max_tokens < MIN_TOKENS:
-        raise ConfigError(
-            f"--max-tokens: {arguments.max_tokens}; at least {MIN_TOKENS} would do: rates need some rounds"
-        )
+        raise ConfigError(f"--max-tokens: must be at least {MIN_TOKENS} to measure rates, got {arguments.max_tokens}")
     settings = settings_from(_up_arguments(arguments.simulate))
     if not arguments.simulate:
         ensure_demonstration()
@@ -58,7 +56,7 @@ def _up_arguments(profile: str | None) -> argparse.Namespace:
 
 
 async def _run_all(client: Client, arguments: argparse.Namespace, max_nodes: int) -> Contest:
-    """The prompt with trees and without; then, unless their size was asked for, a part of it in several sizes."""
+    """Run the prompt with trees and without; then, unless --budget is given, its first tokens with several sizes."""
     is_asked = arguments.budget is not None
     title = f"{arguments.budget} nodes" if is_asked else "self-sized, cold"
     first_words = "of the size asked for" if is_asked else "that size themselves, of which nothing is known yet"
@@ -74,7 +72,7 @@ async def _run_all(client: Client, arguments: argparse.Namespace, max_nodes: int
 
 
 async def _run_grid(client: Client, arguments: argparse.Namespace, grid: list[int]) -> tuple[Side, dict[int, Side]]:
-    """Each size twice, in an order and back, so that a machine that grows slower or faster is so for all of them."""
+    """Run each size twice, in order and reversed, so that a drift of the machine's speed affects all alike."""
     tokens = min(GRID_TOKENS, arguments.max_tokens)
     print(f"\nthe first {tokens} tokens again, in fixed sizes and self-sized (warm by now), in turns:\n")
     order = [*grid[:2], SELF_SIZED, *grid[2:]]
@@ -91,7 +89,7 @@ async def _run_grid(client: Client, arguments: argparse.Namespace, grid: list[in
 async def _run(
     client: Client, arguments: argparse.Namespace, speculation: Speculation, part_tokens: int | None = None
 ) -> Run:
-    """One answer, shown while it comes; of a part of one only the figures are kept."""
+    """Run one request; print its text unless only `part_tokens` of it are generated."""
     options = GenerateOptions(
         temperature=0.0, max_tokens=part_tokens or arguments.max_tokens, ignore_eos=True, speculation=speculation
     )
@@ -102,7 +100,7 @@ async def _run(
             print(_coloured(event), end="", flush=True)
     if not part_tokens:
         print()
-    assert run.answer.started is not None, "a stream that ended well has begun"
+    assert run.answer.started is not None, "a finished stream has started"
     run.decisions = await client.decisions(run.answer.started.request_id)
     return run
 

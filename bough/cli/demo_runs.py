@@ -1,4 +1,4 @@
-"""What the runs of `bough demo` came to: rates, sizes, and how trees that size themselves compare with fixed ones."""
+"""Results of the runs of `bough demo`: rates, sizes, and self-sized trees against fixed sizes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from bough.protocol.generation import Event, Tokens
 
 
 class Run:
-    """One request and the clock beside it."""
+    """One request and its times."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        """`clock` tells seconds; it has begun."""
+        """Starts now, on `clock` (in seconds)."""
         self.answer = Answer()
         self.decisions: Sequence[Decision] = ()  # of its rounds
         self.first_token_seconds = 0.0
-        self.decode_seconds = 0.0  # after the first round, which also reads the prompt
+        self.decode_seconds = 0.0  # after the first round, which includes the prefill
         self._clock = clock
         self._began = clock()
 
     def add(self, event: Event) -> None:
-        """Takes an event in."""
+        """Add an event."""
         self.answer.add(event)
         elapsed = self._clock() - self._began
         if isinstance(event, Tokens):
@@ -34,51 +34,51 @@ class Run:
 
     @property
     def num_decoded(self) -> int:
-        """Tokens of the rounds after the first."""
+        """Tokens after the first round."""
         return len(self.answer.token_ids) - len(self.answer.rounds[0].token_ids)
 
     @property
     def nodes(self) -> list[int]:
-        """Nodes of its trees as they were verified, the root included; round by round."""
+        """Verified nodes of each round, the root included."""
         return [decision.num_sent - decision.num_left_out for decision in self.decisions]
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The runs of one way to decode, one or more, taken together."""
+    """One or more runs of one way to decode."""
 
     title: str
     runs: Sequence[Run]
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the rounds after the first of each run."""
+        """Tokens per second after the first round of each run."""
         seconds = sum(run.decode_seconds for run in self.runs)
         return sum(run.num_decoded for run in self.runs) / seconds if seconds else 0.0
 
     @property
     def num_tokens(self) -> int:
-        """Of all runs, the first rounds' included."""
+        """Tokens of all runs, first rounds included."""
         return sum(len(run.answer.token_ids) for run in self.runs)
 
     @property
     def tokens_per_round(self) -> float:
-        """Of all rounds."""
+        """Mean tokens of a round."""
         return self.num_tokens / sum(len(run.answer.rounds) for run in self.runs)
 
     @property
     def first_token_seconds(self) -> float:
-        """Mean of the runs."""
+        """Mean seconds to the first token."""
         return sum(run.first_token_seconds for run in self.runs) / len(self.runs)
 
     @property
     def mean_nodes(self) -> float:
-        """Of a verified tree, the root included; 0 where no decision is known."""
+        """Mean nodes of a verified tree, the root included; 0 without decisions."""
         nodes = [count for run in self.runs for count in run.nodes]
         return sum(nodes) / len(nodes) if nodes else 0.0
 
     def mean_seconds(self, name: str) -> float:
-        """A part of RoundTimings, over the rounds after the first of each run."""
+        """Mean of a field of RoundTimings, in seconds, over the rounds after the first of each run."""
         rounds = [tokens for run in self.runs for tokens in run.answer.rounds[1:] or run.answer.rounds]
         total_ns: int = sum(getattr(tokens.timings, name) for tokens in rounds)
         return total_ns / len(rounds) / 1e9
@@ -86,16 +86,16 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """Everything that was run: `first` and `plain` of full length, what sizes are compared by shorter."""
+    """All runs: `first` and `plain` of full length, `warm` and `fixed` shorter, to compare sizes."""
 
-    first: Side  # trees that size themselves, before anything is known of machine and models; or of a size asked for
-    plain: Side
-    warm: Side | None = None  # trees that size themselves, later
-    fixed: Mapping[int, Side] | None = None  # by nodes; these two together or neither
+    first: Side  # trees of the requested size, or self-sized before anything was measured
+    plain: Side  # without speculation
+    warm: Side | None = None  # self-sized trees, later
+    fixed: Mapping[int, Side] | None = None  # by nodes; given together with `warm`
 
     @property
     def is_same(self) -> bool:
-        """Whether all runs had the tokens of plain decoding, as far as they went."""
+        """Whether all runs have the tokens of plain decoding."""
         wanted = self.plain.runs[0].answer.token_ids
         sides = [self.first, *([self.warm] if self.warm else []), *(self.fixed or {}).values()]
         outputs = [run.answer.token_ids for side in sides for run in side.runs]
@@ -103,24 +103,24 @@ class Contest:
 
     @property
     def best_fixed(self) -> int:
-        """Nodes of the fixed size that turned out the fastest; 0 where none was run."""
+        """Nodes of the fastest fixed size; 0 if none was run."""
         fixed = self.fixed or {}
         return max(fixed, key=lambda nodes: fixed[nodes].tokens_per_second, default=0)
 
     @property
     def speedup(self) -> float:
-        """Of the first run, over plain decoding."""
+        """Tokens per second of `first` over those of plain decoding."""
         return _ratio(self.first.tokens_per_second, self.plain.tokens_per_second)
 
     @property
     def self_sized_over_best_fixed(self) -> float:
-        """Tokens per second over the same tokens; 0 where nothing was compared."""
+        """Tokens per second of `warm` over those of the best fixed size; 0 if not compared."""
         if self.warm is None or not self.fixed:
             return 0.0
         return _ratio(self.warm.tokens_per_second, self.fixed[self.best_fixed].tokens_per_second)
 
     def table(self) -> Iterator[str]:
-        """A column for each side, the best of the fixed sizes standing for them all."""
+        """Lines of a table with a column for each side, of fixed sizes only the best."""
         sides = [self.first]
         if self.warm is not None and self.fixed:
             sides += [self.warm, self.fixed[self.best_fixed]]
@@ -141,7 +141,7 @@ class Contest:
             )
 
     def summary(self) -> dict[str, Any]:
-        """For the last line's JSON."""
+        """The content of the final JSON line."""
         first, plain = self.first, self.plain
         return {
             "speedup": round(self.speedup, 3),

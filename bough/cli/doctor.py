@@ -1,4 +1,4 @@
-"""`bough doctor`: what is running, where, with which models, and what is wrong."""
+"""`bough doctor`: reports the orchestrator, workers and models that run, and problems."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bough.errors import BoughError, Unauthenticated
 from bough.protocol.decision import DraftCalibration
 from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
 
-MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS says where it is"
-REFUSED = "it is there, and asks for a key: BOUGH_API_KEY must have one that it knows"
+MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS sets its address"
+REFUSED = "it runs and requires a key: BOUGH_API_KEY must be one of its API keys"
 
 
 async def doctor(arguments: argparse.Namespace) -> int:
-    """Prints a report; exit status 1 where something is wrong."""
+    """Print a report; exit status 1 if there are problems."""
     problems, found = await report_cluster(arguments.ray) if arguments.ray else ([], [])
     address = ",".join(found) or arguments.address
     async with client_from(arguments, *address.split(",")) as client:
@@ -54,7 +54,7 @@ def _conclude(problems: list[str]) -> int:
 
 
 def find_problems(server: ServerInfo) -> list[str]:
-    """What is wrong, one sentence each."""
+    """Problems, one sentence each."""
     problems = [server.index_problem] if server.index_problem else []
     problems += [
         f"{worker.info.worker_id} is not used: {worker.problem}" for worker in server.workers if worker.problem

@@ -1,4 +1,4 @@
-"""What `bough doctor --ray URL` says of a Ray cluster: its nodes, and the replicas that Serve runs on them."""
+"""The report of `bough doctor --ray URL` on a Ray cluster: its nodes and Serve's replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ORCHESTRATOR = "Orchestrator"  # name of the deployment
 
 
 async def report_cluster(url: str) -> tuple[list[str], list[str]]:
-    """Prints nodes and replicas; returns what is wrong, and the addresses of orchestrators."""
+    """Print nodes and replicas; returns problems, and the addresses of orchestrators."""
     dashboard = RayDashboard(url)
     try:
         nodes = await asyncio.to_thread(dashboard.nodes)
@@ -33,14 +33,14 @@ async def report_cluster(url: str) -> tuple[list[str], list[str]]:
 
 
 def cluster_problems(nodes: Sequence[Node], applications: Sequence[Application]) -> list[str]:
-    """What is wrong, one sentence each. A node that has been replaced by one of the same address is forgotten."""
+    """Problems, one sentence each; dead nodes are ignored if a live node has the same address."""
     alive = {node.host for node in nodes if node.is_alive}
     problems = [f"node {node.host} is dead: {node.problem}" for node in nodes if node.host not in alive]
     return problems + [f"application {each.name}: {each.problem}" for each in applications if each.problem]
 
 
 def orchestrators(applications: Sequence[Application]) -> list[str]:
-    """Addresses of those whose port is fixed."""
+    """Addresses of running orchestrators with a fixed port."""
     addresses = []
     for application in applications:
         for deployment in application.deployments:

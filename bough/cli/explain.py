@@ -1,4 +1,4 @@
-"""`bough explain`: why a session's trees were as large as they were, and whether what was expected came to pass."""
+"""`bough explain`: the reasons for the sizes of a session's trees, and predictions against outcomes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from bough.errors import NotFound
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.account import PART_NAMES, Account, account, why
 
-LEAST_SECONDS = 0.0005  # a part that takes less in every round has no column
+LEAST_SECONDS = 0.0005  # activities that take less in every round have no column
 
 
 async def explain(arguments: argparse.Namespace) -> int:
-    """Prints a line a round and a summary, or one JSON line.
+    """Print a line for each round and a summary, or one JSON line.
 
     Raises:
-        NotFound: no orchestrator that was named remembers the session.
-        ConfigError: the picture cannot be drawn.
+        NotFound: no orchestrator in --address has decisions of the session.
+        ConfigError: the plot cannot be written.
     """
     if arguments.plot:
         require_matplotlib("--plot")
@@ -40,7 +40,7 @@ async def explain(arguments: argparse.Namespace) -> int:
 
 
 async def _decisions(arguments: argparse.Namespace) -> tuple[Decision, ...]:
-    """Of the first orchestrator that remembers the session."""
+    """Decisions from the first orchestrator that has some of the session."""
     problem: NotFound | None = None
     for address in arguments.address.split(","):
         async with client_from(arguments, address) as client:
@@ -48,12 +48,12 @@ async def _decisions(arguments: argparse.Namespace) -> tuple[Decision, ...]:
                 return await client.decisions(arguments.session)
             except NotFound as exc:
                 problem = exc
-    assert problem is not None, "there is an address, and nothing is remembered there"
+    assert problem is not None, "there is at least one address"
     raise problem
 
 
 def as_json(session: str, decisions: Sequence[Decision]) -> dict[str, Any]:
-    """What `--json` prints: rounds with their reasons, and the summary."""
+    """The content of `--json`: rounds with their reasons, and the summary."""
     rounds = [asdict(each) | {"mode": each.mode.value, "why": why(each)} for each in decisions]
     summed = account(decisions)
     shares = {mode.value: round(share, 4) for mode, share in summed.shares.items()}
@@ -61,7 +61,7 @@ def as_json(session: str, decisions: Sequence[Decision]) -> dict[str, Any]:
 
 
 class Column(NamedTuple):
-    """One column of the table: its cells are right-aligned."""
+    """One right-aligned column of the table."""
 
     title: str
     width: int
@@ -69,7 +69,7 @@ class Column(NamedTuple):
 
 
 def table(decisions: Sequence[Decision]) -> Iterator[str]:
-    """A heading and a line a round; pairs are what was expected, then what came to pass."""
+    """A heading and a line for each round; pairs are expected/real."""
     columns = [*_sizes(), *_outcomes(), *_parts(decisions), Column("lambda", 8, lambda each: _number(each.price))]
     yield "".join(f"{column.title:>{column.width}}" for column in columns) + "  why"
     for each in decisions:
@@ -122,7 +122,7 @@ def _number(value: float) -> str:
 
 
 def summary(decisions: Sequence[Decision]) -> Iterator[str]:
-    """What the rounds came to together."""
+    """Lines that summarise all rounds."""
     summed = account(decisions)
     shares = ", ".join(f"{share:.0%} {mode.value}" for mode, share in summed.shares.items())
     yield (

@@ -1,4 +1,4 @@
-"""`bough generate` and `bough chat`."""
+"""`bough generate` and `bough chat`: answer one prompt, or a conversation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bough.protocol.generation import (
 
 
 async def generate(arguments: argparse.Namespace) -> int:
-    """Answers one prompt, as text while it comes or as one JSON line."""
+    """Answer one prompt, streamed as text or as one JSON line."""
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     prompt: Prompt = TextPrompt(text) if arguments.raw else ChatPrompt((*_system(arguments), Message("user", text)))
     async with client_from(arguments) as client:
@@ -39,7 +39,7 @@ async def generate(arguments: argparse.Namespace) -> int:
 
 
 async def chat(arguments: argparse.Namespace) -> int:
-    """Reads lines and answers them, until the end of the input. Nothing of the history is sent or computed twice."""
+    """Answer lines of input until its end; the history is not sent or computed again for each turn."""
     options = replace(options_from(arguments), session_id=arguments.session or uuid.uuid4().hex)
     history = list(_system(arguments))
     async with client_from(arguments) as client:
@@ -52,13 +52,13 @@ async def chat(arguments: argparse.Namespace) -> int:
             answer = await next_turn(client, history, question, options)
             history += (question, Message("assistant", answer.text))
         if not arguments.session:
-            with suppress(BoughError):  # then it ends by itself, later
+            with suppress(BoughError):  # the session then expires by itself
                 await client.close_session(options.session_id)
     return 0
 
 
 async def next_turn(client: Client, history: list[Message], question: Message, options: GenerateOptions) -> Answer:
-    """The answer to a question; what came before is sent only where the session is not known any more."""
+    """The answer to a question; the history is sent only if the session cannot be continued."""
     if any(message.role == "assistant" for message in history):
         continuing = replace(options, continues=True)
         try:
@@ -69,7 +69,7 @@ async def next_turn(client: Client, history: list[Message], question: Message, o
 
 
 class Answer:
-    """The events of one request, gathered."""
+    """The collected events of one request."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -79,7 +79,7 @@ class Answer:
 
     @classmethod
     async def read(cls, client: Client, prompt: Prompt, options: GenerateOptions, *, is_shown: bool) -> Answer:
-        """Reads a stream to its end, printing it where asked to."""
+        """Read a stream to its end and print it if `is_shown`."""
         answer = cls()
         async for event in client.generate(prompt, options):
             text = answer.add(event)
@@ -92,7 +92,7 @@ class Answer:
         return answer
 
     def add(self, event: Started | Tokens | Finished) -> str:
-        """Takes an event in; returns its text."""
+        """Add an event and return its text."""
         match event:
             case Started():
                 self.started = event
@@ -106,13 +106,13 @@ class Answer:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens generated."""
+        """All generated tokens."""
         return [token for tokens in self.rounds for token in tokens.token_ids]
 
     def as_json(self) -> dict[str, Any]:
-        """What `bough generate --json` prints."""
-        assert self.started is not None, "a stream that ended well has begun"
-        assert self.finished is not None, "and has its last event"
+        """The content of `bough generate --json`."""
+        assert self.started is not None, "a finished stream has started"
+        assert self.finished is not None, "the stream was read to its end"
         finished = self.finished
         logprobs = [asdict(position) for tokens in self.rounds for position in tokens.logprobs]
         return {
@@ -139,9 +139,9 @@ def _system(arguments: argparse.Namespace) -> tuple[Message, ...]:
 
 
 async def _read_line() -> str:
-    """The next line with its end; empty at the end of the input. A terminal is waited for in the event loop.
+    """The next line with its line end; empty at the end of the input.
 
-    A thread that waits for it would have to be waited for in turn, and Ctrl-C would seem to do nothing.
+    A terminal is awaited in the event loop: a thread would block Ctrl-C until the line is complete.
     """
     if not sys.stdin.isatty():
         return await asyncio.to_thread(sys.stdin.readline)

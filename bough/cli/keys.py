@@ -1,4 +1,4 @@
-"""`bough keys`: who may come in at an orchestrator's doors, in a file that it reads."""
+"""`bough keys`: adds, lists and removes API keys in an orchestrator's key file."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 async def keys(arguments: argparse.Namespace) -> int:
-    """Changes or shows the file.
+    """Change or list the file.
 
     Raises:
-        ConfigError: naming what cannot be used.
+        ConfigError: names the invalid flag.
     """
     if not arguments.file:
         raise ConfigError(f"{FLAG}: must be the file of keys ({FILE_VARIABLE} names it, too), got nothing")
@@ -106,7 +106,7 @@ def _is_meant(key: ApiKey, name: str, key_id: str) -> bool:
 
 
 def _lines(file: str) -> list[str]:
-    """Of a file that can be used."""
+    """Non-empty lines of the file, which must be valid."""
     text = read_private(FLAG, file)
     read_keys(f"{FLAG}: {file}", text)
     return [line for line in text.splitlines() if line.strip()]

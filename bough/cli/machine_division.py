@@ -1,4 +1,4 @@
-"""Divides this machine's memory among the processes that a command is about to start, and says how."""
+"""Division of this machine's memory among the processes that a command starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from bough.runtime.machine import free_memory, may_be_gpu
 
 
 def divided(settings: Settings, report: Callable[[str], None]) -> Settings:
-    """The same settings with what each worker may take; `report` hears the plan.
+    """Settings with a memory budget for each worker; `report` is called with the division.
 
-    Where a worker computes on a GPU, or has no weights, they stay as they are: it finds out itself what there is. But
-    of two on one GPU the target leaves the draft its share, whichever starts first.
+    Settings with a GPU or a simulated worker are returned unchanged: such workers find their budgets themselves. But of
+    two workers on one GPU the target leaves the draft its share, whichever starts first.
 
     Raises:
-        ConfigError: memory does not suffice.
-        CheckpointError: the draft's model is not there, or damaged.
+        ConfigError: there is too little memory.
+        CheckpointError: the draft's model is missing or damaged.
     """
     target, draft = settings.target, settings.draft
     if not target.simulate and draft is not None and on_one_gpu(target, draft):

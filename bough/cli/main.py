@@ -27,14 +27,14 @@ PLAN_SETTINGS = (
     "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed", "compute_speed",
     "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
-OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # modules that nobody can install
-COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})
+OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # not installable modules
+COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})  # commands that do not await
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
 @reader_may_leave()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command; an error that the user can mend is one line on standard error and exit status 2."""
+    """Run a command; a BoughError is printed as one line on standard error, with exit status 2."""
     arguments = argument_parser().parse_args(argv)
     if arguments.command in COMPUTING:
         signal.signal(signal.SIGINT, _interrupt)
@@ -55,12 +55,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """Instead of asyncio's own, which cancels a command where it next waits: one that computes never does."""
+    """A SIGINT handler for computing commands; asyncio's own acts only when a command awaits."""
     raise KeyboardInterrupt
 
 
 def _command(name: str) -> Command:
-    """Imported when wanted: `generate` should not wait for what `demo` needs."""
+    """Import and return a command, so that each command imports only what it needs."""
     if name == "demo":
         from bough.cli.demo import demo as command
     elif name == "up":
@@ -89,10 +89,10 @@ def _command(name: str) -> Command:
 
 
 def options_from(arguments: argparse.Namespace) -> GenerateOptions:
-    """The request that the flags of `_add_sampling` describe.
+    """Request options from the flags of `_add_sampling`.
 
     Raises:
-        ConfigError, InvalidRequest: naming a flag that cannot be used.
+        ConfigError, InvalidRequest: names the invalid flag.
     """
     return GenerateOptions(
         session_id=arguments.session,
@@ -279,7 +279,7 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}; a token id and a number, such as 42=-1.5, would do") from None
+        raise argparse.ArgumentTypeError(f"must be a token id and a number, such as 42=-1.5, got {text!r}") from None
 
 
 def _seconds(text: str) -> tuple[int, float]:
@@ -287,7 +287,7 @@ def _seconds(text: str) -> tuple[int, float]:
     try:
         return int(nodes), float(seconds)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}; nodes and seconds, such as 64=1.3, would do") from None
+        raise argparse.ArgumentTypeError(f"must be nodes and seconds, such as 64=1.3, got {text!r}") from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`bough pack`: a smaller checkpoint, in 4 or 8 bits; with `--draft` a draft, in a mixture of both."""
+"""`bough pack`: writes a checkpoint in 4 or 8 bits, or with `--draft` a draft in mixed bits."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from bough.model.checkpoint.hub import fetch
 from bough.model.packing.pack import pack as write_packed
 from bough.model.packing.pack_draft import pack_draft
 
-BITS, DRAFT_BITS = 4.0, 6.5  # by default
-WHOLE_BITS = (4.0, 8.0)  # that all weights can have
+BITS, DRAFT_BITS = 4.0, 6.5  # defaults
+WHOLE_BITS = (4.0, 8.0)  # allowed without --draft
 
 
 async def pack(arguments: argparse.Namespace) -> int:
-    """Writes the packed model, or goes on where an interrupted run has left off."""
+    """Write the packed model, or continue an interrupted run."""
     if arguments.draft:
         _pack_draft(arguments)
         return 0
     bits = BITS if arguments.bits is None else arguments.bits
     if bits not in WHOLE_BITS:
-        raise ConfigError(f"--bits: {bits:g}; 4 or 8 would do, or --draft, whose weights may differ in bits")
+        raise ConfigError(f"--bits: must be 4 or 8, or given with --draft for mixed bits, got {bits:g}")
     if arguments.drop_layers is not None:
-        raise ConfigError(f"--drop-layers: {arguments.drop_layers}; of a draft only: --draft would do")
+        raise ConfigError(f"--drop-layers: must be given with --draft only, got {arguments.drop_layers}")
     if arguments.whole:
-        raise ConfigError("--whole: of a draft only: --draft would do")
+        raise ConfigError("--whole: must be given with --draft only")
     fetch(arguments.model)
     folder = _folder(arguments, f"{bits:g}bit")
     write_packed(arguments.model, int(bits), folder)
@@ -42,7 +42,7 @@ def _pack_draft(arguments: argparse.Namespace) -> None:
     try:
         drops = parse_layers(arguments.drop_layers or "")
     except ValueError as exc:
-        raise ConfigError(f"--drop-layers: {arguments.drop_layers!r}: {exc}") from exc
+        raise ConfigError(f"--drop-layers: {exc}, got {arguments.drop_layers!r}") from exc
     fetch(arguments.model)
     folder = _folder(arguments, "draft")
     written = pack_draft(arguments.model, drops, bits, folder, is_whole=arguments.whole)

@@ -1,4 +1,4 @@
-"""`bough plan`: what a model would need and how fast it would be, from its configuration and this machine's speeds."""
+"""`bough plan`: predicts a model's memory and speed from its configuration and the machine's speeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bough.errors import ConfigError
 
 
 async def plan(arguments: argparse.Namespace) -> int:
-    """Prints a plan, as tables and a plot or as one JSON line."""
+    """Print a plan as tables and a plot, or as one JSON line."""
     if arguments.png:
         require_matplotlib("--png")
     result = make_plan(settings_from(arguments))
@@ -30,10 +30,10 @@ async def plan(arguments: argparse.Namespace) -> int:
 
 
 def settings_from(arguments: argparse.Namespace) -> PlanConfig:
-    """What the flags ask for, over what the environment says about the target.
+    """Settings from the flags, else from the target's environment variables.
 
     Raises:
-        ConfigError: naming the flag and its value.
+        ConfigError: names the invalid flag.
     """
     flags = ["--model", arguments.model]
     for name in PLAN_SETTINGS:
@@ -43,5 +43,5 @@ def settings_from(arguments: argparse.Namespace) -> PlanConfig:
     for name in ("host_memory", "host_link_speed"):
         if settings.device == "cpu" and (value := getattr(settings, name)):
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag}: {value}; with --device cpu the host's memory is the device's")
+            raise ConfigError(f"{flag}: must not be given with --device cpu, whose memory is the host's, got {value}")
     return settings

@@ -1,4 +1,4 @@
-"""The reckoning behind `bough plan`: sizes, places, the speeds that matter for them, and what it all comes to."""
+"""The model behind `bough plan`: sizes, placement, speeds, and predicted rates."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from bough.sizing.other_devices import place_with
 from bough.sizing.placement import Budgets, Placement, Tier, place, place_apart
 
 MOST_GPUS = 64  # of a machine that is not here
-COMPARED_ROWS = 256  # measured beside the rows of a chunk
+COMPARED_ROWS = 256  # measured besides the rows of a chunk
 GIGA, TERA = 1e9, 1e12
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """What drafting costs in every round."""
+    """The cost of drafting in each round."""
 
     model: str
     weight_bytes: int  # read in every step
@@ -62,29 +62,29 @@ class DraftCost:
 
     @property
     def seconds(self) -> float:
-        """Of a round."""
+        """Seconds of a round."""
         return self.num_steps * self.step_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that the command tells."""
+    """The result of the command."""
 
     model: str
     shapes: ModelShapes
-    is_gpu: bool  # an accelerator with memory of its own, here or elsewhere
+    is_gpu: bool  # an accelerator with its own memory, in this machine or another
     budgets: Budgets
     placement: Placement
     speeds: Speeds
     sweep: SweepModel
-    num_nodes: int  # of the trees for which rates and prices are reckoned
+    num_nodes: int  # tree size assumed for rates and purchases
     draft: DraftCost | None
     rates: tuple[Rate, ...]
     purchases: tuple[Purchase, ...]
 
 
 def make_plan(settings: PlanConfig) -> Plan:
-    """Sizes, then places, then those speeds that matter for them, then what it all comes to."""
+    """Compute sizes, then the placement, then the speeds it needs, then rates. Raises ConfigError."""
     config, folder = find_config(settings.model)
     is_gpu = settings.device == "gpu" or (
         settings.device == "" and (settings.host_memory > 0 or settings.host_link_speed > 0 or has_gpu())
@@ -137,31 +137,31 @@ def make_plan(settings: PlanConfig) -> Plan:
 
 def _device_budget(settings: PlanConfig, is_gpu: bool) -> int:
     if is_gpu and not has_gpu() and not settings.device_memory:
-        raise ConfigError("--device-memory: missing; there is no gpu here to ask; a size such as 24GB would do")
+        raise ConfigError("--device-memory: missing; must be a size such as 24GB, as this machine has no gpu")
     return device_budget(settings, find_device(is_gpu))
 
 
 def _host_budget(settings: PlanConfig, is_gpu: bool) -> int:
     if is_gpu and not has_gpu() and not settings.host_memory:
-        raise ConfigError("--host-memory: missing; a gpu's host is not this one; a size such as 128GB would do")
+        raise ConfigError("--host-memory: missing; must be a size such as 128GB, as this machine has no gpu")
     return host_budget(settings, is_gpu)
 
 
 def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement, folder: Path, is_gpu: bool) -> Speeds:
-    """Of what the plan needs: as told, or measured where the thing to measure is here.
+    """The speeds that the plan needs, from flags or measured on this machine.
 
     Raises:
-        ConfigError: naming the flag for what is neither.
+        ConfigError: names the flag of a speed that is neither given nor measurable.
     """
     dtype, device = DTYPES[settings.dtype], find_device(is_gpu)
     is_here = not is_gpu or has_gpu()
     set_threads(settings.threads)
     rows = (settings.rows, COMPARED_ROWS if settings.rows != COMPARED_ROWS else CPU_ROWS)
-    compute = _told("--compute-speed", settings.compute_speed, TERA)
-    host_link = _told("--host-link-speed", settings.host_link_speed, GIGA) if is_gpu else None
-    memory = _told("--memory-speed", settings.memory_speed, GIGA)
-    unpack = _told("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packing else None
-    disk = _told("--link-speed", settings.link_speed, GIGA)
+    compute = _given("--compute-speed", settings.compute_speed, TERA)
+    host_link = _given("--host-link-speed", settings.host_link_speed, GIGA) if is_gpu else None
+    memory = _given("--memory-speed", settings.memory_speed, GIGA)
+    unpack = _given("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packing else None
+    disk = _given("--link-speed", settings.link_speed, GIGA)
     if is_here:
         compute = compute or matrix_speed(shapes.matrices, rows, dtype, device, product_of(shapes.rows))
         host_link = host_link or (host_link_speed(device) if is_gpu else None)
@@ -171,23 +171,23 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     if disk is None and (placement.num_bytes(Tier.DISK) or (placement.expert_bytes and not is_gpu)):
         disk = disk_speed(folder, settings.link_threads)
     if compute is None:
-        raise ConfigError("--compute-speed: missing; there is no gpu here to measure; a number of TFLOP/s would do")
+        raise ConfigError("--compute-speed: missing; must be TFLOP/s, as there is no gpu here to measure")
     if is_gpu and host_link is None and placement.link_bytes:
-        raise ConfigError("--host-link-speed: missing; there is no gpu here to measure; a number of GB/s would do")
+        raise ConfigError("--host-link-speed: missing; must be GB/s, as there is no gpu here to measure")
     if settings.draft and memory is None:
-        raise ConfigError("--memory-speed: missing, and the draft's time depends on it; a number of GB/s would do")
+        raise ConfigError("--memory-speed: missing; must be GB/s, as the draft's time depends on it")
     return Speeds(compute, disk, host_link, memory, unpack)
 
 
-def _told(flag: str, value: float, unit: float) -> Speed | None:
+def _given(flag: str, value: float, unit: float) -> Speed | None:
     return Speed(value * unit, f"as told by {flag}") if value else None
 
 
 def draft_cost(settings: PlanConfig, speeds: Speeds, is_gpu: bool) -> DraftCost:
-    """Of a tree that is grown with the orchestrator's own width and depth, on a device like the target's.
+    """The cost of growing a tree of the orchestrator's default width and depth on a device like the target's.
 
     Raises:
-        ConfigError: it is to stay packed and cannot, or how fast it is written out is not known.
+        ConfigError: the draft cannot stay packed, or the speed of unpacking it is not known.
     """
     config, folder = find_config(settings.draft)
     defaults = OrchestratorConfig()
@@ -206,7 +206,7 @@ def _draft_unpack_speed(settings: PlanConfig, shapes: ModelShapes, speeds: Speed
         raise ConfigError(f"--draft-bits: value was 4; must be auto or 16: {why}")
     if has_gpu() and not settings.unpack_speed:
         return unpack_speed(shapes.packing, shapes.matrices, DTYPES[settings.dtype], find_device(is_gpu)).per_second
-    told = speeds.unpack or _told("--unpack-speed", settings.unpack_speed, GIGA)
+    told = speeds.unpack or _given("--unpack-speed", settings.unpack_speed, GIGA)
     if told is None:
         raise ConfigError("--unpack-speed: missing, and a packed draft's time depends on it; a number of GB/s would do")
     return told.per_second

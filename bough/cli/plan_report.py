@@ -1,4 +1,4 @@
-"""What `bough plan` tells: tables and a plot for people, one JSON value for programs."""
+"""The output of `bough plan`: tables and a plot, or one JSON value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPEED_NAMES = {
 
 
 def print_report(plan: Plan) -> None:
-    """Everything, on standard output."""
+    """Print the whole report to standard output."""
     for part in (_model, _places, _speeds, _sweeps, _rates, _prices):
         print("\n".join(part(plan)), end="\n\n")
     print("seconds per sweep by tokens in it (K: the knee)\n")
@@ -34,7 +34,7 @@ def print_report(plan: Plan) -> None:
 
 
 def plotted_tokens(sweep: SweepModel) -> int:
-    """How far a plot goes: to see the knee, and what is beyond it."""
+    """The largest number of tokens in a plot: beyond the knee."""
     return max(TREE_SIZES[-1], min(2 * sweep.knee, 16 * TREE_SIZES[-1]))
 
 
@@ -141,7 +141,7 @@ def _price(purchase: Purchase) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """What `bough plan --json` prints: bytes, seconds, and operations or bytes per second."""
+    """The content of `bough plan --json`: bytes, seconds, and operations or bytes per second."""
     shapes, placement, sweep = plan.shapes, plan.placement, plan.sweep
     sizes = sorted({*TREE_SIZES, sweep.knee} - {0})
     return {

@@ -1,4 +1,4 @@
-"""Seconds per sweep against tree size: a plot for a terminal, and one for a file."""
+"""Plots of seconds per sweep against tree size, as text and as PNG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARK, KNEE_MARK = "*", "K"
 
 
 def text_plot(model: SweepModel, most: int) -> str:
-    """Lines of text: tokens from 1 to `most` on a logarithmic axis, seconds from 0 on a linear one."""
+    """A text plot: tokens from 1 to `most` on a logarithmic axis, seconds from 0 on a linear axis."""
     columns = [round(math.exp(math.log(most) * i / (WIDTH - 1))) for i in range(WIDTH)]
     seconds = [model.seconds(tokens) for tokens in columns]
     highest = max(seconds)
@@ -36,7 +36,7 @@ def _mark(seconds: float, highest: float, level: int, *, is_knee: bool) -> str:
 
 
 def _axis(columns: Sequence[int]) -> str:
-    """Numbers of tokens below their columns, as far as they do not touch."""
+    """Labels of the token axis that do not overlap."""
     axis = ""
     for power in range(columns[-1].bit_length()):
         column = next(i for i, tokens in enumerate(columns) if tokens >= 2**power)
@@ -46,22 +46,20 @@ def _axis(columns: Sequence[int]) -> str:
 
 
 def require_matplotlib(flag: str) -> None:
-    """Asked before the work whose outcome is to be drawn.
+    """Check for matplotlib before the work whose result is plotted.
 
     Raises:
-        ConfigError: matplotlib is not installed; names the flag that wants it.
+        ConfigError: matplotlib is not installed; names the flag that needs it.
     """
     try:
         import matplotlib  # noqa: F401
     except ImportError as exc:
-        raise ConfigError(
-            f"{flag}: matplotlib, which draws it, is not installed; pip install 'bough[plan]' would do"
-        ) from exc
+        raise ConfigError(f"{flag}: matplotlib is not installed: pip install 'bough[plan]'") from exc
 
 
 def save_png(model: SweepModel, most: int, title: str, file: str) -> None:
-    """Seconds of sweeps of up to `most` tokens. Raises ConfigError where the file cannot be written."""
-    from matplotlib.figure import Figure  # no pyplot: no window, and nothing global
+    """Save a plot of sweeps of up to `most` tokens. Raises ConfigError if the file cannot be written."""
+    from matplotlib.figure import Figure  # not pyplot, which has global state
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -78,7 +76,7 @@ def save_png(model: SweepModel, most: int, title: str, file: str) -> None:
 
 
 def save_figure(figure: Figure, flag: str, file: str) -> None:
-    """As PNG. Raises ConfigError, naming the flag, where the file cannot be written."""
+    """Save a figure as PNG. Raises ConfigError, naming the flag, if the file cannot be written."""
     try:
         figure.savefig(file, format="png", dpi=150)
     except OSError as exc:

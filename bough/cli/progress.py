@@ -1,4 +1,4 @@
-"""What a command that starts processes says while they start, and when something happens to them."""
+"""Progress messages of commands that start processes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import TextIO
 
 from bough.processes.launch import Waiting
 
-QUIET_SECONDS = 5.0  # that nothing is printed where nothing changes and output is no terminal
+QUIET_SECONDS = 5.0  # between equal messages, if the output is not a terminal
 ERASE_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """What is waited for: a line that changes on a terminal, elsewhere one at each change and every few seconds."""
+    """Shows what a start waits for: one changing line on a terminal, elsewhere a line for each change."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         """Prints to standard error by default."""
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
-        self._names: tuple[str, ...] = ()  # that were printed last, and when
-        self._printed_seconds = 0.0
+        self._names: tuple[str, ...] = ()  # printed last
+        self._printed_seconds = 0.0  # when they were printed, since the start
 
     def __call__(self, waiting: Waiting) -> None:
-        """Tells of it, where there is something new to tell."""
+        """Print what is waited for, if it is new."""
         text = f"waiting {waiting.seconds:.0f} s for {', '.join(waiting.names)}"
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
@@ -33,12 +33,12 @@ class Progress:
             self._names, self._printed_seconds = waiting.names, waiting.seconds
 
     def clear(self) -> None:
-        """Removes the line from a terminal."""
+        """Erase the line from a terminal."""
         if self._is_terminal:
             print(ERASE_LINE, end="", file=self._stream, flush=True)
 
 
 def tell(text: str) -> None:
-    """One plain line on standard error, not in the middle of a text that is being printed."""
+    """Print one line on standard error, on a new line if text is being printed."""
     sys.stdout.flush()
     print(f"\n{text}" if sys.stdout.isatty() and sys.stderr.isatty() else text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What the dashboard of a Ray cluster tells over HTTP: nodes, applications, replicas. Needs no Ray here."""
+"""A client of the HTTP API of a Ray cluster's dashboard, without Ray."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Node:
 
     host: str
     is_alive: bool
-    resources: Mapping[str, float]  # in all, whoever uses them
-    problem: str = ""  # why it is not alive
+    resources: Mapping[str, float]  # total, used or not
+    problem: str = ""  # why it is dead
 
     def describe_resources(self) -> str:
-        """Those that a deployment may ask for, such as "CPU 8, target_gpu 1"."""
+        """Resources that a deployment may request, such as "CPU 8, target_gpu 1"."""
         named = {name: amount for name, amount in self.resources.items() if not _is_internal(name)}
         return ", ".join(f"{name} {amount:g}" for name, amount in sorted(named.items())) or "nothing"
 
@@ -45,7 +45,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What an application runs several replicas of."""
+    """A deployment of an application, with its replicas."""
 
     name: str
     status: str
@@ -61,7 +61,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """What was deployed under one name."""
+    """A deployed application."""
 
     name: str
     status: str
@@ -70,7 +70,7 @@ class Application:
 
     @property
     def problem(self) -> str:
-        """What is said of deployments that are not healthy, else of the application; empty where it runs."""
+        """Messages of unhealthy deployments, else of the application; empty if it runs."""
         if self.status == "RUNNING":
             return ""
         said = [f"{each.name}: {each.message}" for each in self.deployments if each.message and not each.is_healthy]
@@ -84,7 +84,7 @@ class RayDashboard:
     url: str
 
     def nodes(self) -> tuple[Node, ...]:
-        """All that are or were there. Raises Unavailable."""
+        """All nodes, dead ones included. Raises Unavailable."""
         rows = self._call("GET", NODES)["data"]["result"]["result"]
         return tuple(
             Node(row["node_ip"], row["state"] == "ALIVE", row.get("resources_total") or {}, row["state_message"] or "")
@@ -92,20 +92,20 @@ class RayDashboard:
         )
 
     def applications(self) -> tuple[Application, ...]:
-        """All that Serve runs. Raises Unavailable."""
+        """All applications of Serve. Raises Unavailable."""
         return tuple(_application(name, row) for name, row in self._call("GET", APPLICATIONS)["applications"].items())
 
     def deploy(self, config: Mapping[str, Any]) -> None:
-        """Has Serve run this configuration, and nothing else; returns before it does.
+        """Replace Serve's applications by this configuration; returns before they run.
 
         Raises:
-            ConfigError: it is refused.
-            Unavailable: nobody answers.
+            ConfigError: Ray rejects the configuration.
+            Unavailable: the dashboard does not answer.
         """
         self._call("PUT", APPLICATIONS, config)
 
     def shut_down(self) -> None:
-        """Ends all applications, each replica gracefully. Raises Unavailable."""
+        """Shut all applications down gracefully. Raises Unavailable."""
         self._call("DELETE", APPLICATIONS)
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -120,7 +120,7 @@ class RayDashboard:
                 text = reply.read()
             return json.loads(text) if text else None
         except urllib.error.HTTPError as exc:
-            said = (exc.read().decode(errors="replace").strip().splitlines() or [""])[-1]  # of a traceback, the error
+            said = (exc.read().decode(errors="replace").strip().splitlines() or [""])[-1]  # a traceback's last line
             kind = ConfigError if exc.code in (400, 401, 403) else Unavailable
             raise kind(f"{self.url}{path}: {exc.code} {said or exc.reason}") from exc
         except (OSError, HTTPException, ValueError) as exc:
@@ -128,7 +128,7 @@ class RayDashboard:
 
 
 def ray_token(environ: Mapping[str, str]) -> str:
-    """What Ray's tools would send with RAY_AUTH_MODE=token; empty for none."""
+    """The token that Ray's tools send with RAY_AUTH_MODE=token; empty if there is none."""
     if token := environ.get("RAY_AUTH_TOKEN", ""):
         return token
     path = Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
@@ -149,5 +149,5 @@ def _deployment(row: Mapping[str, Any]) -> Deployment:
 
 
 def _is_internal(name: str) -> bool:
-    """Resources that Ray makes up itself, or that nobody here asks for."""
+    """Whether a resource is defined by Ray itself or never requested here."""
     return name.startswith("node:") or name in ("memory", "object_store_memory")

@@ -1,4 +1,4 @@
-"""Where commands find an orchestrator, and how: flags that several of them have."""
+"""Flags of several commands for the orchestrator's address and certificates, and a client made from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bough.security.secured import add_certificates, files_from
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    """The flags that `client_from` reads."""
+    """Add the flags that `client_from` reads."""
     default = os.environ.get("BOUGH_ADDRESS", f"127.0.0.1:{DEFAULT_PORT}")
     text = f"of the orchestrator, or of several: A,B; grpcs://HOST:PORT for TLS (BOUGH_ADDRESS; default {default})"
     parser.add_argument("--address", default=default, help=text)
@@ -19,5 +19,5 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def client_from(arguments: argparse.Namespace, *addresses: str) -> Client:
-    """A client of the orchestrators at these addresses, or at those of the flags. Raises ConfigError."""
+    """A client of the orchestrators at `addresses`, or else at --address. Raises ConfigError."""
     return Client(*(addresses or arguments.address.split(",")), certificates=files_from(arguments))

@@ -1,4 +1,4 @@
-"""`bough shape`: the tree worth most, from an acceptance in a file or from what a running system has measured."""
+"""`bough shape`: finds the best tree shape for acceptance probabilities from a file or a running orchestrator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bough.trees.tree_plan import Scheme, StaticShape
 
 
 async def shape(arguments: argparse.Namespace) -> int:
-    """Prints one JSON line."""
+    """Print the shape as one JSON line."""
     _require_sizes(arguments)
     if arguments.plot:
         require_matplotlib("--plot")
@@ -55,7 +55,7 @@ async def shape(arguments: argparse.Namespace) -> int:
 
 
 def described(shape: StaticShape, acceptance: Acceptance) -> dict[str, Any]:
-    """What is printed of a shape, beside the best k chains of its size."""
+    """The report on a shape, with the best chains of its size."""
     layer_sizes = np.bincount(shape.depths()).tolist()
     report = {
         "expected_tokens": expected_tokens(shape, acceptance),
@@ -72,25 +72,25 @@ def described(shape: StaticShape, acceptance: Acceptance) -> dict[str, Any]:
 
 
 def read_acceptance(file: str) -> Acceptance:
-    """From a JSON list, by rank, or a list of lists, by depth and rank.
+    """Read a JSON list by rank, or a list of lists by depth and rank.
 
     Raises:
-        ConfigError: naming the file, and the entry where one is at fault.
+        ConfigError: names the file, and the invalid entry.
     """
     try:
         value = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"--vector: {file} cannot be read: {exc.strerror}") from exc
-    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or lists in lists without end
+    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested too deeply
         raise ConfigError(f"--vector: {file} is no JSON: {exc}") from exc
     return acceptance_from(f"--vector: {file}", value)
 
 
 async def live(arguments: argparse.Namespace) -> Acceptance:
-    """What the orchestrator has measured, smoothed.
+    """Smoothed acceptance measured by the orchestrator.
 
     Raises:
-        ConfigError: it has measured nothing of this scheme yet.
+        ConfigError: it has no measurements of the scheme.
         Unavailable: it does not answer.
     """
     async with client_from(arguments) as client:
@@ -100,39 +100,37 @@ async def live(arguments: argparse.Namespace) -> Acceptance:
         others = ", ".join(one.value for one in counted) or "none"
         raise ConfigError(
             f"--from-live: {arguments.address} has verified no tree by the scheme {scheme.value} yet "
-            f"(measured: {others}); generating something first would do, or another --scheme"
+            f"(measured: {others}); generate something first, or use another --scheme"
         )
     return by_depth_and_rank(counted[scheme]) if arguments.by_depth else by_rank(counted[scheme])
 
 
 def interpolated(measured: dict[int, float], nodes: int) -> FloatArray:
-    """(nodes,) seconds of sweeps of 1 node and on, on straight lines between the measured ones.
+    """(nodes,) seconds of sweeps of 1 node and on, interpolated linearly between measured ones.
 
     Raises:
-        ConfigError: too few were measured.
+        ConfigError: the measured sizes do not cover 1 to `nodes`.
     """
     sizes = sorted(measured)
     if sizes[0] != 1 or sizes[-1] < nodes:
-        raise ConfigError(
-            f"--sweep-seconds: for {', '.join(map(str, sizes))} nodes; from 1 to at least {nodes} (--nodes) would do"
-        )
+        raise ConfigError(f"--sweep-seconds: must cover 1 to {nodes} nodes (--nodes), got {', '.join(map(str, sizes))}")
     return np.interp(np.arange(1, nodes + 1), sizes, [measured[size] for size in sizes])
 
 
 def _require_sizes(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError naming a flag that makes no sense."""
+    """Raises ConfigError naming an invalid flag."""
     for name in ("nodes", "levels", "branch"):
         value = getattr(arguments, name)
         if value is not None and not 1 <= value <= MOST_NODES:
-            raise ConfigError(f"--{name}: {value}; 1 to {MOST_NODES} would do")
+            raise ConfigError(f"--{name}: must be 1 to {MOST_NODES}, got {value}")
     if not 0 <= arguments.step_seconds < float("inf"):
-        raise ConfigError(f"--step-seconds: {arguments.step_seconds}; a number of seconds, 0 or more, would do")
+        raise ConfigError(f"--step-seconds: must be 0 or more, got {arguments.step_seconds}")
     if arguments.step_seconds and not arguments.sweep_seconds:
-        raise ConfigError("--step-seconds: of no use without --sweep-seconds, what sweeps take")
+        raise ConfigError("--step-seconds: must be given with --sweep-seconds")
     if arguments.by_depth and not arguments.from_live:
-        raise ConfigError("--by-depth: a file says by itself whether it is by depth; --from-live would do")
+        raise ConfigError("--by-depth: must be given with --from-live only")
     if arguments.scheme and not arguments.from_live:
-        raise ConfigError(f"--scheme: {arguments.scheme} says nothing of a file's numbers; --from-live would do")
+        raise ConfigError(f"--scheme: must be given with --from-live only, got {arguments.scheme}")
     for nodes, seconds in arguments.sweep_seconds:
         if not (nodes >= 1 and 0 < seconds < float("inf")):
-            raise ConfigError(f"--sweep-seconds: {nodes}={seconds}; nodes, 1 or more, and seconds above 0 would do")
+            raise ConfigError(f"--sweep-seconds: must be nodes of 1 or more and seconds above 0, got {nodes}={seconds}")

@@ -1,4 +1,4 @@
-"""The shape of a tree, drawn into a file."""
+"""A plot of a tree's shape."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from bough.cli.plotting import save_figure
 from bough.trees.acceptance import FloatArray
 from bough.trees.tree_plan import StaticShape
 
-FAINTEST = 1e-4  # probabilities below are drawn alike
+FAINTEST = 1e-4  # smallest probability with its own colour
 
 
 def save_shape(shape: StaticShape, values: FloatArray, title: str, flag: str, file: str) -> None:
-    """Nodes level by level, coloured by `values`, (num_nodes,) probabilities of being accepted.
+    """Save a plot of the nodes level by level, coloured by `values`, (num_nodes,) acceptance probabilities.
 
     Raises:
-        ConfigError: the file cannot be written, naming `flag`.
+        ConfigError: the file cannot be written; names `flag`.
     """
     from matplotlib.collections import LineCollection
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure  # no pyplot: no window, and nothing global
+    from matplotlib.figure import Figure  # not pyplot, which has global state
 
     across, depths = places_across(shape), shape.depths()
     heights = [-depth for depth in depths]
@@ -41,7 +41,7 @@ def save_shape(shape: StaticShape, values: FloatArray, title: str, flag: str, fi
 
 
 def places_across(shape: StaticShape) -> list[float]:
-    """(num_nodes,) leaves at 0, 1, 2, ... from the first child's on; every other node in the middle of its children."""
+    """(num_nodes,) horizontal positions: leaves at 0, 1, 2, ..., other nodes centred above their children."""
     children: list[list[int]] = [[] for _ in range(shape.budget)]
     for node, parent in enumerate(shape.parents, start=1):
         children[parent].append(node)

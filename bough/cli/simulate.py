@@ -1,4 +1,4 @@
-"""`bough simulate`: what users of so many targets and drafts would get, and what to buy next."""
+"""`bough simulate`: predicts throughput and latency for many users and workers, and the best next purchase."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIST = "list"
 
 
 async def simulate(arguments: argparse.Namespace) -> int:
-    """Prints a table for each number of users, or one JSON line for all of them."""
+    """Print a table with a column for each number of users, or one JSON line for all."""
     if arguments.profile == LIST:
         for name in shipped_profiles():
             print(f"{name}: {load_profile(name).source}")
@@ -46,9 +46,7 @@ def _require_simpy() -> None:
     try:
         import simpy  # noqa: F401
     except ImportError as exc:
-        raise ConfigError(
-            "simulate: simpy, which it runs on, is not installed; must be: pip install 'bough[plan]'"
-        ) from exc
+        raise ConfigError("simulate: simpy is not installed: pip install 'bough[plan]'") from exc
 
 
 def _run(scenario: Scenario, *, with_purchases: bool) -> tuple[CapacityReport, list[Purchase]]:

@@ -1,4 +1,4 @@
-"""Flags of `bough simulate`: what they are, and the scenarios that they ask for."""
+"""Flags of `bough simulate`, and the scenarios made from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KIND = re.compile(r"([0-9]{1,7}):([0-9]{1,7})(?::([0-9]{1,6}(?:\.[0-9]{1,6})?))
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
-    """The flags that `scenarios_from` reads."""
+    """Add the flags that `scenarios_from` reads."""
     add = parser.add_argument
     add("profile", help="name of a shipped profile, or a JSON file; `bough simulate list` names those that are shipped")
     add("--users", nargs="+", default=["1"], metavar="N", help="at once, 1 to 100000; several are simulated in turn")
@@ -42,10 +42,10 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def scenarios_from(arguments: argparse.Namespace) -> list[Scenario]:
-    """One for each number of users.
+    """A scenario for each number of users.
 
     Raises:
-        ConfigError: naming the flag, what it was, and what it must be.
+        ConfigError: names the invalid flag.
     """
     profile = _profile(arguments)
     fixed = _fixed(arguments)
@@ -70,14 +70,14 @@ def parse_mix(text: str) -> tuple[RequestKind, ...]:
     """Kinds of requests from "200:200" or "200:200:4,2000:100:1".
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is invalid.
     """
     kinds = []
     for part in text.split(","):
         match = _KIND.fullmatch(part.strip())
         kind = RequestKind(int(match[1]), int(match[2]), float(match[3] or 1)) if match else None
         if kind is None or not (kind.prompt_tokens and kind.output_tokens and kind.weight):
-            raise ConfigError(f"--mix: value was {part!r}; must be PROMPT:OUTPUT or PROMPT:OUTPUT:WEIGHT, all above 0")
+            raise ConfigError(f"--mix: must be PROMPT:OUTPUT or PROMPT:OUTPUT:WEIGHT, all above 0, got {part!r}")
         kinds.append(kind)
     return tuple(kinds)
 
@@ -92,7 +92,7 @@ def _profile(arguments: argparse.Namespace) -> Profile:
 
 def _fixed(arguments: argparse.Namespace) -> Size | None:
     if (arguments.nodes is None) != (arguments.depth is None):
-        raise ConfigError("--nodes: value was given without --depth, or that without it; must be both or neither")
+        raise ConfigError("--nodes: must be given together with --depth, got one of them")
     if arguments.nodes is None:
         return None
     nodes = _number("--nodes", arguments.nodes, number(int, 2, 4096))
@@ -107,5 +107,4 @@ def _number(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(text)
     except ValueError as exc:
-        wanted = str(exc).removesuffix(" would do").replace("int of", "a whole number of").replace("float", "a number")
-        raise ConfigError(f"{flag}: value was {text}; must be {wanted}") from exc
+        raise ConfigError(f"{flag}: {exc}, got {text}") from exc

@@ -1,4 +1,4 @@
-"""Flags that say how to speculate, for every command that generates: what they are, and what they ask for."""
+"""Speculation flags of all commands that generate, and the settings made from them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bough.errors import ConfigError
 from bough.protocol.generation import Speculation
 from bough.trees.tree_plan import Chains, Growth, Guess, Scheme, StaticShape, require_growth
 
-MOST_NODES = 4096  # of a shape that any target could be asked for; the one that is asked says what it takes
+MOST_NODES = 4096  # of a shape for any target; each target has its own, lower limit
 BEST_FIRST = "best-first"
 CHAINS = re.compile(r"chains:([0-9]{1,4})x([0-9]{1,4})|chain:([0-9]{1,4})")
 SIZES = ("budget", "width", "depth")
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:
-    """The flags that `speculation_from` reads."""
+    """Add the flags that `speculation_from` reads."""
     add = parser.add_argument
     add("--no-speculation", action="store_true", help="plain decoding: the same tokens, one a sweep")
     add("--budget", type=int, help="nodes of a tree that grows best first")
@@ -45,17 +45,17 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def speculation_from(arguments: argparse.Namespace) -> Speculation:
-    """What the flags ask for.
+    """Speculation settings from the flags.
 
     Raises:
-        ConfigError, InvalidRequest: naming a flag that cannot be read, or that contradicts another.
+        ConfigError, InvalidRequest: names a flag that is invalid or contradicts another.
     """
     growth, scheme = _growth(arguments.growth), Scheme(arguments.scheme)
     for name in SIZES:
         if growth is not None and getattr(arguments, name) is not None:
             raise ConfigError(
-                f"--{name}: {getattr(arguments, name)}, but --growth {arguments.growth} says already how large a tree "
-                "is; one of the two would do"
+                f"--{name}: must not be given with --growth {arguments.growth}, which sets the size of a tree, "
+                f"got {getattr(arguments, name)}"
             )
     if scheme is not Scheme.TARGET:
         _require_samples(arguments, growth)
@@ -72,21 +72,20 @@ def speculation_from(arguments: argparse.Namespace) -> Speculation:
 
 
 def _require_samples(arguments: argparse.Namespace, growth: Growth | None) -> None:
-    """Raises ConfigError where something is asked for that is no sample of the draft's."""
+    """Raises ConfigError for flags that a scheme with sampled guesses does not allow."""
     if growth is None:
         raise ConfigError(
-            f"--scheme: {arguments.scheme} verifies samples, and growing best first takes none; --growth with the "
-            "file of a shape, chain:LENGTH or chains:NUMxLENGTH would do"
+            "--scheme: must be target with best-first growth, which does not sample, or given with --growth FILE (a "
+            f"shape), chain:LENGTH or chains:NUMxLENGTH, got {arguments.scheme}"
         )
     if arguments.guess is not None:
         raise ConfigError(
-            f"--guess: {arguments.guess}, but by --scheme {arguments.scheme} a draft samples its guesses; "
-            "--scheme target would do"
+            f"--guess: must be given with --scheme target only, got {arguments.guess} with {arguments.scheme}"
         )
 
 
 def _growth(text: str) -> Growth | None:
-    """From `--growth`; None is best first, in the sizes that other flags or the planner say."""
+    """The growth of `--growth`; None is best-first, sized by other flags or the planner."""
     if text == BEST_FIRST:
         return None
     if match := CHAINS.fullmatch(text):
@@ -95,24 +94,24 @@ def _growth(text: str) -> Growth | None:
         require_growth(f"--growth {text}", chains, MOST_NODES)
         return chains
     if text.startswith(("chain:", "chains:")):
-        raise ConfigError(f"--growth: {text}; a chain such as chain:5, or chains such as chains:4x5, would do")
+        raise ConfigError(f"--growth: must be a chain such as chain:5, or chains such as chains:4x5, got {text}")
     return _shape(text)
 
 
 def _shape(file: str) -> StaticShape:
-    """The shape in a file that holds what `bough shape` prints."""
+    """The shape in a file with the output of `bough shape`."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(
-            f"--growth: {file} cannot be read: {exc.strerror}; {BEST_FIRST}, chain:LENGTH, chains:NUMxLENGTH or a file "
-            "that `bough shape` wrote would do"
+            f"--growth: must be {BEST_FIRST}, chain:LENGTH, chains:NUMxLENGTH or a file from `bough shape`, "
+            f"got {file}, which cannot be read: {exc.strerror}"
         ) from exc
-    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or lists in lists without end
+    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested too deeply
         raise ConfigError(f"--growth: {file} is no JSON: {exc}") from exc
     parents = content.get("parents") if isinstance(content, dict) else None
     if not isinstance(parents, list) or not all(type(parent) is int for parent in parents):
-        raise ConfigError(f"--growth: {file} has no list `parents` of nodes; what `bough shape` prints would do")
+        raise ConfigError(f"--growth: {file} must have a list `parents` of nodes, as `bough shape` prints it")
     shape = StaticShape(tuple(parents))
     require_growth(f"--growth: {file}", shape, MOST_NODES)
     return shape

@@ -1,4 +1,4 @@
-"""`bough top`: what is running now, in a terminal, again and again, and why trees are as they are."""
+"""`bough top`: shows the current load, workers and latest rounds, refreshed periodically."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from bough.protocol.decision import Decision
 from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
 from bough.sizing.account import why
 
-CLEAR = "\x1b[H\x1b[2J"  # of a terminal: home, and everything gone
-NUM_ROUNDS = 8  # that are shown
+CLEAR = "\x1b[H\x1b[2J"  # clears a terminal
+NUM_ROUNDS = 8  # latest rounds shown
 
 
 class Sight(NamedTuple):
-    """Everything that is shown, as it was at a moment."""
+    """A snapshot of everything that is shown."""
 
-    at: float  # seconds of this process's clock
+    at: float  # seconds on the monotonic clock
     server: ServerInfo
     loads: Loads
-    decisions: tuple[Decision, ...]  # of the session that was last at work
+    decisions: tuple[Decision, ...]  # of the last active session
 
 
 async def top(arguments: argparse.Namespace) -> int:
-    """Shows it every `--interval` seconds, `--count` times or for ever; exit status 1 where nobody answers."""
+    """Show the load every `--interval` seconds, `--count` times or forever; exit status 1 if nothing answers."""
     before: Sight | None = None
     async with client_from(arguments) as client:
         number = 0
@@ -61,7 +61,7 @@ async def _look(client: Client) -> Sight:
 
 
 def lines(address: str, now: Sight, before: Sight | None) -> Iterator[str]:
-    """The picture; rates are over the time since the one before."""
+    """The lines to show; rates are over the time since the snapshot `before`."""
     loads = now.loads
     rate = ""
     if before is not None and now.at > before.at:

@@ -1,4 +1,4 @@
-"""`bough up`: the four processes, for as long as it runs."""
+"""`bough up`: starts index, target, draft and orchestrator, and supervises them while it runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bough.security.certificates import AUTHORITY
 from bough.security.secured import files_towards
 from bough.simulation.profile import load_profile, shipped_profiles
 
-HTTP_PORT = 8000  # where servers of this kind are looked for
+HTTP_PORT = 8000  # the usual port of such servers
 INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
 NO_DRAFT = "none"
 MODEL_FLAGS = (
@@ -38,7 +38,7 @@ MODEL_FLAGS = (
 
 
 async def up(arguments: argparse.Namespace) -> int:
-    """Starts everything and keeps it running until Ctrl-C; a worker that ends is started again."""
+    """Start all processes and restart ended ones until Ctrl-C."""
     settings = settings_from(arguments)
     if not settings.target.simulate:
         if settings.target.model == str(demonstration_folder()):
@@ -63,7 +63,7 @@ async def up(arguments: argparse.Namespace) -> int:
 
 
 def tell_of_http(url: str, *, has_keys: bool) -> None:
-    """How OpenAI's clients get in: a line that works as it is pasted, where BOUGH_API_KEY has a key if one is asked."""
+    """Print the base URL for OpenAI's clients, and a curl command to paste; it uses BOUGH_API_KEY if `has_keys`."""
     question = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
     key = ' -H "Authorization: Bearer $BOUGH_API_KEY"' if has_keys else ""
     print(f"OpenAI's clients: base URL {url}/v1; or try:")
@@ -71,10 +71,10 @@ def tell_of_http(url: str, *, has_keys: bool) -> None:
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """What the flags of `bough up` ask for, over what the environment says.
+    """Settings from the flags of `bough up`, else from environment variables.
 
     Raises:
-        ConfigError: naming the flag that cannot be used.
+        ConfigError: names the invalid flag.
     """
     if arguments.simulate:
         return simulated_settings(arguments)
@@ -91,7 +91,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     for name in ("max_context", "device_memory", "kv_memory", "host_memory"):
         target_flags += _given(f"--{name.replace('_', '-')}", getattr(arguments, name))
     if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
-        target_flags += ["--resident-layers", "0"]  # it would fit, and there would be nothing to demonstrate
+        target_flags += ["--resident-layers", "0"]  # it would fit in memory, and nothing would stream
     target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)
     return Settings(
         target=target_config,
@@ -102,19 +102,19 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 
 def simulated_settings(arguments: argparse.Namespace) -> Settings:
-    """Workers without weights for both parts, or with `--draft none` for the target alone.
+    """Settings with simulated workers: target and draft, or the target alone with `--draft none`.
 
     Raises:
-        ConfigError: the profile is not known, or a flag is given that is about a model.
+        ConfigError: the profile is unknown, or a flag about models is given.
     """
     for name in MODEL_FLAGS:
         if (value := getattr(arguments, name)) is not None:
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag}: value was {value}; must not be given beside --simulate, which has no model")
+            raise ConfigError(f"{flag}: must not be given with --simulate, which has no model, got {value}")
     if arguments.draft not in (None, NO_DRAFT):
-        raise ConfigError(f"--draft: value was {arguments.draft}; must be none or not given beside --simulate")
+        raise ConfigError(f"--draft: must be none or not given with --simulate, got {arguments.draft}")
     profile = arguments.simulate
-    load_profile(profile)  # to say at once what is wrong with it
+    load_profile(profile)  # raises for an invalid profile before anything starts
     path = Path(profile)
     flags = ["--simulate", profile if profile in shipped_profiles() else str(path.absolute())]
     flags += _given("--max-context", arguments.max_context)
@@ -138,47 +138,50 @@ def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> Orch
         *_given("--http-port", arguments.http_port),
     ]
     config = parse(OrchestratorConfig, "orchestrator", flags, os.environ)
-    if config.http_port == 0:  # settled here, so that it stays when the orchestrator is started again
+    if config.http_port == 0:  # fixed here, so that it stays the same after a restart
         return replace(config, http_port=free_port(config.host, HTTP_PORT))
     return config
 
 
 def free_port(host: str, wanted: int) -> int:
-    """The port that is wanted if it is free, and otherwise one that is."""
+    """The port `wanted` if it is free, otherwise any free port."""
     for port in (wanted, 0):
         with suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not matter
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores ended connections
             probe.bind((host, port))
             return int(probe.getsockname()[1])
-    return 0  # whoever listens will say what is wrong with the host
+    return 0  # the host is invalid, which the orchestrator reports
 
 
 def _draft_config(
     arguments: argparse.Namespace, target: TargetConfig, draft: str | None, drops: str | None
 ) -> DraftConfig | None:
-    """Settings of the draft worker; None where there is to be none."""
+    """Settings of the draft worker; None if there is none."""
     if draft == NO_DRAFT:
         if drops is not None:
-            raise ConfigError(f"--drop-layers: value was {drops}; must not be given beside --draft none")
+            raise ConfigError(f"--drop-layers: must not be given with --draft none, got {drops}")
         return None
     if drops is None and draft is None:
         raise ConfigError(
-            "--draft: a target of your own needs a draft: a smaller model with the same tokenizer, or --drop-layers "
-            "for the target itself with layers left out; or none, to guess from a session's own text only"
+            "--draft: missing; must be a smaller model with the same tokenizer, or none for prompt lookup only; or "
+            "--drop-layers, for the target itself without some layers"
         )
     flags = ["--model", draft or target.model, *_given("--drop-layers", drops)]
     flags += [*_given("--device", arguments.draft_device), *_given("--dtype", arguments.draft_dtype)]
     flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
     if "BOUGH_DRAFT_MAX_CONTEXT" not in os.environ:
-        flags += ["--max-context", str(target.max_context)]  # of longer ones it would see a part
+        flags += [
+            "--max-context",
+            str(target.max_context),
+        ]  # with a smaller context it would see only part of long sessions
     config = parse(DraftConfig, "draft_worker", flags, os.environ)
     if config.ahead_steps < 0 and _gpu(config.device) == _gpu(target.device):
-        return replace(config, ahead_steps=0)  # they would be taken from the target's sweeps
+        return replace(config, ahead_steps=0)  # they would delay the target's sweeps
     return config
 
 
 def _gpu(device: str) -> str:
-    """A setting's device as torch numbers it, but for `auto` where there is no GPU."""
+    """A device setting as torch numbers it; `auto` is taken for the first GPU."""
     return "cuda:0" if device in ("auto", "cuda") else device
 
 
@@ -187,9 +190,7 @@ def _given(flag: str, value: str | None) -> list[str]:
 
 
 def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
-    """Writes the demonstration model unless it is there, in a process of its own that gives its memory back.
-
-    Whoever else wants it meanwhile waits.
+    """Write the demonstration model unless it exists, in a separate process and under a file lock.
 
     Raises:
         ConfigError: it could not be written.
@@ -215,6 +216,6 @@ def _write_demonstration(folder: Path, copies: int) -> None:
 
 
 def tell_of_first_start() -> None:
-    """Why nothing seems to happen for a while."""
+    """Announce the compilation of kernels if none are cached."""
     if not next(compiled_folder().rglob("*.nbc"), None):
         print("the first start compiles kernels for this processor, which takes a minute or two", file=sys.stderr)

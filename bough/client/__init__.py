@@ -1,4 +1,4 @@
-"""A client for applications: all that a program needs that calls a running bough.
+"""The client for applications that call a running bough.
 
 from bough.client import ChatPrompt, Client, GenerateOptions, Message, Tokens
 """

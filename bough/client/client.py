@@ -35,15 +35,15 @@ KEY_VARIABLE = "BOUGH_API_KEY"
 DEFAULT_OPTIONS = g.GenerateOptions()
 INFO_TIMEOUT_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
-START_PATIENCE_SECONDS = 3.0  # with orchestrators none of which has answered yet
+START_PATIENCE_SECONDS = 3.0  # the same limit before any orchestrator has answered
 
 Reply = TypeVar("Reply")
 
 
 class Client:
-    """Talks to an orchestrator, or to whichever of several answers.
+    """A client of one orchestrator, or of several, of which it uses one that answers.
 
-    What the server refuses is raised as the errors of `bough.errors`.
+    Errors of the server are raised as those of `bough.errors`.
     """
 
     def __init__(
@@ -53,23 +53,22 @@ class Client:
         api_key: str | None = None,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """A stream that breaks is gone on with until for `patience_seconds` after that nothing more has come.
+        """A broken stream is resumed until nothing has arrived for `patience_seconds` after the break.
 
-        `api_key` is shown to orchestrators that ask for one; the variable BOUGH_API_KEY has it by default. TLS is
-        spoken to an address such as grpcs://10.0.0.1:7411, and to all where `certificates` name an authority; the
-        variables BOUGH_TLS_CA, BOUGH_TLS_CERT and BOUGH_TLS_KEY name the files by default.
+        `api_key` defaults to BOUGH_API_KEY. TLS is used for addresses such as grpcs://10.0.0.1:7411, and for all if
+        `certificates` name an authority; they default to BOUGH_TLS_CA, BOUGH_TLS_CERT and BOUGH_TLS_KEY.
         """
         if not addresses or not all(addresses):
-            raise ConfigError(f"addresses: {', '.join(addresses)!r}; one or more such as 127.0.0.1:7411 would do")
+            raise ConfigError(f"addresses: must be one or more such as 127.0.0.1:7411, got {', '.join(addresses)!r}")
         key = require_key("api_key", os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key)
         secured = Secured.by(environment_files() if certificates is None else certificates)
-        self._servers = [_Server(secured.channel(address), key) for address in addresses]  # the one in use first
+        self._servers = [_Server(secured.channel(address), key) for address in addresses]  # the first is in use
         self._patience_seconds = patience_seconds
         self._is_closed = False
 
     @property
     def address(self) -> str:
-        """Of the orchestrator in use."""
+        """The address of the orchestrator in use."""
         return self._servers[0].address
 
     async def __aenter__(self) -> Client:
@@ -81,27 +80,27 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the connections; streams that are open end with them."""
+        """Close all connections and open streams."""
         self._is_closed = True
         for server in self._servers:
             await server.channel.close()
 
     async def generate(self, prompt: g.Prompt, options: g.GenerateOptions = DEFAULT_OPTIONS) -> AsyncGenerator[g.Event]:
-        """Events of one request: Started, then Tokens once a round, then Finished.
+        """The events of one request: Started, then Tokens for each round, then Finished.
 
-        A stream that breaks is resumed from the last token seen, at another address where there is one: nothing is lost
-        or comes twice, and the last event's warnings tell of it. Where there is no room the call is made again when the
-        server says. Leaving the loop early ends the request at the server too.
+        A broken stream is resumed after the last received token, at another address if there is one; no token is lost
+        or repeated, and Finished has a warning. A server without capacity is called again when it says. Leaving the
+        loop early aborts the request.
         """
         stream, patience = ResumableStream(options), Patience()
-        is_known = False  # somebody there has answered
+        is_known = False  # an orchestrator has answered
         while True:
             server = self._servers[0]
             try:
                 async with aclosing(server.generate(prompt, stream.next_options())) as events:
                     async for event in events:
                         is_known = True
-                        if (fresh := stream.take(event)) is not None:  # that it was begun again is no progress
+                        if (fresh := stream.take(event)) is not None:  # a repeated Started is no progress
                             patience.renew()
                             yield fresh
                 return
@@ -115,7 +114,7 @@ class Client:
                 await patience.wait(exc, most_seconds if is_known else min(START_PATIENCE_SECONDS, most_seconds))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request, wherever it runs; its stream finishes with reason "abort". Raises NotFound."""
+        """Abort a request at any address; its stream finishes with reason "abort". Raises NotFound."""
         request, problem = pb.AbortRequest(request_id=request_id), None
         for server in self._servers:
             try:
@@ -123,52 +122,51 @@ class Client:
                 return
             except (NotFound, Unavailable) as exc:
                 problem = exc if problem is None or isinstance(exc, NotFound) else problem
-        assert problem is not None, "there is a server, and it has not agreed"
+        assert problem is not None, "there is at least one server"
         raise problem
 
     async def close_session(self, session_id: str) -> None:
-        """Forgets a session before its time; a request that runs in it ends with StaleEpoch. Raises NotFound."""
+        """Close a session; a request running in it ends with StaleEpoch. Raises NotFound."""
         await self._ask(lambda stub: stub.CloseSession, pb.CloseSessionRequest(session_id=session_id))
 
     async def models(self) -> tuple[g.ModelInfo, ...]:
-        """All models that are served, by name; at least one. Raises Unavailable where there is none."""
+        """All served models by name, at least one. Raises Unavailable if there is none."""
         return wire.models_from_wire(await self._ask(lambda stub: stub.GetModelInfo, pb.GetModelInfoRequest()))
 
     async def model_info(self) -> g.ModelInfo:
-        """The model that is served; the first by name where there are several."""
+        """The served model; the first by name if there are several."""
         return (await self.models())[0]
 
     async def server_info(self) -> g.ServerInfo:
-        """The orchestrator and its workers."""
+        """Information about the orchestrator and its workers."""
         reply = await self._ask(lambda stub: stub.GetServerInfo, common_pb2.GetServerInfoRequest())
         return wire.server_info_from_wire(reply)
 
     async def loads(self) -> g.Loads:
-        """What is running now."""
+        """The current load."""
         return wire.loads_from_wire(await self._ask(lambda stub: stub.GetLoads, pb.GetLoadsRequest()))
 
     async def acceptance(self) -> tuple[SchemeAcceptance, ...]:
-        """How many guesses were accepted, by scheme, depth and rank; for `bough.trees.acceptance`."""
+        """Acceptance counts by scheme, depth and rank, for `bough.trees.acceptance`."""
         return wire.acceptance_from_wire(await self._ask(lambda stub: stub.GetAcceptance, pb.GetAcceptanceRequest()))
 
     async def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """What each draft worker's trees were expected to come to, and what they came to."""
+        """Predicted and real outcomes of each draft worker's trees."""
         return wire.calibrations_from_wire(await self._ask(lambda stub: stub.GetAcceptance, pb.GetAcceptanceRequest()))
 
     async def decisions(self, session_id: str = "") -> tuple[Decision, ...]:
-        """Why the last trees of a session were as large as they were, oldest first.
+        """The decisions about a session's last trees, oldest first.
 
-        `session_id` may also be the id of a request that ran in it, as `Started` has it; empty is the last session at
-        work.
+        `session_id` may also be the id of a request that ran in it; empty is the last active session.
 
         Raises:
-            NotFound: the orchestrator remembers nothing of it.
+            NotFound: the orchestrator has no decisions of it.
         """
         request = pb.GetDecisionsRequest(session_id=session_id)
         return decisions_from_wire(await self._ask(lambda stub: stub.GetDecisions, request))
 
     async def _ask(self, method: Callable[[Any], Callable[..., Awaitable[Reply]]], request: object) -> Reply:
-        """The first answer of any of them."""
+        """Call the server in use, and the others in turn while they are Unavailable."""
         for _ in self._servers[1:]:
             server = self._servers[0]
             try:
@@ -179,7 +177,7 @@ class Client:
         return await server.call(method(server.stub), request)
 
     def _turn_from(self, server: _Server) -> None:
-        """The next call goes to another one, unless another stream has seen to that already."""
+        """Use another server for the next call, unless another stream has switched already."""
         server.channel.refresh()
         if self._servers[0] is server:
             self._servers.append(self._servers.pop(0))
@@ -197,11 +195,11 @@ class _Server:
 
     @property
     def stub(self) -> generation_pb2_grpc.GenerationStub:
-        """For the next call."""
+        """A stub on the current channel."""
         return generation_pb2_grpc.GenerationStub(self.channel.current)
 
     async def generate(self, prompt: g.Prompt, options: g.GenerateOptions) -> AsyncGenerator[g.Event]:
-        """The events of one call. Raises Unavailable where it ends before its last event."""
+        """The events of one call. Raises Unavailable if it ends before Finished."""
         call = self.stub.Generate(wire.request_to_wire(prompt, options), metadata=self._metadata)
         try:
             async for message in call:
@@ -216,7 +214,7 @@ class _Server:
         raise Unavailable(f"{self.address} ended the stream before its last event")
 
     async def call(self, method: Callable[..., Awaitable[Reply]], request: object) -> Reply:
-        """A call with one answer."""
+        """A unary call."""
         try:
             return await method(request, timeout=INFO_TIMEOUT_SECONDS, metadata=self._metadata)
         except grpc.aio.AioRpcError as exc:

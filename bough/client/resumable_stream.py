@@ -1,4 +1,4 @@
-"""What a client remembers of a stream, so that it can be gone on with where it broke."""
+"""A client's state of a stream, to resume it after a break, and the backoff between attempts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
 
 
 class ResumableStream:
-    """The events of one request over however many calls it takes: each of them once."""
+    """Merges the calls of one request into one stream of events without repetitions."""
 
     def __init__(self, options: g.GenerateOptions) -> None:
-        """The request gets a name and a seed here: they must be the same in every call."""
+        """Chooses a request id and a seed if not given, as all calls must use the same."""
         seed = secrets.randbits(64) if options.seed is None else options.seed
         self._options = replace(options, request_id=options.request_id or uuid.uuid4().hex, seed=seed)
         self._token_ids = list(options.resume.token_ids) if options.resume else []
@@ -31,7 +31,7 @@ class ResumableStream:
         self._seams: list[str] = []
 
     def next_options(self) -> g.GenerateOptions:
-        """For the first call as they are, for the others with how far the one before has come."""
+        """Options of the next call: the original ones first, later with the progress to resume from."""
         self._num_calls += 1
         if self._num_calls == 1:
             return self._options
@@ -39,7 +39,7 @@ class ResumableStream:
         return replace(self._options, resume=g.Resume(self._num_seen, tuple(self._token_ids) if knows_all else ()))
 
     def take(self, event: g.Event) -> g.Event | None:
-        """An event as the caller is to see it; None for one that it has seen."""
+        """The event for the caller; None for a repeated Started."""
         match event:
             case g.Started():
                 self._is_broken = False
@@ -53,7 +53,7 @@ class ResumableStream:
                 return replace(event, warnings=(*self._seams, *event.warnings))
 
     def broke(self, exc: BoughError) -> None:
-        """A call has ended too early; where it had begun, the last event will tell, once until it has begun again."""
+        """Record that a call has failed; the first failure after each start adds a warning to Finished."""
         if self._is_started and not self._is_broken:
             num_tokens = self._num_seen - self._num_before
             self._seams.append(f"the stream broke after {num_tokens} tokens and was resumed: {exc}")
@@ -61,28 +61,27 @@ class ResumableStream:
 
 
 class Patience:
-    """Pauses that grow from one failure to the next, and end when too long after the first nothing has come."""
+    """Exponential backoff between attempts, limited in time since the first failure without progress."""
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """Something has come."""
-        self._failed_at: float | None = None  # first, since something came; seconds on the monotonic clock
-        self._cause: Unavailable | Exhausted | None = None  # that failure: later ones are often its consequences
+        """Reset after progress."""
+        self._failed_at: float | None = None  # time of the first failure since progress, on the monotonic clock
+        self._cause: Unavailable | Exhausted | None = None  # that failure; later ones are often its consequences
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
     async def wait(self, exc: Unavailable | Exhausted, most_seconds: float) -> None:
-        """Before the next try; for as long as the error itself says.
+        """Sleep before the next attempt, for the time in the error if it has one.
 
-        Raises the first failure since something came where that would be more than `most_seconds` after it: how long a
-        sweep takes before anything comes is no matter.
+        Raises the first failure since progress if the sleep would end more than `most_seconds` after it.
         """
         self._failed_at = self._failed_at or time.monotonic()
         self._cause = self._cause or exc
-        asked = getattr(exc, "retry_seconds", None)
-        # Not all that were cut off at the same moment should come back at the same moment.
-        seconds = asked if asked is not None else self._pause_seconds * random.uniform(0.5, 1.0)
+        requested = getattr(exc, "retry_seconds", None)
+        # Jitter, so that clients disconnected at once do not all return at once.
+        seconds = requested if requested is not None else self._pause_seconds * random.uniform(0.5, 1.0)
         if time.monotonic() + seconds > self._failed_at + most_seconds:
             raise self._cause
         await asyncio.sleep(seconds)

@@ -1,1 +1,1 @@
-"""Tasks and futures of asyncio, as all services use them."""
+"""Helpers for asyncio tasks and futures."""

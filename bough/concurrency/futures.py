@@ -1,4 +1,4 @@
-"""Futures whose caller may leave at any moment."""
+"""Futures whose caller may cancel them at any moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def settle(future: Future[Result], outcome: Result | Exception) -> None:
-    """Tells whoever waits, if anybody still does. Once for each future."""
+    """Set the result or exception of a future unless it was cancelled; call it once for each future."""
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(outcome, Exception):
@@ -22,7 +22,7 @@ def settle(future: Future[Result], outcome: Result | Exception) -> None:
 
 
 class Unanswered:
-    """Calls that have not been answered yet; any thread may add one."""
+    """A bounded count of unanswered calls; thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -31,23 +31,23 @@ class Unanswered:
         self._waiting_for_none: list[Future[None]] = []
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of unanswered calls."""
         return self._num
 
     def add(self, future: Future[Any]) -> None:
-        """Counts a call until its future is done.
+        """Count a call until its future is done.
 
         Raises:
-            Exhausted: there are as many as there may be.
+            Exhausted: the limit is reached.
         """
         with self._lock:
             if self._num >= self._most:
-                raise Exhausted(f"{self._num} calls wait already; try again, or start with a larger --max-waiting")
+                raise Exhausted(f"{self._num} calls are waiting already; try again, or use a larger --max-waiting")
             self._num += 1
         future.add_done_callback(lambda _: self._answered())
 
     def none_left(self) -> Future[None]:
-        """Done as soon as there is none."""
+        """A future that is done as soon as no call is unanswered."""
         future: Future[None] = Future()
         with self._lock:
             is_now = self._num == 0

@@ -1,4 +1,4 @@
-"""Tasks that go on until somebody ends them."""
+"""Ending, shielding and cancelling asyncio tasks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Result = TypeVar("Result")
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels tasks and waits until they have ended, whatever they end with."""
+    """Cancel tasks, wait until they have ended, and ignore their results and exceptions."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def to_the_end(work: Coroutine[Any, Any, Result]) -> Result:
-    """What must not be left half done: a cancellation is raised once it is over."""
+    """Run a coroutine to its end even if cancelled; the cancellation is raised afterwards."""
     working = asyncio.create_task(work)
     is_cancelled = False
     while not working.done():
@@ -35,10 +35,10 @@ async def to_the_end(work: Coroutine[Any, Any, Result]) -> Result:
 
 @contextmanager
 def cancellable() -> Iterator[None]:
-    """Around calls of a library that may swallow a cancellation: it is raised at the end, whatever they made of it.
+    """Raises a cancellation that a library call in the block swallowed.
 
-    Python 3.11's `asyncio.wait_for` does when what it waits for is there at that moment (python/cpython#86296), and
-    redis-py writes to its sockets in this way.
+    Python 3.11's `asyncio.wait_for`, which redis-py uses, swallows one if its awaitable finishes at the same moment
+    (python/cpython#86296).
     """
     task = asyncio.current_task()
     assert task is not None, "coroutines run in tasks"

@@ -1,1 +1,1 @@
-"""Settings of the processes: what they may be, and how they are read from flags and environment."""
+"""Settings of each process, and how they are read from flags and environment variables."""

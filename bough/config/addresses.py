@@ -1,4 +1,4 @@
-"""Where a process listens, and the address at which it tells others to reach it, which need not be the same."""
+"""Listening addresses, and the address that a process advertises to others, which may differ."""
 
 from __future__ import annotations
 
@@ -15,51 +15,49 @@ from bough.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-INDEX_PORT = 6379  # where a URL names none
+INDEX_PORT = 6379  # default of index URLs
 SocketAddress = tuple[Any, ...]  # of an IPv4 or IPv6 socket
-SourceTowards = Callable[[int, SocketAddress], str]  # of an address family and an address of it
+SourceTowards = Callable[[int, SocketAddress], str]  # (address family, destination) to source address
 
 
 def joined(host: str, port: int) -> str:
-    """An address such as 127.0.0.1:7411, or [::1]:7411 where the host is an IPv6 address."""
+    """Join host and port as 127.0.0.1:7411, or [::1]:7411 for an IPv6 address."""
     host = bare(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bare(host: str) -> str:
-    """A host without brackets."""
+    """The host without brackets."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether listening there is listening on all addresses of this machine, so that it is nowhere to connect to."""
+    """Whether the host means all addresses of this machine, to which nobody can connect."""
     return bare(host) == "" or _has(host, "is_unspecified")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there; a name but localhost may be anything."""
+    """Whether the host is localhost or a loopback address; other names are not resolved."""
     return bare(host) == "localhost" or _has(host, "is_loopback")
 
 
 def source_towards(family: int, address: SocketAddress) -> str:
-    """This machine's own address on the way to another one. Nothing is sent. Raises OSError where there is no way."""
+    """The source address of this machine towards `address`. Sends nothing; raises OSError without a route."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
 
 
 def advertised_host(config: ServiceConfig, source: SourceTowards = source_towards) -> str:
-    """The host that others reach a process by; may look up the index's name, which takes its time.
+    """The host that a process advertises; may block while it resolves the index's host name.
 
     Raises:
-        ConfigError: it is to be found, and there is none that other machines could reach.
+        ConfigError: --advertise is auto, and no address is found that other machines could reach.
     """
     chosen, host = config.advertise, config.host
     if chosen not in ("", ADVERTISE_AUTO):
         if is_wildcard(chosen):
-            raise ConfigError(
-                f"--advertise: value was {chosen}; must be an address that others can connect to, or auto"
-            )
+            raise ConfigError(f"--advertise: must be auto or an address that others can connect to, got {chosen}")
         return bare(chosen)
     index_host, port = _index_place(config.index_url)
     if not is_wildcard(host):
@@ -75,8 +73,8 @@ def advertised_host(config: ServiceConfig, source: SourceTowards = source_toward
         return found[0]
     what = f"only {', '.join(found)}" if found else "no address"
     raise ConfigError(
-        f"--advertise: value was auto, and on the way to the index at {index_host} this machine has {what}; "
-        "must be a host or address that other machines reach this process by"
+        "--advertise: must be a host or address by which other machines reach this process, got auto, and towards the "
+        f"index at {index_host} this machine has {what}"
     )
 
 
@@ -88,7 +86,7 @@ def _index_place(url: str) -> tuple[str, int]:
 
 
 def _sources(host: str, port: int, family: int, source: SourceTowards) -> list[str]:
-    """This machine's addresses on the way to a host, by the host's own addresses; those without a way are left out."""
+    """This machine's source addresses towards all addresses of a host that have a route."""
     found: list[str] = []
     for own_family, address in _resolved(host, port, family):
         with suppress(OSError):
@@ -105,13 +103,13 @@ def _resolved(host: str, port: int, family: int) -> list[tuple[int, SocketAddres
 
 
 def _is_local(host: str, port: int) -> bool:
-    """Whether a host is this machine by name: whoever uses an index there is on this machine, too."""
+    """Whether a host resolves to loopback addresses only."""
     addresses = [str(address[0]) for _, address in _resolved(host, port, socket.AF_UNSPEC)]
     return bool(addresses) and all(_has(address, "is_loopback") for address in addresses)
 
 
 def _has(host: str, attribute: str, value: object = True) -> bool:
-    """Whether a host is an IP address of which that is so."""
+    """Whether the host is an IP address whose `attribute` equals `value`."""
     try:
         address = ipaddress.ip_address(bare(host).partition("%")[0])
     except ValueError:

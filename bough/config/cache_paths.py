@@ -1,4 +1,4 @@
-"""Where the demonstration model is kept, and whether it is there. `bough.model.write_demonstration` writes it."""
+"""Cache paths of the demonstration model, which `bough.model.write_demonstration` writes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import json
 import os
 from pathlib import Path
 
-EXPANSION_NAME = "bough_expansion.json"  # beside a block-expanded checkpoint: which of its layers change anything
+EXPANSION_NAME = "bough_expansion.json"  # manifest of a block-expanded checkpoint: which layers are not identities
 DEMONSTRATION_COPIES = 9  # of each of the 30 blocks: 300 layers, 2.1 GB
-SUBSTITUTE_DROPS = (
-    "3,14"  # layers that a substitute does best without, as tried in docs/decisions/011-substitute-drafts.md
-)
+SUBSTITUTE_DROPS = "3,14"  # best layers to leave out of a substitute (docs/decisions/011-substitute-drafts.md)
 
 
 def cache_folder() -> Path:
-    """Where generated models are kept: BOUGH_CACHE_DIR, or the user's cache folder."""
+    """The folder of generated models: BOUGH_CACHE_DIR, or bough in the user's cache folder."""
     named = os.environ.get("BOUGH_CACHE_DIR")
     if named:
         return Path(named)
@@ -22,11 +20,11 @@ def cache_folder() -> Path:
 
 
 def demonstration_folder(copies: int = DEMONSTRATION_COPIES) -> Path:
-    """The model with this many identity copies of every block; 0 is the model as it is."""
+    """The folder of the model with `copies` identity copies of each block; 0 is the original model."""
     return cache_folder() / (f"smollm2-135m-x{copies + 1}" if copies else "smollm2-135m")
 
 
 def is_written(folder: Path, copies: int) -> bool:
-    """Whether a whole demonstration model is there; its manifest is written last and its folder renamed after that."""
+    """Whether the demonstration model is complete; its manifest is written last."""
     manifest = folder / EXPANSION_NAME
     return manifest.is_file() and json.loads(manifest.read_text()).get("copies") == copies

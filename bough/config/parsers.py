@@ -1,4 +1,4 @@
-"""Values of settings, from text. A value that will not do raises ValueError with what would."""
+"""Parsers of setting values. For invalid text they raise ValueError with the text "must be ..."."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ def parse_bytes(text: str) -> int:
     """Bytes from "512MB", "1.5GiB" or a plain number."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?B|)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ValueError("a size such as 512MB or 2GiB would do")
+        raise ValueError("must be a size such as 512MB or 2GiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
-    """Layer numbers from "12-15,20"; the empty text is none."""
+    """Layer numbers from "12-15,20"; empty text is no layers."""
     layers: list[int] = []
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
         begin, end = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if begin > end:
-            raise ValueError("layers such as 12-15,20 would do")
+            raise ValueError("must be layers such as 12-15,20")
         layers.extend(range(begin, end + 1))
     return tuple(layers)
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Names from "a,b"; the empty text is none."""
+    """Names from "a,b"; empty text is no names."""
     names = tuple(part.strip() for part in text.split(",")) if text else ()
     if not all(names):
-        raise ValueError("names such as a,b would do")
+        raise ValueError("must be names such as a,b")
     return names
 
 
 def parse_device(text: str) -> str:
-    """A device as torch spells it, or "auto"; whether it is there is seen when the model is loaded."""
+    """A device name of torch, or "auto"; whether the device exists is checked when the model is loaded."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:
-        raise ValueError("auto, cpu, cuda or cuda:1 would do")
+        raise ValueError("must be auto, cpu, cuda or cuda:1")
     return text
 
 
@@ -62,7 +62,7 @@ def parse_shares(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def parse_endpoint(text: str) -> str:
-    """A URL of a gRPC server, with no more than scheme, host and port; the empty text is none."""
+    """The URL of a gRPC server with scheme, host and port only; empty text is none."""
     try:
         url = urlsplit(text)
         is_plain = url.path in ("", "/") and not (url.query or url.fragment or url.username or url.password)
@@ -70,12 +70,12 @@ def parse_endpoint(text: str) -> str:
     except ValueError:
         is_plain = is_url = False
     if text and not (is_plain and is_url):
-        raise ValueError("must be http://HOST:PORT or https://HOST:PORT, without a path, a name or a password")
+        raise ValueError("must be http://HOST:PORT or https://HOST:PORT, without path, user or password")
     return text
 
 
 def number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], Any]:
-    """Reads numbers from `low` to `high`."""
+    """A parser of numbers from `low` to `high`."""
 
     def parse(text: str) -> Any:
         try:
@@ -84,29 +84,29 @@ def number(kind: type[int] | type[float], low: float, high: float = float("inf")
             value = float("nan")
         if not low <= value <= high:
             upper = f" to {high}" if high < float("inf") else " or more"
-            raise ValueError(f"{kind.__name__} of {low}{upper} would do")
+            raise ValueError(f"must be {'a whole number' if kind is int else 'a number'}, {low}{upper}")
         return value
 
     return parse
 
 
 def one_of(*values: Any) -> Callable[[str], Any]:
-    """Reads one of these."""
+    """A parser of one of these values."""
 
     def parse(text: str) -> Any:
         for value in values:
             if text == str(value):
                 return value
-        raise ValueError(f"{', '.join(str(value) for value in values if value)} would do")
+        raise ValueError(f"must be {', '.join(str(value) for value in values if value)}")
 
     return parse
 
 
 def parse_switch(text: str) -> bool:
-    """Whether something is on; a flag without a value says yes."""
+    """True or false from yes, no, true or false."""
     answer = {"yes": True, "true": True, "no": False, "false": False}.get(text.lower())
     if answer is None:
-        raise ValueError("yes or no would do")
+        raise ValueError("must be yes or no")
     return answer
 
 
@@ -117,7 +117,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
     except ValueError:
         rates = ()
     if not rates or not all(1 <= rate < float("inf") for rate in rates):
-        raise ValueError("numbers of 1 or more such as 1,3.5,8 would do")
+        raise ValueError("must be numbers of 1 or more such as 1,3.5,8")
     return rates
 
 

@@ -1,7 +1,7 @@
-"""Settings: one frozen dataclass per process, read once at start from flags and environment.
+"""Settings of each process: a frozen dataclass, read once at start from flags and environment variables.
 
-A field `kv_memory` of the target's settings is the flag `--kv-memory` and the variable `BOUGH_TARGET_KV_MEMORY`; the
-flag wins. What is unknown or cannot be read is refused by its name.
+The target's field `kv_memory`, for example, is set by the flag `--kv-memory` or else by `BOUGH_TARGET_KV_MEMORY`.
+Unknown and malformed settings are refused by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bough.config.parsers import (
     parse_speed,
     parse_switch,
 )
-from bough.config.reader import parse as parse  # who reads settings finds both here
+from bough.config.reader import parse as parse  # re-exported for readers of settings
 from bough.config.reader import setting
 from bough.config.reader import to_flags as to_flags
 from bough.runtime.machine import usable_cpus
@@ -43,107 +43,107 @@ PLANNERS = ("self", "fixed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
-    """What every process needs to know."""
+    """Settings of every process."""
 
     host: str = setting("127.0.0.1", str, "address to listen on")
     port: int = setting(0, parse_port, "port to listen on; 0 takes a free one")
     advertise: str = setting(
         ADVERTISE_AUTO,
         str,
-        "host that others reach this process by; auto is --host, or where that is 0.0.0.0 or :: the address on the way "
-        "to the index",
+        "host by which others reach this process; auto is --host or, if that is 0.0.0.0 or ::, the source address "
+        "towards the index",
     )
-    advertise_port: int = setting(0, parse_port, "port that others reach this process by, where it is not --port")
+    advertise_port: int = setting(0, parse_port, "port by which others reach this process, if it is not --port")
     index_url: str = setting(
         "redis://127.0.0.1:6379",
         str,
-        "Redis or Valkey server that is the index; redis+cluster:// for a cluster of them",
+        "Redis or Valkey server for the index; redis+cluster:// for a cluster",
     )
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     worker_key_file: str = setting(
         "",
         str,
-        "file of a secret, `openssl rand -hex 32`: workers answer only who shows it, and it is shown to them; "
-        f"{KEY_FILE_VARIABLE} for all processes",
+        "file with a secret, as from `openssl rand -hex 32`: workers answer only callers that present it; "
+        f"{KEY_FILE_VARIABLE} sets it for all processes",
         shared=KEY_FILE_VARIABLE,
     )
     tls_cert: str = setting(
         "",
         str,
-        "PEM file of this process's certificate: it then speaks nothing but TLS; read again as it changes. "
-        f"{CERT_VARIABLE} for all processes, as {TLS_KEY_VARIABLE} and {AUTHORITY_VARIABLE}",
+        "PEM file of this process's certificate: it then serves TLS only; reloaded when it changes. "
+        f"{CERT_VARIABLE} sets it for all processes, as {TLS_KEY_VARIABLE} and {AUTHORITY_VARIABLE} do for theirs",
         shared=CERT_VARIABLE,
     )
-    tls_key: str = setting("", str, "PEM file of the certificate's key, closed to others", shared=TLS_KEY_VARIABLE)
+    tls_key: str = setting(
+        "", str, "PEM file of the certificate's private key, not readable by others", shared=TLS_KEY_VARIABLE
+    )
     tls_ca: str = setting(
         "",
         str,
-        "PEM file of the authority of all processes' certificates: workers then answer only who has one of it, and are "
-        "called only over TLS",
+        "PEM file of the authority that signs all processes' certificates: workers then accept only callers with such "
+        "a certificate, and are called only over TLS",
         shared=AUTHORITY_VARIABLE,
     )
     tls_peer_names: tuple[str, ...] = setting(
         (),
         parse_names,
-        "names, such as a,b, of which a certificate must have one for a worker to answer; all of --tls-ca by default",
+        "names, such as a,b, one of which a caller's certificate must have; by default any certificate of --tls-ca",
         shared="BOUGH_TLS_PEER_NAMES",
     )
     insecure: bool = setting(
         False,
         parse_switch,
-        "listen beyond this machine though nothing keeps strangers out: neither keys nor certificates are asked for",
+        "listen on addresses beyond this machine without requiring keys or certificates",
         shared="BOUGH_INSECURE",
     )
     open_metrics: bool = setting(
-        False,
-        parse_switch,
-        "where keys or certificates are asked for: show /metrics to whoever reaches this host, without one",
+        False, parse_switch, "if keys or certificates are required: serve /metrics without them, and to other hosts"
     )
     log_level: str = setting("INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
     log_format: str = setting(
         "text",
         one_of("text", "json"),
-        f"lines of the log for people, or a JSON object each; {LOG_FORMAT_VARIABLE} for all processes",
+        f"log lines as text, or as a JSON object each; {LOG_FORMAT_VARIABLE} sets it for all processes",
         shared=LOG_FORMAT_VARIABLE,
     )
     otlp_endpoint: str = setting(
         "",
         parse_endpoint,
-        "send traces to this collector over gRPC (OTLP), such as http://127.0.0.1:4317; none where it is empty; "
-        f"{OTLP_VARIABLE} for all processes",
+        "collector that receives traces over gRPC (OTLP), such as http://127.0.0.1:4317; empty sends none; "
+        f"{OTLP_VARIABLE} sets it for all processes",
         shared=OTLP_VARIABLE,
     )
-    drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which what runs may finish")
+    drain_seconds: float = setting(25.0, number(float, 0), "seconds after SIGTERM in which running calls may finish")
     max_connection_age: float = setting(
         0.0,
         number(float, 0),
-        "seconds after which a gRPC client is told to connect anew, so that a balancer may send it elsewhere; calls "
-        "that run go on where they are, however long; 0 is never",
+        "seconds after which a gRPC client is told to reconnect, so that a balancer can move it; running calls are "
+        "not interrupted; 0 is never",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(ServiceConfig):
-    """What both workers need to know."""
+    """Settings of both workers."""
 
     model: str = setting(MISSING, str, "model folder, or hub id in the local cache", instead="simulate")
     simulate: str = setting(
         "", str, "instead of a model: a shipped profile's name or a JSON file, for a worker without weights"
     )
-    model_name: str = setting("", str, "name that users know the model by; its folder's name by default")
+    model_name: str = setting("", str, "public name of the model; its folder's name by default")
     dtype: str = setting(
         AUTO,
         one_of(AUTO, *DTYPE_NAMES),
         "data type to compute in; auto is the checkpoint's own on a GPU, and bfloat16 on a CPU",
     )
-    device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU where there is one")
-    threads: int = setting(usable_cpus(), parse_count, "CPU threads that compute")
+    device: str = setting("auto", parse_device, "cpu, cuda or cuda:1; auto is a GPU if there is one")
+    threads: int = setting(usable_cpus(), parse_count, "CPU threads for computation")
     max_context: int = setting(2048, parse_count, "most tokens of a session, prompt and output")
     max_nodes: int = setting(512, parse_count, "most nodes of a tree")
     kv_memory: int = setting(
-        0, parse_bytes, "memory for KV slots; 0 is an eighth of what there is, at most 2GB or 32 sessions, at least one"
+        0, parse_bytes, "memory for KV slots; 0 is an eighth of all memory, at most 2GB or 32 sessions, at least one"
     )
-    max_waiting: int = setting(1024, parse_count, "most calls that wait for an answer; more are refused")
+    max_waiting: int = setting(1024, parse_count, "most calls waiting at once; more are refused")
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
 
 
@@ -152,26 +152,26 @@ class DraftConfig(WorkerConfig):
     """Settings of a draft worker."""
 
     drop_layers: tuple[int, ...] = setting(
-        (), parse_layers, "make a substitute draft: the model without these layers, such as 12-15"
+        (), parse_layers, "use a substitute draft: the model without these layers, such as 12-15"
     )
     bits: str = setting(
         "auto",
         one_of(*DRAFT_BITS),
-        "of weights, in which products are made; auto is 8 on a CPU that has an instruction for them, for models of a "
-        "Llama's build, and 16 otherwise; 4 is for a GPU that has little room: a model packed in 4 bits stays so there",
+        "bits of weights in products; auto is 8 for Llama-like models on a CPU with 8-bit dot products; 4, on a GPU: a "
+        "packed model stays packed, which saves memory and takes time",
     )
     branch: int = setting(16, parse_count, "most children of a node")
     sharpness: float = setting(
         0.0,
         number(float, 0, 4),
-        "power of the draft's own probabilities by which guesses are judged: 1 takes them as they are, 0 learns it "
-        "from what the target says",
+        "inverse temperature that calibrates the draft's probabilities: 1 leaves them unchanged, 0 learns it from the "
+        "target's verdicts",
     )
     ahead_steps: int = setting(
         -1,
         number(int, -1),
-        "most draft steps between two calls of a session, towards its likely next trees; 0 is none, -1 is 64 on a GPU "
-        "of the draft's own and none elsewhere",
+        "most draft-ahead steps between two calls of a session; 0 is none, -1 is 64 on a GPU of the draft's own and "
+        "none elsewhere",
     )
 
 
@@ -182,19 +182,16 @@ class TargetConfig(WorkerConfig):
     rows: int = setting(
         0,
         number(int, 0),
-        "rows of every matrix product, where those are a library's and equal sizes make equal bits; 0 is 256 on a GPU "
-        "and 64 on a CPU",
+        "rows of each matrix product by a library, whose bits depend on this size; 0 is 256 on a GPU and 64 on a CPU",
     )
-    device_memory: int = setting(0, parse_bytes, "memory for the model, KV and all; 0 takes most of what is free")
+    device_memory: int = setting(0, parse_bytes, "memory for weights, KV and activations; 0 is most of what is free")
     device_reserve: int = setting(
-        0,
-        parse_bytes,
-        "memory of a GPU that is another's, taken yet or not, such as a draft worker's on the same one",
+        0, parse_bytes, "GPU memory to leave to others, such as a draft worker, whether they have taken it yet or not"
     )
     host_memory: int = setting(
         0,
         parse_bytes,
-        "beside a GPU: pinned memory for layers, and for KV that is kept there; 0 takes most of what is free",
+        "with a GPU: pinned host memory for layers, and for KV with --kv-tier host; 0 is most of what is free",
     )
     kv_sessions: int = setting(
         0,
@@ -204,53 +201,50 @@ class TargetConfig(WorkerConfig):
     kv_tier: str = setting(
         "device",
         one_of("device", "host"),
-        "beside a GPU: where KV slots are kept; those on the host stream with each layer, and leave the GPU to weights",
+        "with a GPU: where KV slots are kept; those on the host stream with each layer and leave the GPU to weights",
     )
     ring_memory: int = setting(
         0,
         parse_bytes,
-        "of it, at most so much for layers that were read ahead; 0 is 512MB, or three layers where those are more",
+        "memory of the ring for layers read ahead; 0 is the larger of 512MB and three layers",
     )
     resident_devices: tuple[tuple[str, int], ...] = setting(
         (),
         parse_shares,
-        "other GPUs that layers stay on and are computed on, and how much memory of each, KV of these layers and all: "
-        "cuda:1=10GB",
+        "other GPUs that compute resident layers, and how much of their memory these and their KV may take: cuda:1=10GB",
     )
-    resident_layers: int = setting(-1, number(int, -1), "most layers that stay in memory; -1 is as many as fit")
+    resident_layers: int = setting(-1, number(int, -1), "most resident layers; -1 is as many as fit")
     experts: str = setting(
         "auto",
         one_of("auto", "chosen", "all"),
-        "those that cross the link: what a sweep's rows have chosen, or all, ahead of them; auto is chosen, but all "
-        "beside a GPU where the host's memory does not hold them",
+        "experts that cross the link: those chosen by a sweep's rows, or all, ahead of time; auto is chosen, but all "
+        "with a GPU if the host's memory cannot hold them",
     )
     link_threads: int = setting(8, parse_count, "threads that read weights")
     max_sweep_tokens: int = setting(1024, parse_count, "most tokens of one sweep, all sessions together")
     gather: float = setting(
-        1.0, number(float, 0), "wait for sessions that draft, at most so many times a sweep's duration; 0 never waits"
+        1.0, number(float, 0), "longest batch delay for sessions that draft, in sweep durations; 0 is none"
     )
-    lease_seconds: float = setting(60.0, parse_seconds, "idle time after which a session may lose its slot to another")
+    lease_seconds: float = setting(60.0, parse_seconds, "idle seconds after which another session may take a slot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig(TargetConfig):
-    """Settings of `bough plan`: those of the target that is planned, and of a machine that need not be this one."""
+    """Settings of `bough plan`: those of the planned target, and of its machine, which may be another."""
 
-    draft: str = setting("", str, "model folder or hub id of the draft, which then takes its time in every round")
+    draft: str = setting("", str, "model folder or hub id of the draft, to include its time in each round")
     draft_bits: str = setting(
-        "auto",
-        one_of(*DRAFT_BITS),
-        "as the draft worker's --bits: 4 writes out a packed draft's matrices in every step",
+        "auto", one_of(*DRAFT_BITS), "as the draft worker's --bits; 4 unpacks the draft's matrices in every step"
     )
     bits: int = setting(0, one_of(0, 4, 8, 16), "bits of the layers' matrices: 4 or 8 as `bough pack` writes them")
-    device: str = setting("", one_of("", "cpu", "gpu"), "cpu, or gpu: one with memory of its own; what is here")
-    link_speed: float = setting(0.0, parse_speed, "GB/s from disk; measured where it is not given")
-    host_link_speed: float = setting(0.0, parse_speed, "GB/s from the host's memory to a gpu's; measured")
-    compute_speed: float = setting(0.0, parse_speed, "TFLOP/s of matrix products of --rows rows; measured")
-    memory_speed: float = setting(0.0, parse_speed, "GB/s between the accelerator and its memory; measured")
-    unpack_speed: float = setting(0.0, parse_speed, "GB/s of weights written out from 4 or 8 bits; measured")
+    device: str = setting("", one_of("", "cpu", "gpu"), "cpu, or gpu with its own memory; by default this machine's")
+    link_speed: float = setting(0.0, parse_speed, "GB/s from disk; measured by default")
+    host_link_speed: float = setting(0.0, parse_speed, "GB/s from host memory to a gpu's; measured by default")
+    compute_speed: float = setting(0.0, parse_speed, "TFLOP/s of matrix products of --rows rows; measured by default")
+    memory_speed: float = setting(0.0, parse_speed, "GB/s of the accelerator's memory; measured by default")
+    unpack_speed: float = setting(0.0, parse_speed, "GB/s of weights unpacked from 4 or 8 bits; measured by default")
     tokens_per_round: tuple[float, ...] = setting(
-        (1.0, 3.0, 5.0, 8.0, 12.0), parse_rates, "accepted tokens and the bonus token, for which speeds are predicted"
+        (1.0, 3.0, 5.0, 8.0, 12.0), parse_rates, "tokens per round, bonus token included, to predict speeds for"
     )
 
 
@@ -260,61 +254,60 @@ class OrchestratorConfig(ServiceConfig):
 
     port: int = setting(DEFAULT_PORT, parse_port, "port to listen on; 0 takes a free one")
     planner: str = setting(
-        "self", one_of(*PLANNERS), "trees size themselves, or have --budget, --width and --depth, to compare with"
+        "self",
+        one_of(*PLANNERS),
+        "tree sizes: self chooses them by measured cost, fixed uses --budget, --width, --depth",
     )
-    max_depth: int = setting(24, parse_count, "most levels of a tree that sizes itself")
-    budget: int = setting(64, parse_count, "nodes of a tree of fixed size, or before anything is known of the target")
-    sweep_nodes: int = setting(64, parse_count, "nodes that all sessions' trees of fixed size share in a sweep")
+    max_depth: int = setting(24, parse_count, "most levels of a tree sized by --planner self")
+    budget: int = setting(64, parse_count, "nodes of a tree of fixed size, or before the target's cost is known")
+    sweep_nodes: int = setting(64, parse_count, "nodes of fixed-size trees in a sweep, all sessions together")
     width: int = setting(16, parse_count, "nodes that a draft step expands; more in trees of more than 128 nodes")
-    depth: int = setting(7, parse_count, "levels of a tree of fixed size below its root")
-    lookup: int = setting(
-        16, number(int, 0), "most nodes of a tree that come from the session's own text; 0 looks nothing up"
-    )
-    draft: str = setting("workers", one_of("workers", "none"), "what drafts: workers, or none but the lookup")
+    depth: int = setting(7, parse_count, "levels below the root of a tree of fixed size")
+    lookup: int = setting(16, number(int, 0), "most nodes of a tree from prompt lookup; 0 is none")
+    draft: str = setting("workers", one_of("workers", "none"), "what drafts: workers, or none for lookup alone")
     draft_timeout: float = setting(30.0, parse_seconds, "seconds after which a round goes on without a draft worker")
-    target_timeout: float = setting(
-        600.0, parse_seconds, "seconds after which a target that does not answer is given up"
-    )
+    target_timeout: float = setting(600.0, parse_seconds, "seconds after which a target that does not answer is left")
     failover_timeout: float = setting(
         60.0, parse_seconds, "seconds that a running request waits for a target to come back or another to take over"
     )
     session_idle_seconds: float = setting(
-        24 * 3600.0, parse_seconds, "after its last request a session is kept so long"
+        24 * 3600.0, parse_seconds, "seconds that a session is kept after its last request"
     )
-    session_max_seconds: float = setting(7 * 24 * 3600.0, parse_seconds, "after its first request it ends, used or not")
+    session_max_seconds: float = setting(
+        7 * 24 * 3600.0, parse_seconds, "seconds that a session is kept after its first request"
+    )
     trace_sample: float = setting(
         1.0,
         number(float, 0, 1),
-        "with --otlp-endpoint: share of requests that are traced, of those whose callers have not decided it by a "
-        "traceparent",
+        "with --otlp-endpoint: share of requests to trace, unless the caller's traceparent decides",
     )
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     http_port: int = setting(
-        0, number(int, -1, 65535), "port that OpenAI's clients speak HTTP to; 0 takes a free one, -1 serves none"
+        0, number(int, -1, 65535), "port of the OpenAI-compatible HTTP API; 0 takes a free one, -1 serves none"
     )
     keys: str = setting(
-        "", str, "file of API keys, as `bough keys add` writes it, without one of which nobody comes in; read again as "
-        "it changes, and at SIGHUP"
+        "", str, "file of API keys, as `bough keys add` writes it: clients must present one; reloaded when it changes "
+        "and at SIGHUP"
     )  # fmt: skip
     tls_client_ca: str = setting(
-        "", str, "PEM file of an authority: clients must have a certificate of it (or of --tls-ca), at both doors"
+        "", str, "PEM file of an authority: clients must have a certificate of it or of --tls-ca, for gRPC and HTTP"
     )
     share_prefixes: bool = setting(
         False,
         parse_switch,
-        "what is computed of the prompts of one key's holder serves others' too: then cached_tokens and the time of a "
-        "prompt tell each what others have asked",
+        "share cached prompt prefixes among holders of different API keys: cached_tokens and latencies then reveal to "
+        "each what others have asked",
     )
     ui: str = setting(
-        "auto", one_of("auto", "yes", "no"), "serve a page to watch at /ui of the HTTP port; auto is on loopback only"
+        "auto", one_of("auto", "yes", "no"), "serve a live page at /ui of the HTTP port; auto is on loopback only"
     )
-    max_running: int = setting(64, parse_count, "requests that are generated at once; others wait for a place")
+    max_running: int = setting(64, parse_count, "requests that run at once; others wait")
     max_waiting: int = setting(
-        256, number(int, 0), "requests that may wait for a place; one more is RESOURCE_EXHAUSTED, with a retry delay"
+        256, number(int, 0), "requests that may wait; one more is RESOURCE_EXHAUSTED, with a retry delay"
     )
     queue_timeout: float = setting(
-        600.0, parse_seconds, "seconds that a request waits in all, for a place and then for a KV slot of the target"
+        600.0, parse_seconds, "seconds that a request may wait in all, to be admitted and then for a KV slot"
     )
     stalled_timeout: float = setting(
-        60.0, parse_seconds, "seconds after which a stream ends whose client has stopped reading; its session is kept"
+        60.0, parse_seconds, "seconds after which a stream ends if its client stops reading; its session is kept"
     )

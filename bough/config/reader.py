@@ -1,4 +1,4 @@
-"""How settings classes are read: from flags, environment and defaults, what is unknown or malformed refused by name."""
+"""Reading settings classes from flags, environment variables and defaults; errors name the setting."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Config = TypeVar("Config")
 
 
 def setting(default: Any, parse: Callable[[str], Any], text: str, instead: str = "", shared: str = "") -> Any:
-    """A field of a settings class; without a default where that is MISSING.
+    """A field of a settings class; `default` MISSING makes it required.
 
-    `shared` is a variable that sets it for every service whose own variable does not.
-    `instead` names another field: exactly one of the two is to be given, and this one is empty beside the other.
+    `shared` is a variable that sets it for each service whose own variable is not set.
+    `instead` names another field: exactly one of the two must be given, and this one is empty if the other is.
     """
     return field(default=default, metadata={"parse": parse, "help": text, "instead": instead, "shared": shared})
 
 
 def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """Settings of a service from flags, then environment, then defaults.
+    """Settings of a service from flags, else environment variables, else defaults.
 
     Raises:
-        ConfigError: naming the flag or variable that is unknown, malformed or missing.
+        ConfigError: names the flag or variable that is unknown, malformed or missing.
     """
     named, flagged = _from_environment(cls, service, environ), _from_flags(cls, service, argv)
     for f in _fields(cls):
@@ -38,13 +38,13 @@ def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping
     missing = [f for f in _fields(cls) if f.default is MISSING and f.name not in values]
     if missing:
         name, other = missing[0].name, missing[0].metadata["instead"]
-        beside = f", or {_flag(other)} does without it" if other else ""
-        raise ConfigError(f"{_flag(name)}: missing; the flag or {variable(service, name)} sets it{beside}")
+        instead = f", or {_flag(other)} in its place" if other else ""
+        raise ConfigError(f"{_flag(name)}: missing; must be set by the flag or {variable(service, name)}{instead}")
     return cls(**values)
 
 
 def with_shared(config: Config, environ: Mapping[str, str]) -> Config:
-    """Settings whose flags are read already, and beside them what one variable sets for all processes."""
+    """`config` with fields at their default replaced by the variables shared by all processes."""
     shared = {f: f.metadata["shared"] for f in _fields(type(config)) if f.metadata["shared"] in environ}
     unset = {f: name for f, name in shared.items() if getattr(config, f.name) == f.default}
     changed: Config = replace(config, **{f.name: _read(name, f, environ[name]) for f, name in unset.items()})  # type: ignore[type-var]
@@ -52,7 +52,7 @@ def with_shared(config: Config, environ: Mapping[str, str]) -> Config:
 
 
 def to_flags(config: object, besides: Collection[str] = ()) -> list[str]:
-    """Flags from which `parse` makes an equal value, whatever the environment says, but for the fields `besides`."""
+    """Flags that `parse` reads back as `config`, whatever the environment is; the fields `besides` are left out."""
     flags = []
     for f in _fields(type(config)):
         if f.name in besides:
@@ -68,21 +68,21 @@ def variable(service: str, name: str) -> str:
 
 
 def at_most(config: object, name: str, limit: int) -> int:
-    """A limit, or a setting that is less; a setting that stands at its default says nothing."""
+    """The smaller of `limit` and the setting `name`, which is ignored at its default."""
     (default,) = (f.default for f in _fields(type(config)) if f.name == name)
     value: int = getattr(config, name)
     return limit if value == default else min(value, limit)
 
 
 def _choose_one(name: str, other: str, named: dict[str, Any], flagged: dict[str, Any]) -> None:
-    """Of two fields of which one is given instead of the other; a flag wins over a variable of either."""
+    """Resolve two mutually exclusive fields in place; a flag wins over a variable of either."""
     given = [key for key in (name, other) if flagged.get(key)]
     if len(given) == 1:
         named.pop(name if given == [other] else other, None)
     values = named | flagged
     if values.get(name) and values.get(other):
         raise ConfigError(
-            f"{_flag(other)}: value was {values[other]!r} beside {_flag(name)} {values[name]}; must be one of the two"
+            f"{_flag(other)}: must not be given with {_flag(name)}, got {values[other]!r} and {values[name]!r}"
         )
     if values.get(other):
         named[name] = ""
@@ -94,7 +94,7 @@ def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> di
     ours = {name: text for name, text in environ.items() if name.startswith(prefix) and not is_service_link(name, text)}
     for name in ours:
         if name not in known:
-            raise ConfigError(f"{name}: no such setting; {', '.join(sorted(known))} are known")
+            raise ConfigError(f"{name}: no such setting; must be one of {', '.join(sorted(known))}")
     shared = {f.metadata["shared"]: f for f in _fields(cls) if f.metadata["shared"] in environ}
     values = {f.name: _read(name, f, environ[name]) for name, f in shared.items()}
     return values | {known[name].name: _read(name, known[name], text) for name, text in ours.items()}
@@ -116,7 +116,7 @@ def _read(name: str, f: Field[Any], text: str) -> Any:
     try:
         return f.metadata["parse"](text)
     except ValueError as exc:
-        raise ConfigError(f"{name}: {text!r}: {exc}") from exc
+        raise ConfigError(f"{name}: {exc}, got {text!r}") from exc
 
 
 class _Parser(argparse.ArgumentParser):

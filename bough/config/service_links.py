@@ -1,7 +1,7 @@
-"""Environment variables that Kubernetes, as Docker's links before it, gives every container for each Service.
+"""Recognises the environment variables that Kubernetes (and Docker links) set in each container for each Service.
 
-Of a Service named `bough-orchestrator` they begin as our own settings do. They are told apart by their exact form, name
-and value, so that a mistyped setting is still refused.
+Those of a Service named `bough-orchestrator` start like our settings. They are recognised by the exact form of name and
+value, so that a mistyped setting is still refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _URL = re.compile(r"(?P<protocol>[a-z]+)://(?P<host>\[[^]]+\]|[^:]+):(?P<port>[0
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Whether a variable is one of those."""
+    """Whether an environment variable describes a Service."""
     if name.endswith("_SERVICE_HOST"):
         return _is_ip(value)
     if _PORT_NAME.search(name) and _is_port(value):

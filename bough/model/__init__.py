@@ -1,10 +1,7 @@
 """Running a causal language model on packed trees: what the draft worker and the target worker share."""
 
-import ctypes
 import hashlib
 import os
-import platform
-from functools import cache
 from pathlib import Path
 
 from bough.config.cache_paths import cache_folder
@@ -16,34 +13,19 @@ from bough.config.cache_paths import cache_folder
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-@cache
-def may_use_tiles() -> bool:
-    """Whether the system lets this process use registers of tiles (`bough.model.cpu.amx`), if the processor has any.
-
-    Linux gives a process the room for them when it asks first, and otherwise ends it at the first instruction.
-    BOUGH_TILES=0 does without them.
-    """
-    if os.environ.get("BOUGH_TILES") == "0" or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # Documentation/arch/x86/xstate.rst
-    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
-
-
 def compiled_files(package: Path) -> list[Path]:
-    """Files in a package's folder, and in folders below it, that mention numba's compiler or our settings of it."""
-    files = sorted(package.rglob("*.py"))
-    return [file for file in files if any(word in file.read_bytes() for word in (b"njit", b"compiled"))]
+    """Files in a package's folder, and in folders below it, that mention our settings of numba's compiler."""
+    return [file for file in sorted(package.rglob("*.py")) if b"cpu.jit" in file.read_bytes()]
 
 
 def compiled_folder() -> Path:
-    """For what numba compiles of this package as it is, on processors and in systems like this.
+    """For what numba compiles of this package as it is, on processors like this.
 
     On its own numba looks only at the processor and the file that a function stands in. It would go on using what it
-    compiled from other files that have changed since, and use tiles where they are refused.
+    compiled from other files that have changed since.
     """
     contents = b"".join(file.read_bytes() for file in compiled_files(Path(__file__).parent))
-    folder = hashlib.sha256(contents).hexdigest()[:16] + ("-tiles" if may_use_tiles() else "")
-    return cache_folder() / "compiled" / folder
+    return cache_folder() / "compiled" / hashlib.sha256(contents).hexdigest()[:16]
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))

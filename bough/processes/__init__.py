@@ -1,1 +1,1 @@
-"""Processes of bough: how one runs, how a machine's are started, watched and ended, and whether they fit together."""
+"""Processes of bough: the life of one; starting, supervising and ending all of a machine; compatibility checks."""

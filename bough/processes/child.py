@@ -1,4 +1,4 @@
-"""A process that was started on this machine: how it is, how it ended, and what it said last."""
+"""A started process on this machine: its state, exit status and log, and how it is ended."""
 
 from __future__ import annotations
 
@@ -16,32 +16,29 @@ from pathlib import Path
 from bough.processes.forked import ForkedProcess
 from bough.registry.records import WorkerRecord
 
-TAIL_LINES = 12  # of a log, when its process ends too early
-TAIL_BYTES = 8192  # of a log, in which they are looked for
-KINDS = {"target_worker": "target", "draft_worker": "draft", "orchestrator": "orchestrator"}  # in the index, by name
-STARTED = 19  # where /proc/PID/stat has the start, counted from the state on: field 22 of proc(5)
+TAIL_LINES = 12  # last lines of a log that errors quote
+TAIL_BYTES = 8192  # end of a log in which those lines are searched
+KINDS = {"target_worker": "target", "draft_worker": "draft", "orchestrator": "orchestrator"}  # name to index kind
+STARTED = 19  # index of the start time in /proc/PID/stat, counted from the state: field 22 of proc(5)
 LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.telemetry.logs`
-DRAIN_SECONDS = 1.0  # after SIGTERM, before another one: who ends everything does not wait for streams to finish
-STOP_SECONDS = 10.0  # after that, before SIGKILL
+DRAIN_SECONDS = 1.0  # between the first SIGTERM, which drains, and the second, which stops
+STOP_SECONDS = 10.0  # between the second SIGTERM and SIGKILL
 
 
 def named(name: str) -> str:
-    """A process's name as people read it."""
+    """A process's name for display."""
     return name.replace("_", " ")
 
 
 def message_of(line: str) -> str:
-    """What a line of a log says, in whichever format."""
+    """The message of a log line in text or JSON format."""
     with suppress(ValueError, TypeError, KeyError):
         return str(json.loads(line)["message"])
     return LOG_PREFIX.sub("", line, count=1).strip()
 
 
 def process_name(process_id: int) -> str:
-    """Its number and when it started, in the kernel's ticks: a number comes again, on other machines even at once.
-
-    The number alone where the process is not there any more.
-    """
+    """The process id and start time in kernel ticks, as ids are reused; the id alone if the process has ended."""
     try:
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -51,14 +48,14 @@ def process_name(process_id: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process that was started here, and where it logs to."""
+    """A started process and its log."""
 
     name: str
     command: tuple[str, ...]
-    variables: Mapping[str, str]  # of its environment, beside ours
+    variables: Mapping[str, str]  # environment variables in addition to ours
     log: Path
     process: subprocess.Popen[bytes] | ForkedProcess
-    process_name: str  # as in the name by which the index knows it
+    process_name: str  # part of its id in the index
 
     @classmethod
     def of(
@@ -69,20 +66,20 @@ class Child:
         log: Path,
         process: subprocess.Popen[bytes] | ForkedProcess,
     ) -> Child:
-        """A process that was just started, and nobody has waited for: its number is nobody else's yet."""
+        """Wrap a process that was just started and not waited for, so that its id is not reused yet."""
         return cls(name, tuple(command), variables, log, process, process_name(process.pid))
 
     @property
     def title(self) -> str:
-        """Its name as people read it."""
+        """Its name for display."""
         return named(self.name)
 
     def has_ended(self) -> bool:
-        """Whether it is over, whatever the reason."""
+        """Whether the process has ended."""
         return self.process.poll() is not None
 
     def how_it_ended(self) -> str:
-        """Its exit status or the signal that killed it, in words."""
+        """Describes its exit status or the signal that killed it."""
         status = self.process.returncode
         if status is not None and status < 0:
             return f"was killed by {signal.Signals(-status).name}"
@@ -93,12 +90,12 @@ class Child:
         return "\n".join(self._lines()[-TAIL_LINES:])
 
     def last_line(self) -> str:
-        """What it logged last, without the time; empty where it logged nothing."""
+        """The last line of its log without prefix; empty if there is none."""
         lines = [line for line in self._lines() if line.strip()]
         return message_of(lines[-1]) if lines else ""
 
     def is_of(self, record: WorkerRecord) -> bool:
-        """Whether a record in the index is this process's own, and not that of one before it or beside it."""
+        """Whether a record in the index is of this very process."""
         kind = KINDS.get(self.name)
         return record.kind == kind and record.worker_id.startswith(f"{kind}-{self.process_name}-")
 
@@ -109,20 +106,20 @@ class Child:
 
 
 def end(children: Sequence[Child]) -> None:
-    """An idle process ends with the first signal, one that drains with the second (see `bough.processes.process`)."""
-    for patience_seconds in (DRAIN_SECONDS, STOP_SECONDS):
+    """End processes: SIGTERM to drain, SIGTERM to stop (see `bough.processes.process`), then SIGKILL."""
+    for timeout_seconds in (DRAIN_SECONDS, STOP_SECONDS):
         for child in children:
             if not child.has_ended():
                 child.process.terminate()
-        _wait(children, patience_seconds)
+        _wait(children, timeout_seconds)
     for child in children:
         if not child.has_ended():
             child.process.kill()
             child.process.wait()
 
 
-def _wait(children: Sequence[Child], patience_seconds: float) -> None:
-    deadline = time.monotonic() + patience_seconds
+def _wait(children: Sequence[Child], timeout_seconds: float) -> None:
+    deadline = time.monotonic() + timeout_seconds
     for child in children:
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, deadline - time.monotonic()))

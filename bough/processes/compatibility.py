@@ -1,5 +1,4 @@
-"""Whether a worker fits those that are up: a draft and a target speak of the same tokens, and targets that pass for one
-model have the same weights. Refused at start-up where that is not so."""
+"""Compatibility checks of a starting worker: equal tokenizers of drafts and targets, equal weights of one model."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ PEER_TIMEOUT_SECONDS = 10.0
 
 
 async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str, access: Access = OPEN) -> TokenizerFiles:
-    """The tokenizer of a draft or target worker. Raises grpc.aio.AioRpcError."""
+    """Fetch the tokenizer of a draft or target worker. Raises grpc.aio.AioRpcError."""
     stub = draft_pb2_grpc.DraftStub(channel) if kind == "draft" else target_pb2_grpc.TargetStub(channel)
     call = stub.GetTokenizer(
         common_pb2.GetTokenizerRequest(), timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials
@@ -34,10 +33,10 @@ async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str, access: Access =
 async def refuse_misfits(
     registry: Registry, mine: WorkerInfo, tokenizer: TokenizerFiles, access: Access = OPEN
 ) -> None:
-    """Compares a starting worker with every worker that is up and that it may work with, or take sessions from.
+    """Compare a starting worker with all running workers that it may pair with or take sessions from.
 
     Raises:
-        PairingError: naming the peer, and the first token that differs or both hashes of weights.
+        PairingError: names the peer, and the first token that differs or both hashes of weights.
     """
     compared = []
     for record in await registry.workers():
@@ -53,12 +52,12 @@ async def _compare_tokenizers(record: WorkerRecord, kind: str, mine: TokenizerFi
         async with access.channel(record.address).opened() as channel:
             theirs = await fetch_tokenizer(channel, record.kind, access)
     except grpc.aio.AioRpcError as exc:
-        logger.warning("%s at %s does not tell its tokenizer: %s", record.worker_id, record.address, exc.details())
+        logger.warning("cannot fetch the tokenizer of %s at %s: %s", record.worker_id, record.address, exc.details())
         return
     draft, target = (mine, theirs) if kind == "draft" else (theirs, mine)
     difference = first_difference(draft.vocabulary, target.vocabulary)
     if difference is not None:
-        raise PairingError(f"tokenizers differ from that of {record.worker_id} at {record.address}: {difference}")
+        raise PairingError(f"tokenizer: must equal that of {record.worker_id} at {record.address}: {difference}")
 
 
 async def _compare_weights(record: WorkerRecord, mine: WorkerInfo, access: Access) -> None:
@@ -69,7 +68,9 @@ async def _compare_weights(record: WorkerRecord, mine: WorkerInfo, access: Acces
             call = stub.GetServerInfo(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
             theirs = codec.info_from_wire(await call)
     except grpc.aio.AioRpcError as exc:
-        logger.warning("%s at %s does not tell its weights: %s", record.worker_id, record.address, exc.details())
+        logger.warning(
+            "cannot fetch the weights' hash of %s at %s: %s", record.worker_id, record.address, exc.details()
+        )
         return
     if contradiction := mine.contradiction(theirs):
-        raise PairingError(f"{contradiction}; the same files would do, or a namespace of its own (--namespace)")
+        raise PairingError(f"{contradiction}; must be the same files, or in different namespaces (--namespace)")

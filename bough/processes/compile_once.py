@@ -1,7 +1,6 @@
-"""Has kernels compiled in a process of its own, once: the compiler takes 0.3 GB that a process keeps.
+"""Compiles kernels once, in a separate process that ends before a model is loaded.
 
-A worker has a budget for its memory, and may run where there is not much more, so it leaves the compiling to another
-process that ends before a model is opened.
+The compiler takes 0.3 GB that its process never frees, which would count against a worker's memory budget.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ TIMEOUT_SECONDS = 900.0
 
 
 def compile_apart(module: str, arguments: Sequence[str], ground: str) -> bool:
-    """Runs `python -m MODULE ARGUMENTS` unless it has been done on this ground; whoever else wants it meanwhile waits.
+    """Run `python -m MODULE ARGUMENTS` once for each `ground`, under a file lock; returns whether it has succeeded.
 
-    `ground` is what compiled code depends on beside the files that NUMBA_CACHE_DIR is named after. Where it cannot be
-    done, which is logged and False, a worker compiles as it goes, and takes the more memory.
+    `ground` identifies what compiled code depends on besides the files that NUMBA_CACHE_DIR is named after. On failure,
+    which is logged, a worker compiles lazily in its own memory.
     """
     folder = Path(os.environ["NUMBA_CACHE_DIR"])
     done = folder / "-".join((module, *arguments, ground))
@@ -36,17 +35,17 @@ def compile_apart(module: str, arguments: Sequence[str], ground: str) -> bool:
         with done.with_name(f"{done.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                logger.info("compiling kernels for %s in a process of its own", " ".join(arguments))
+                logger.info("compiling kernels for %s in a separate process", " ".join(arguments))
                 compile_in_a_process(module, arguments)
                 done.touch()
     except (OSError, subprocess.SubprocessError) as exc:
-        logger.warning("kernels could not be compiled apart (%s)", exc)
+        logger.warning("kernels could not be compiled in a separate process (%s)", exc)
         return False
     return True
 
 
 def compile_in_a_process(module: str, arguments: Sequence[str]) -> None:
-    """Raises subprocess.SubprocessError where it fails or takes too long."""
+    """Run the module that compiles; raises subprocess.SubprocessError if it fails or times out."""
     command = [sys.executable, *MODULE, "bough.model.architecture.light_imports", module, *arguments]
     status = run(
         command, lambda line: subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=sys.stderr), TIMEOUT_SECONDS

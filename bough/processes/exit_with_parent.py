@@ -1,11 +1,10 @@
-"""`python -m bough.processes.exit_with_parent PARENT COMMAND...`: becomes the command, and ends with its parent.
+"""`python -m bough.processes.exit_with_parent PARENT COMMAND...` runs a command that ends with its parent.
 
-A program of its own rather than code between fork and exec: forking a process in which gRPC runs is not safe, and
-without such code `subprocess` does not fork.
+It is a separate program and no code between fork and exec (`preexec_fn`), as forking a process that runs gRPC is not
+safe and `subprocess` does not fork without such code.
 
-What the kernel watches is the *thread* that started the child, not the process: a child that a pool's thread started
-got SIGTERM when that thread ended. `start` therefore starts every child from one thread that lasts as long as the
-process does.
+The kernel watches the *thread* that started the child, not its process. `start` therefore starts every child from one
+thread that lasts as long as the process.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 PR_SET_PDEATHSIG = 1
-MODULE = ("-P", "-m")  # for Python: not from the folder that one happens to be in, where `bough` may be a clone of ours
+MODULE = ("-P", "-m")  # Python flags: -P ignores the working directory, which may hold another copy of `bough`
 
 Result = TypeVar("Result")
 Process = subprocess.Popen[bytes]
-OpenProcess = Callable[[list[str]], Process]  # given a command line, with the pipes and variables of one's choice
+OpenProcess = Callable[[list[str]], Process]  # starts a command line, with any pipes and environment
 
 
 def start(command: Sequence[str], open_process: OpenProcess = subprocess.Popen) -> Process:
-    """Starts `command` so that it ends with this process; may be called from any thread of any process.
+    """Start `command` so that it ends with this process; may be called from any thread.
 
-    `open_process` is given the command line to run, as in `lambda command: subprocess.Popen(command, stdout=log)`; what
-    it raises is raised here.
+    `open_process` gets the command line to run, as in `lambda command: subprocess.Popen(command, stdout=log)`; its
+    exceptions are raised here.
     """
-    return _starter().call(lambda: open_process(_tethered(command)))
+    return _starter().call(lambda: open_process(_wrapped(command)))
 
 
-def _tethered(command: Sequence[str]) -> list[str]:
-    """A command line for the command that watches the thread which starts it."""
+def _wrapped(command: Sequence[str]) -> list[str]:
+    """The command line that runs `command` through this module."""
     return [sys.executable, *MODULE, "bough.processes.exit_with_parent", str(os.getpid()), *command]
 
 
 def run(
     command: Sequence[str], open_process: OpenProcess = subprocess.Popen, timeout_seconds: float | None = None
 ) -> int:
-    """Starts `command` as `start` does, and waits: its exit status, or the negative number of the signal that ended it.
+    """Start `command` like `start`, wait, and return its exit status, or the negative number of a signal.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer, and has been killed.
+        subprocess.TimeoutExpired: it took longer and was killed.
     """
     process = start(command, open_process)
     try:
@@ -61,14 +60,14 @@ def run(
 
 
 class _Starter:
-    """A thread that ends with the process and not before: a daemon, which the interpreter does not wait for."""
+    """A daemon thread that starts all children and lasts as long as the process."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="starts-processes", daemon=True).start()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """The function's result, on this thread."""
+        """Run the function on the starter's thread and return its result."""
         answer: Future[Result] = Future()
         self._calls.put((function, answer))
         return answer.result()
@@ -78,9 +77,9 @@ class _Starter:
             function, answer = self._calls.get()
             try:
                 answer.set_result(function())
-            except BaseException as exc:  # whoever called hears of it; the thread must not end
+            except BaseException as exc:  # raised in the caller; the thread must not end
                 answer.set_exception(exc)
-            del function, answer  # they are not kept until the next call
+            del function, answer  # release references before the next wait
 
 
 _lock = threading.Lock()
@@ -88,7 +87,7 @@ _current: _Starter | None = None
 
 
 def _starter() -> _Starter:
-    """That of this process, made when it is first wanted."""
+    """This process's starter, created on first use."""
     global _current
     with _lock:
         _current = _current or _Starter()
@@ -96,7 +95,7 @@ def _starter() -> _Starter:
 
 
 def _forget() -> None:
-    """In a process that was forked: it has none of its parent's threads, one of which may have held the lock."""
+    """Reset after a fork: the child lacks the parent's thread, and the lock may have been held."""
     global _current, _lock
     _current, _lock = None, threading.Lock()
 
@@ -105,10 +104,10 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def end_with_parent(parent_id: int) -> None:
-    """Asks the kernel for SIGTERM at the death of the thread that is the parent.
+    """Ask the kernel for SIGTERM when the parent thread ends.
 
     Raises:
-        SystemExit: the parent is another process, as this one's has ended already.
+        SystemExit: the parent has ended already.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_id:
@@ -116,7 +115,7 @@ def end_with_parent(parent_id: int) -> None:
 
 
 def main() -> None:
-    """Becomes the command; what the kernel was asked for outlives the exec."""
+    """Ask for the signal, which survives exec, and exec the command."""
     parent_id, command = int(sys.argv[1]), sys.argv[2:]
     end_with_parent(parent_id)
     os.execv(command[0], command)

@@ -1,4 +1,4 @@
-"""Processes that another process has forked and left to this one, which starts and watches them all the same."""
+"""Processes forked by a preloader that has imported their libraries, and then adopted by this process."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a forked process is to run, as `python -m MODULE ARGUMENTS` would."""
+    """The program of a forked process, the same as `python -m MODULE ARGUMENTS`."""
 
     module: str
     arguments: tuple[str, ...]
-    variables: Mapping[str, str]  # of its environment, beside ours
+    variables: Mapping[str, str]  # environment variables in addition to ours
     log: str
 
 
 class ForkedProcess:
-    """What `subprocess.Popen` is to a child that this process has started: the same methods for one left to it."""
+    """An adopted process, with the methods of `subprocess.Popen`."""
 
     def __init__(self, process_id: int) -> None:
         self.pid = process_id
-        self.returncode: int | None = None  # the negative number of a signal that ended it
-        self._lock = threading.Lock()  # a status can be had once
+        self.returncode: int | None = None  # exit status, or the negative number of a signal
+        self._lock = threading.Lock()  # a status can be collected only once
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """The exit status; None while it runs."""
         with self._lock, suppress(ChildProcessError):
             if self.returncode is None:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)
@@ -49,7 +49,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status when it has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait for the exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if deadline is not None and time.monotonic() >= deadline:
@@ -58,24 +58,24 @@ class ForkedProcess:
         return status
 
     def send_signal(self, number: int) -> None:
-        """To a process that still runs."""
+        """Send a signal if the process still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Asks it to end."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class Preloader:
-    """A process that imports what workers share, forks them, and ends (see `bough.model.preload`)."""
+    """A process that imports the libraries of all workers, forks the workers, and ends (see `bough.model.preload`)."""
 
     def __init__(self, programs: Sequence[Program], log: Path) -> None:
-        """Starts it. Raises OSError where the system lets no process adopt others."""
+        """Start the preloader. Raises OSError if the system does not support adopting processes."""
         self.programs = tuple(programs)
         _adopt_orphans(True)
         command = [sys.executable, *MODULE, PRELOADER, *(program.module for program in programs)]
@@ -86,22 +86,22 @@ class Preloader:
                     line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, start_new_session=True
                 ),
             )
-        assert self._process.stdin is not None, "it was opened"
+        assert self._process.stdin is not None, "it was opened as a pipe"
         with suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(json.dumps([asdict(program) for program in programs]).encode())
 
     def has_ended(self) -> bool:
-        """Whether the workers are there, or will not be."""
+        """Whether it has forked the workers, or failed."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """It forks no more; what it has forked by then is left to this process like all else."""
+        """Kill the preloader; workers that it has forked already are adopted."""
         self._process.kill()
         self._process.wait()
 
     def forked(self) -> Sequence[ForkedProcess]:
-        """One process a program, in their order; none where it failed. To be called once, after it has ended."""
-        assert self._process.stdout is not None, "it was opened"
+        """The forked processes in the order of the programs, or none on failure. Call it once, after it has ended."""
+        assert self._process.stdout is not None, "it was opened as a pipe"
         with self._process.stdout as stdout:
             line = stdout.read()
         _adopt_orphans(False)
@@ -109,7 +109,7 @@ class Preloader:
 
 
 def _adopt_orphans(adopts: bool) -> None:
-    """Whether children of a child that ends are left to this process. Raises OSError where that is not known here."""
+    """Set whether this process adopts orphaned grandchildren. Raises OSError if not supported."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None or prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0) != 0:
-        raise OSError("the system lets no process adopt others")
+        raise OSError("the system does not support PR_SET_CHILD_SUBREAPER")

@@ -1,4 +1,4 @@
-"""Starts the four processes on this machine, waits until they are ready, and ends them, whatever happens."""
+"""Starts index, target, draft and orchestrator on this machine, waits until they are ready, and ends them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ INDEX = "index"
 
 
 class Waiting(NamedTuple):
-    """What a start waits for."""
+    """The processes that a start still waits for."""
 
-    names: tuple[str, ...]  # with what each is at, as far as it says so
+    names: tuple[str, ...]  # display names with states
     seconds: float  # since the start
 
 
@@ -46,7 +46,7 @@ Report = Callable[[Waiting], None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to start; an empty index_url starts an index too. `draft` may be None: then there are no trees."""
+    """The processes to start: an index too if `index_url` is empty, no draft if `draft` is None."""
 
     target: TargetConfig
     draft: DraftConfig | None
@@ -63,10 +63,10 @@ class Cluster:
         self.children: dict[str, Child] = {}
         self.index_url = settings.index_url
         self.address = ""  # of the orchestrator, once it is ready
-        self._preloader: Preloader | None = None  # until the workers are there
+        self._preloader: Preloader | None = None  # until it has forked the workers
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
-        """Starts a process that ends with this one, even if this one is killed; `variables` beside our environment."""
+        """Start a process that ends with this one, even if this is killed; `variables` extend our environment."""
         variables = variables or {}
         with self._log(name).open("ab") as stream:
             process = start(
@@ -83,7 +83,7 @@ class Cluster:
         return self._add(name, command, variables, process)
 
     def restart(self, name: str) -> Child:
-        """Starts a process that has ended once more, as before; the orchestrator at the port that clients know."""
+        """Start an ended process again with the same command; the orchestrator keeps its port."""
         before, orchestrator = self.children[name], self.settings.orchestrator
         if name == "orchestrator" and self.address and orchestrator.port == orchestrator.advertise_port == 0:
             port = int(self.address.rpartition(":")[2])
@@ -92,9 +92,9 @@ class Cluster:
         return self.start(name, before.command, before.variables)
 
     def start_all(self) -> None:
-        """The index first: everything else announces itself there.
+        """Start all processes, the index first, as the others register there.
 
-        A target that takes most of what memory is free waits for the draft, which needs its part of it first.
+        A target without a memory budget takes most of the free memory, so it starts only once the draft is ready.
         """
         if not self.index_url:
             self.start_index()
@@ -103,7 +103,7 @@ class Cluster:
         self._start_service("orchestrator", self.settings.orchestrator)
 
     def _start_workers(self) -> None:
-        if self.settings.draft is None or not _takes_the_rest(self.settings.target):
+        if self.settings.draft is None or not _takes_free_memory(self.settings.target):
             self._start_target()
         if self.settings.draft is not None:
             self._start_service("draft_worker", self.settings.draft)
@@ -112,7 +112,7 @@ class Cluster:
         self._start_service("target_worker", self.settings.target)
 
     def _start_preloader(self) -> bool:
-        """Both workers from one process that imports for both; False where the system has no such thing."""
+        """Start both workers through a preloader; False if the system does not support it."""
         configs = {"target_worker": self.settings.target, "draft_worker": self.settings.draft}
         programs = [
             Program(name, tuple(_flags(config)), self._variables(name), str(self._log(name)))
@@ -128,7 +128,7 @@ class Cluster:
         return True
 
     def _adopt_workers(self) -> None:
-        """Those that the preloader has forked meanwhile; where it could not, each starts on its own."""
+        """Adopt the workers once the preloader has ended; start each on its own if it failed."""
         preloader = self._preloader
         if preloader is None or not preloader.has_ended():
             return
@@ -140,13 +140,13 @@ class Cluster:
             self._start_workers()
 
     def start_index(self) -> None:
-        """A Valkey server of our own; `index_url` is where."""
+        """Start a Valkey server and set `index_url`."""
         port = _free_port()
         self.index_url = f"redis://127.0.0.1:{port}"
         self.start(INDEX, _index_command(port, self.folder))
 
     def stop_all(self) -> None:
-        """Asks all to end and makes sure of it; the index last, so that the others can take their leave."""
+        """End all processes, the index last, so that the others can deregister."""
         if self._preloader is not None:
             self._preloader.kill()
             for process in self._preloader.forked():
@@ -157,16 +157,16 @@ class Cluster:
         end([child for child in children if child.name == INDEX])
 
     def give_up(self, name: str) -> None:
-        """A process that has ended is not wanted any more."""
+        """Forget an ended process."""
         del self.children[name]
         if name == "draft_worker":
             self.settings = replace(self.settings, draft=None)
 
     async def wait_until_ready(self, report: Report) -> None:
-        """Returns when a request could be served with trees; `report` hears what it waits for.
+        """Wait until all processes are ready to serve; `report` is called with those still missing.
 
         Raises:
-            ConfigError: a process has ended, with the last lines of its log.
+            ConfigError: a process has ended; quotes the last lines of its log.
         """
         registry = self.registry()
         began = time.monotonic()
@@ -175,7 +175,7 @@ class Cluster:
                 self._adopt_workers()
                 if "draft_worker" not in missing and INDEX not in missing and "target_worker" not in self.children:
                     self._start_target()
-                names = tuple(self._described(name, lack) for name, lack in missing.items())
+                names = tuple(self._described(name, reason) for name, reason in missing.items())
                 report(Waiting(names, time.monotonic() - began))
                 for child in self.children.values():
                     if child.has_ended():
@@ -185,15 +185,15 @@ class Cluster:
             await registry.close()
 
     def client(self) -> Client:
-        """Of the orchestrator, once it is ready; whoever asks for it closes it."""
+        """A client of the orchestrator once it is ready; the caller closes it."""
         return Client(self.address, certificates=files_towards(self.settings.orchestrator))
 
     def registry(self) -> Registry:
-        """A client of the index; whoever asks for it closes it."""
+        """A client of the index; the caller closes it."""
         return Registry(self.index_url, self.settings.target.namespace)
 
     async def missing(self, registry: Registry) -> dict[str, str]:
-        """Processes that are wanted and cannot serve yet, by name, with what they lack; the index hides the others."""
+        """Processes that cannot serve yet, by name, and why; the index alone if it does not answer."""
         try:
             records = await registry.workers()
         except Unavailable:
@@ -204,24 +204,26 @@ class Cluster:
         if "orchestrator" in own:
             self.address = own["orchestrator"].address
         missing = {name: "" for name in wanted if name not in own}
-        return missing or await self._strangers({name: own[name].address for name in own if name != "orchestrator"})
+        return missing or await self._unused({name: own[name].address for name in own if name != "orchestrator"})
 
-    async def _strangers(self, addresses: Mapping[str, str]) -> dict[str, str]:
-        """Workers that are there, but that the orchestrator does not use yet, and why."""
+    async def _unused(self, addresses: Mapping[str, str]) -> dict[str, str]:
+        """Registered workers that the orchestrator does not use yet, and why."""
         async with self.client() as client:
             try:
                 workers = (await client.server_info()).workers
-            except Unauthenticated:  # it asks for a key that this process need not have: it is there
+            except Unauthenticated:  # it is ready, but requires an API key
                 return {}
             except BoughError:
                 return {"orchestrator": "it does not answer yet"}
         problems = {worker.address: worker.problem for worker in workers}
-        lacks = {name: problems.get(address, "the orchestrator has not met it") for name, address in addresses.items()}
-        return {name: lack for name, lack in lacks.items() if lack}
+        reasons = {
+            name: problems.get(address, "the orchestrator has not found it yet") for name, address in addresses.items()
+        }
+        return {name: reason for name, reason in reasons.items() if reason}
 
-    def _described(self, name: str, lack: str) -> str:
+    def _described(self, name: str, reason: str) -> str:
         child = self.children.get(name)
-        state = lack or (child.last_line() if child is not None and name in KINDS else "")
+        state = reason or (child.last_line() if child is not None and name in KINDS else "")
         if child is None and self._preloader is not None:
             state = "importing libraries"
         return f"{named(name)} ({state})" if state else named(name)
@@ -230,7 +232,7 @@ class Cluster:
         return self.start(name, [sys.executable, *MODULE, name, *_flags(config)], self._variables(name))
 
     def _variables(self, name: str) -> dict[str, str]:
-        """The index's URL may hold a password, so it goes by the environment, which only its owner can read."""
+        """The index URL as an environment variable, which other users cannot read: it may contain a password."""
         return {variable(name, "index_url"): self.index_url}
 
     def _log(self, name: str) -> Path:
@@ -248,16 +250,16 @@ class Cluster:
         return child
 
 
-def _takes_the_rest(target: TargetConfig) -> bool:
-    """Whether it takes most of what memory is free when it starts, as it was not told how much."""
+def _takes_free_memory(target: TargetConfig) -> bool:
+    """Whether the target has no memory budget and takes most of the free memory at its start."""
     return target.device_memory == 0 and target.resident_layers != 0 and not target.simulate
 
 
 def _may_share_imports(settings: Settings) -> bool:
-    """Whether both workers run models on CPUs, and start side by side: no process may fork that knows of a GPU."""
+    """Whether both workers run models on CPUs and start together: a process must not fork after using a GPU."""
     workers = (settings.target, settings.draft)
     is_on_cpu = all(worker is not None and not worker.simulate and not may_be_gpu(worker.device) for worker in workers)
-    return is_on_cpu and not _takes_the_rest(settings.target)
+    return is_on_cpu and not _takes_free_memory(settings.target)
 
 
 def _flags(config: ServiceConfig) -> list[str]:
@@ -266,9 +268,9 @@ def _flags(config: ServiceConfig) -> list[str]:
 
 @asynccontextmanager
 async def launched(settings: Settings, report: Report) -> AsyncIterator[Cluster]:
-    """All processes, ready; ended with the block, with an exception, and with Ctrl-C or SIGTERM alike.
+    """All processes, ready; they end with the block, also after an exception, Ctrl-C or SIGTERM.
 
-    Signals are for the main thread: where the event loop runs in another one, whoever runs it sees to them.
+    Signals are handled only if the event loop runs in the main thread.
     """
     with tempfile.TemporaryDirectory(prefix="bough-") as folder, cancelled_by_sigterm():
         cluster = Cluster(settings, Path(folder))

@@ -1,7 +1,6 @@
-"""How the memory of one machine is divided among the processes of `bough up`: sizes in, settings of each out.
+"""Division of one machine's memory among the processes of `bough up`, for CPU workers only.
 
-Only where the CPU computes: an accelerator's memory is measured by whoever computes on it. Figures of what processes
-take beside weights and KV are those of `python -m loadtest.pipeline.memory`, and some more.
+Memory that processes take besides weights and KV is from `python -m loadtest.pipeline.memory`, plus a margin.
 """
 
 from __future__ import annotations
@@ -17,23 +16,21 @@ from bough.sizing.placement import gigabytes
 
 INDEX_BYTES = 50 * 1000**2
 ORCHESTRATOR_BYTES = 150 * 1000**2
-WORKER_BYTES = (
-    320 * 1000**2
-)  # Python, torch, kernels, buffers of calls; 100 MB of them are shared with the other worker
-LEFT_BYTES, LEFT_SHARE = 200 * 1000**2, 0.1  # that stay free, the larger of the two: files' pages, and other programs
-LEAST_TARGET_BYTES = 100 * 1000**2  # a smaller budget than any model's is refused here, where it says why
+WORKER_BYTES = 320 * 1000**2  # Python, torch, kernels and buffers, of which workers share 100 MB
+SPARE_BYTES, SPARE_SHARE = 200 * 1000**2, 0.1  # left free, the larger of the two, for page cache and other programs
+LEAST_TARGET_BYTES = 100 * 1000**2  # smallest budget accepted here, below that of any model
 
 
 class DraftNeeds(NamedTuple):
-    """What a draft takes beside its process, in bytes."""
+    """Bytes that a draft takes besides its process."""
 
     weights: int
-    session: int  # KV of the longest
+    session: int  # KV of a session of the longest context
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one process may take."""
+    """The memory and threads of one process."""
 
     name: str
     num_bytes: int
@@ -47,7 +44,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A share for each process, and the workers' settings that keep to it."""
+    """A share for each process, and the workers' settings that respect it."""
 
     free: int
     shares: tuple[Share, ...]
@@ -55,11 +52,13 @@ class Division:
     draft: DraftConfig | None
 
     def lines(self) -> Sequence[str]:
-        """For people, one a process."""
-        left = self.free - sum(share.num_bytes for share in self.shares)
-        last = f"  {'left free':15}{gigabytes(left):>9}"
-        if left < 0:
-            last = f"  more than is free by {gigabytes(-left)}: this machine may swap, or end a process for its memory"
+        """Lines for display, one for each process."""
+        spare = self.free - sum(share.num_bytes for share in self.shares)
+        last = f"  {'left free':15}{gigabytes(spare):>9}"
+        if spare < 0:
+            last = (
+                f"  more than is free by {gigabytes(-spare)}: this machine may swap, or kill a process for its memory"
+            )
         return [
             f"memory: {gigabytes(self.free)} are free for these processes; at most",
             *(f"  {share}" for share in self.shares),
@@ -70,13 +69,12 @@ class Division:
 def divide(
     free: int, target: TargetConfig, draft: DraftConfig | None, needs: DraftNeeds | None, has_index: bool
 ) -> Division:
-    """Divides `free` bytes: what the others need, and most of the rest to the target; what a user has told stays.
+    """Divide `free` bytes: the others get what they need, the target most of the rest; given settings are kept.
 
-    `needs` are the draft's; `has_index` is whether an index is started here too. Workers compute in turns, each while
-    the other waits for it, so each has all threads.
+    `has_index` says whether an index runs here too. Workers compute in turns, so each gets all threads.
 
     Raises:
-        ConfigError: nothing would be left for a target.
+        ConfigError: too little is left for the target.
     """
     shares = [Share("index", INDEX_BYTES, 1)] if has_index else []
     shares.append(Share("orchestrator", ORCHESTRATOR_BYTES, 1))
@@ -86,13 +84,13 @@ def divide(
         shares.append(Share("draft worker", WORKER_BYTES + needs.weights + kv, draft.threads, remark))
         draft = replace(draft, kv_memory=kv)
     others = sum(share.num_bytes for share in shares) + WORKER_BYTES
-    left = max(LEFT_BYTES, int(free * LEFT_SHARE))
-    budget = target.device_memory or free - left - others
+    spare = max(SPARE_BYTES, int(free * SPARE_SHARE))
+    budget = target.device_memory or free - spare - others
     if budget < LEAST_TARGET_BYTES:
         raise ConfigError(
-            f"--device-memory: of {gigabytes(free)} that are free the other processes take {gigabytes(others)}, and "
-            f"{gigabytes(left)} stay free; {gigabytes(max(0, budget))} are left for the target, which must have "
-            f"{gigabytes(LEAST_TARGET_BYTES)} or more; a smaller --kv-memory, or --draft none, leaves it more"
+            f"--device-memory: must be at least {gigabytes(LEAST_TARGET_BYTES)}, got {gigabytes(max(0, budget))}: of "
+            f"{gigabytes(free)} free, other processes take {gigabytes(others)} and {gigabytes(spare)} stay free; use a "
+            "smaller --kv-memory, or --draft none"
         )
     remark = f"of which {gigabytes(budget)} for weights, KV and activations"
     shares.append(Share("target worker", WORKER_BYTES + budget, target.threads, remark))

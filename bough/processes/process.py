@@ -1,4 +1,4 @@
-"""What every process does around its work: signals, exit codes, and the life of a worker."""
+"""The life of a process: signals, exit codes, and serving a worker."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ Config = TypeVar("Config", bound=ServiceConfig)
 
 LOOPBACK = "127.0.0.1"
 EXIT_CONFIG = 2
-WATCH_SECONDS = 5.0  # between two looks at a worker
-EXIT_SIGNAL = 128  # and the signal's number, as a shell has it
+WATCH_SECONDS = 5.0  # between two checks of a worker
+EXIT_SIGNAL = 128  # plus the signal's number, as in a shell
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    """Runs a process to its end. An error that the user can mend is one line on standard error and exit status 2."""
+    """Run a process to its end. A BoughError is printed as one line on standard error, with exit status 2."""
     give_memory_back()
     try:
         asyncio.run(main())
@@ -62,7 +62,7 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT. The second of them ends the process at once, whatever it is about."""
+    """An event set by the first SIGTERM or SIGINT; the second one exits at once."""
     event = asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
@@ -76,82 +76,82 @@ def stop_event() -> asyncio.Event:
 
 
 async def unless_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
-    """A step of the start, which nobody depends on yet: told to stop, the process ends without finishing it."""
-    working, told = asyncio.ensure_future(step), asyncio.create_task(stop.wait())
+    """Await a step of the start; if `stop` is set first, exit at once, as no caller depends on the process yet."""
+    working, stopping = asyncio.ensure_future(step), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            os._exit(0)  # a thread that loads a model would be waited for
+            os._exit(0)  # a normal exit would wait for the thread that loads the model
         return await working
     finally:
-        await end(working, told)
+        await end(working, stopping)
 
 
 def new_worker_id(kind: str) -> str:
-    """A name that no other process has."""
+    """A globally unique worker id."""
     return f"{kind}-{process_name(os.getpid())}-{uuid.uuid4().hex[:8]}"
 
 
 def advertised(config: ServiceConfig, port: int) -> str:
-    """Address at which others reach a process; its host is looked up as in `advertised_host`."""
+    """The address at which others reach a process; `advertised_host` finds the host."""
     return joined(advertised_host(config), config.advertise_port or port)
 
 
 def metrics_at(config: ServiceConfig, port: int) -> str:
-    """Address at which others read a process's metrics, with https:// where it is spoken; empty for a port under 0."""
+    """The address of a process's metrics, with https:// for TLS; empty if `port` is negative, which serves none."""
     scheme = "https://" if config.tls_cert else ""
     return f"{scheme}{joined(advertised_host(config), port)}" if port >= 0 else ""
 
 
 def for_metrics(config: Config) -> Config:
-    """The same settings, for this machine alone where strangers are kept out and figures are not for everybody."""
+    """Settings of the metrics server: loopback only if keys or certificates are required, unless --open-metrics is."""
     is_local = bool(guards_of(config)) and not config.open_metrics
     return replace(config, host=LOOPBACK, advertise=LOOPBACK) if is_local else config
 
 
 async def with_advertised_host(config: Config) -> Config:
-    """Settings in which the host that others reach the process by is found, off the event loop. Raises ConfigError."""
+    """Settings with the advertised host resolved, off the event loop. Raises ConfigError."""
     return replace(config, advertise=await asyncio.to_thread(advertised_host, config))
 
 
 class Worker(Protocol):
-    """What a loaded draft or target is to its process."""
+    """A loaded draft or target worker."""
 
     tokenizer: TokenizerFiles
 
     @property
     def metrics_port(self) -> int:
-        """Where it serves /metrics; -1 for nowhere."""
+        """The port of /metrics; -1 if not served."""
         ...
 
     def info(self) -> WorkerInfo:
-        """Model and limits."""
+        """Model, limits and load."""
         ...
 
     def load(self) -> WorkerLoad:
-        """How busy it is."""
+        """The load to report to the index."""
         ...
 
     def close(self) -> None:
-        """Ends its threads."""
+        """End its threads."""
         ...
 
 
 @runtime_checkable
 class Draining(Protocol):
-    """A worker that has something to finish, or to hand over, before it is closed."""
+    """A worker that must finish or hand over work before it is closed."""
 
     def drain(self) -> Future[None]:
-        """Takes no new sessions; done when nothing is left to do."""
+        """Refuse new sessions; the future is done when no work remains."""
         ...
 
 
 @runtime_checkable
 class Watched(Protocol):
-    """A worker that may come to a standstill without an error."""
+    """A worker that can stall without an error."""
 
     def trouble(self) -> str:
-        """What keeps it from answering, in words; empty where nothing does."""
+        """Why it does not answer; empty if it does."""
         ...
 
 
@@ -159,7 +159,7 @@ AnyWorker = TypeVar("AnyWorker", bound=Worker)
 
 
 class WorkerService(Generic[AnyWorker]):
-    """The calls that both workers answer alike. While the model loads, every call is UNAVAILABLE and says so."""
+    """The gRPC calls common to both workers; UNAVAILABLE while the model loads."""
 
     def __init__(self) -> None:
         self.loaded: AnyWorker | None = None
@@ -180,7 +180,7 @@ class WorkerService(Generic[AnyWorker]):
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[common_pb2.TokenizerChunk]:
-        """The tokenizer, in pieces."""
+        """The tokenizer, in chunks."""
         for chunk in codec.tokenizer_to_wire(self.worker.tokenizer):
             yield chunk
 
@@ -194,10 +194,10 @@ async def serve_worker(
     add: Callable[[Any, grpc.aio.Server], None],
     load: Callable[[], AnyWorker],
 ) -> None:
-    """The life of a worker: listen, load off the event loop, refuse misfits, announce, serve, drain when told to stop.
+    """Run a worker: listen, load off the event loop, check compatibility, register, serve, and drain when stopped.
 
     Raises:
-        ConfigError, CheckpointError, PairingError, Unavailable: it could not start.
+        ConfigError, CheckpointError, PairingError, Unavailable: the worker could not start.
     """
     require_guarded(config)
     stop, access = stop_event(), Access.of(config)
@@ -241,7 +241,7 @@ async def serve_worker(
 
 
 async def watch(worker: Worker, served: Served, stop: asyncio.Event, every_seconds: float = WATCH_SECONDS) -> None:
-    """Until told to stop: health is NOT_SERVING while a worker is in trouble."""
+    """Until `stop` is set, report health NOT_SERVING while a worker is in trouble."""
     was_well = True
     while not stop.is_set():
         with suppress(TimeoutError):
@@ -249,14 +249,14 @@ async def watch(worker: Worker, served: Served, stop: asyncio.Event, every_secon
         trouble = worker.trouble() if isinstance(worker, Watched) else ""
         if was_well == bool(trouble):
             was_well = not trouble
-            logger.warning("%s", trouble or "it goes on")
+            logger.warning("%s", trouble or "the worker has recovered")
             await served.set_ready(was_well)
 
 
-async def drain_worker(served: Served, worker: Worker, kind: str, patience_seconds: float) -> None:
-    """Sessions in the middle of a request go on; then the worker itself takes its leave, where it has a way to."""
-    deadline = time.monotonic() + patience_seconds
-    await served.drain(f"this {kind} worker is draining; another {kind} worker would do", patience_seconds)
+async def drain_worker(served: Served, worker: Worker, kind: str, timeout_seconds: float) -> None:
+    """Let running requests finish, then drain the worker itself, all within the timeout."""
+    deadline = time.monotonic() + timeout_seconds
+    await served.drain(f"this {kind} worker is draining; use another {kind} worker", timeout_seconds)
     if isinstance(worker, Draining):
-        leaving = asyncio.wrap_future(worker.drain())
-        await asyncio.wait({leaving}, timeout=max(0.0, deadline - time.monotonic()))  # which does not cancel it
+        draining = asyncio.wrap_future(worker.drain())
+        await asyncio.wait({draining}, timeout=max(0.0, deadline - time.monotonic()))  # does not cancel it

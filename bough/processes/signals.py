@@ -1,4 +1,4 @@
-"""What signals do to a program that has started others: it ends them first. Without effect beside the main thread."""
+"""Signal handling of a program that must end its children first; without effect outside the main thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def cancelled_by_sigterm() -> Iterator[None]:
-    """SIGTERM cancels the task that runs the block."""
+    """While the block runs, SIGTERM cancels its task."""
     if not _may_handle_signals():
         yield
         return
@@ -26,7 +26,7 @@ def cancelled_by_sigterm() -> Iterator[None]:
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """A second Ctrl-C must not leave processes behind, nor a second SIGTERM."""
+    """Ignore SIGINT and SIGTERM while the block runs, so that repeated signals cannot interrupt a cleanup."""
     if not _may_handle_signals():
         yield
         return

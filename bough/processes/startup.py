@@ -1,4 +1,4 @@
-"""What a process does before it is ready, and how long each stage takes: logged as it goes, and in all at the end."""
+"""Stages of a process's start, logged as they begin, with their durations once the process is ready."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-IMPORTS = "imports"  # from the start of the process to the first stage that is named
+IMPORTS = "imports"  # the stage from the start of the process to the first named stage
 _READY = re.compile(r"ready after [\d.]+ s: (.*)")
 _PART = re.compile(r"([\w ]+) ([\d.]+) s")
 
 
 class Stages:
-    """The stages of one start, one after another."""
+    """The consecutive stages of one start."""
 
     def __init__(self, age_seconds: float) -> None:
-        """`age_seconds` have passed since the process was started."""
+        """`age_seconds` is the time since the process was started."""
         self._seconds: dict[str, float] = {}
         self._began = time.monotonic() - age_seconds
         self._name, self._since = IMPORTS, self._began
 
     def enter(self, name: str) -> None:
-        """The next stage, in words that follow "is": "reading weights"."""
+        """Begin the next stage, named by a participle such as "reading weights"."""
         self._end()
         self._name = name
         logger.info("%s", name)
 
     def finish(self) -> None:
-        """The process is ready: logs where the time went."""
+        """End the last stage and log the seconds of each."""
         self._end()
         total = self._since - self._began
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._seconds.items())
@@ -44,16 +44,16 @@ class Stages:
 
 
 def parts_of(log: str) -> dict[str, float]:
-    """Seconds of each stage, as the last start in a log has them; empty where there is none."""
+    """Seconds of each stage of the last start in a log; empty if there is none."""
     lines = _READY.findall(log)
     return {name.strip(): float(seconds) for name, seconds in _PART.findall(lines[-1])} if lines else {}
 
 
 def process_age_seconds() -> float:
-    """Since this process was started, by the system's clock; 0 where the system does not say."""
+    """Seconds since this process was started; 0 if unknown."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5): clock ticks after the system's start
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5): clock ticks since boot
     except (OSError, ValueError, IndexError):
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
@@ -63,7 +63,7 @@ _stages: Stages | None = None
 
 
 def stage(name: str) -> None:
-    """The next stage of this process's start; a process starts once."""
+    """Begin the next stage of this process's start."""
     global _stages
     if _stages is None:
         _stages = Stages(process_age_seconds())
@@ -71,6 +71,6 @@ def stage(name: str) -> None:
 
 
 def ready() -> None:
-    """The start of this process is over."""
+    """End this process's start."""
     if _stages is not None:
         _stages.finish()

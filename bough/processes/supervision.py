@@ -1,4 +1,4 @@
-"""Keeps the processes of one machine running: one that has ended is started again, and everything is said."""
+"""Supervision of the processes of one machine: ended ones are restarted, and each event is reported."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from bough.processes.launch import INDEX, Cluster
 from bough.registry.registry import Registry
 
 WATCH_SECONDS = 0.2
-LINE_LENGTH = 200  # of a log's last line, in a line of ours
-DISPENSABLE = "draft_worker"  # without it trees come from the text itself, or there are none
+LINE_LENGTH = 200  # characters of a log's last line that a report quotes
+DISPENSABLE = "draft_worker"  # without it, trees come from prompt lookup, or there are none
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a process that has ended is started again."""
+    """When an ended process is restarted: exponential backoff and a limit of consecutive restarts."""
 
-    first_pause_seconds: float = 0.5  # doubled from one end to the next
+    first_pause_seconds: float = 0.5  # doubled for each consecutive restart
     longest_pause_seconds: float = 30.0
-    max_in_a_row: int = 5  # starts again, after which it is given up
-    steady_seconds: float = 60.0  # one that has served so long ended for a new reason, and counts from one again
+    max_in_a_row: int = 5  # consecutive restarts, after which it is given up
+    steady_seconds: float = 60.0  # time of service after which the count starts again
 
     def pause_seconds(self, number: int) -> float | None:
-        """Before the start again with this number in a row, from 1; None where there is to be none."""
+        """Seconds before the consecutive restart `number`, from 1; None to give up."""
         if number > self.max_in_a_row:
             return None
         return min(self.first_pause_seconds * 2.0 ** (number - 1), self.longest_pause_seconds)
@@ -42,12 +42,12 @@ DEFAULT_POLICY = RestartPolicy()
 
 @asynccontextmanager
 async def supervised(cluster: Cluster, say: Say, policy: RestartPolicy = DEFAULT_POLICY) -> AsyncIterator[None]:
-    """Supervises the processes of a cluster that is ready for as long as the block runs; `say` hears of each event.
+    """Supervise a ready cluster while the block runs; `say` is called with each event.
 
-    A draft that ends again and again is gone on without. For any other the block is cancelled.
+    A draft that keeps ending is given up. For any other process the block is cancelled.
 
     Raises:
-        Unavailable: a process was given up that nothing works without, with the last lines of its log.
+        Unavailable: a required process was given up; quotes the last lines of its log.
     """
     block = asyncio.current_task()
     assert block is not None, "a coroutine runs in a task"
@@ -66,7 +66,7 @@ async def supervised(cluster: Cluster, say: Say, policy: RestartPolicy = DEFAULT
             watching.result()
         raise
     finally:
-        watching.remove_done_callback(cancel_block)  # a block that has ended is not to be cancelled any more
+        watching.remove_done_callback(cancel_block)  # an ended block must not be cancelled
         await end(watching)
 
 
@@ -77,7 +77,7 @@ class Supervisor:
         self._cluster, self._say, self._policy = cluster, say, policy
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises Unavailable for a process that is given up."""
+        """Run until cancelled. Raises Unavailable if a required process is given up."""
         registry = self._cluster.registry()
         watches = [asyncio.create_task(self._keep(name, registry)) for name in self._cluster.children]
         try:
@@ -89,7 +89,7 @@ class Supervisor:
             await registry.close()
 
     async def _keep(self, name: str, registry: Registry) -> None:
-        """Starts a process again whenever it ends; returns where it is given up and others go on."""
+        """Restart a process whenever it ends; returns if it is given up and others go on."""
         num_ends, back_at = 0, time.monotonic()
         while True:
             child = self._cluster.children[name]
@@ -111,7 +111,7 @@ class Supervisor:
                 self._say(f"{child.title} is back after {back_at - began:.1f} s")
 
     async def _is_back(self, child: Child, registry: Registry) -> bool:
-        """Once it serves; False where it has ended before that."""
+        """Wait until it serves; False if it has ended before."""
         while not child.has_ended():
             missing = await self._cluster.missing(registry)
             if child.name not in missing and INDEX not in missing:
@@ -120,15 +120,15 @@ class Supervisor:
         return False
 
     def _give_up(self, child: Child, num_ends: int) -> None:
-        """Goes on without a draft. Raises Unavailable for any other process."""
+        """Give up a draft. Raises Unavailable for any other process."""
         ending = f"{_ending(child)}; {num_ends} times in a row"
         if child.name != DISPENSABLE:
-            raise Unavailable(f"{ending}: given up. The end of its log:\n{child.tail()}")
+            raise Unavailable(f"{ending}: given up. End of its log:\n{child.tail()}")
         self._cluster.give_up(child.name)
         self._say(f"{ending}: going on without it, which is slower and changes no token")
 
 
 def _ending(child: Child) -> str:
-    """One line: which process, how it ended, and what it said last."""
+    """One line with the process, how it ended, and its last log line."""
     line = child.last_line()[:LINE_LENGTH]
     return f"{child.title} {child.how_it_ended()}" + (f"; its last line was: {line}" if line else "")

@@ -1,1 +1,1 @@
-"""What bough's processes and their clients say to one another: plain values, and their way into protobuf and back."""
+"""Messages between bough's processes and clients as plain values, and their conversion to and from protobuf."""

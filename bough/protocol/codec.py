@@ -1,4 +1,4 @@
-"""Values to messages and back: the one place that knows both. Every pair is tested as a round trip."""
+"""Conversion of worker messages to and from protobuf. Every pair of functions is tested as a round trip."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree_plan import Guess, TreePlan, require_growth
 
 TOKENIZER_CHUNK_BYTES = 1024 * 1024
-MAX_NAME_LENGTH = 256  # characters of a session's or request's name, which is a key in more than one place
-MAX_INNER_NAME_LENGTH = MAX_NAME_LENGTH + 80  # of one that has its tenant's name before it
-MAX_VOCAB = 2**31 - 1  # token ids are numbers of 32 bits with a sign
+MAX_NAME_LENGTH = 256  # characters of a session's or request's name
+MAX_INNER_NAME_LENGTH = MAX_NAME_LENGTH + 80  # of a name prefixed with its tenant's
+MAX_VOCAB = 2**31 - 1  # token ids are int32
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Field by field."""
+    """Convert field by field."""
     return common_pb2.SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -46,7 +46,7 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Field by field; ranges are for `SamplingParams.validate`."""
+    """Convert field by field; `SamplingParams.validate` checks ranges."""
     return SamplingParams(
         temperature=message.temperature,
         top_k=message.top_k,
@@ -63,7 +63,7 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
 
 
 def context_to_wire(context: m.Context) -> common_pb2.Context:
-    """Field by field."""
+    """Convert field by field."""
     return common_pb2.Context(
         session_id=context.session_id,
         context_start=context.context_start,
@@ -75,13 +75,13 @@ def context_to_wire(context: m.Context) -> common_pb2.Context:
 
 
 def context_from_wire(message: common_pb2.Context, vocab_size: int) -> m.Context:
-    """Raises InvalidRequest for a name or salt that is too long, no name, or a token outside the vocabulary."""
+    """Raises InvalidRequest for a missing session id, a too long id or salt, or a token outside the vocabulary."""
     if not message.session_id:
-        raise InvalidRequest("context.session_id: '' names no session; any other text would do")
+        raise InvalidRequest("context.session_id: must not be empty, got ''")
     for name in ("session_id", "cache_salt"):
         length = len(getattr(message, name))
         if length > MAX_INNER_NAME_LENGTH:
-            raise InvalidRequest(f"context.{name}: {length} characters; at most {MAX_INNER_NAME_LENGTH} would do")
+            raise InvalidRequest(f"context.{name}: must be at most {MAX_INNER_NAME_LENGTH} characters, got {length}")
     require_tokens("context.tokens", message.tokens, vocab_size)
     return m.Context(
         message.session_id,
@@ -94,14 +94,14 @@ def context_from_wire(message: common_pb2.Context, vocab_size: int) -> m.Context
 
 
 def require_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
-    """Raises InvalidRequest naming the first token that is outside the vocabulary."""
+    """Raises InvalidRequest naming the first token outside the vocabulary."""
     for index, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
-            raise InvalidRequest(f"{name}[{index}]: {token} is outside the vocabulary of {vocab_size}")
+            raise InvalidRequest(f"{name}[{index}]: must be 0 to {vocab_size - 1}, got {token}")
 
 
 def grow_call_to_wire(call: m.GrowCall) -> draft_pb2.GrowRequest:
-    """Field by field."""
+    """Convert field by field."""
     return draft_pb2.GrowRequest(
         context=context_to_wire(call.context),
         root_token=call.root_token,
@@ -116,10 +116,10 @@ def grow_call_to_wire(call: m.GrowCall) -> draft_pb2.GrowRequest:
 
 
 def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nodes: int) -> m.GrowCall:
-    """Checks everything, `vocab_size` being that of the draft's model; raises InvalidRequest."""
+    """Convert and check every field; `vocab_size` is the draft model's. Raises InvalidRequest."""
     vocab_size = message.vocab_size or vocab_size
     if vocab_size > MAX_VOCAB:
-        raise InvalidRequest(f"vocab_size: {vocab_size}; at most {MAX_VOCAB} would do")
+        raise InvalidRequest(f"vocab_size: must be at most {MAX_VOCAB}, got {vocab_size}")
     require_tokens("root_token", [message.root_token], vocab_size)
     growth = growth_from_wire(message.growth)
     require_growth("growth", growth, max_nodes)
@@ -137,7 +137,7 @@ def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nod
 
 
 def grow_result_to_wire(result: m.GrowResult) -> draft_pb2.GrowReply:
-    """Field by field."""
+    """Convert field by field."""
     return draft_pb2.GrowReply(
         tree=tree_to_wire(result.tree),
         held_length=result.held_length,
@@ -148,13 +148,13 @@ def grow_result_to_wire(result: m.GrowResult) -> draft_pb2.GrowReply:
 
 
 def grow_result_from_wire(message: draft_pb2.GrowReply) -> m.GrowResult:
-    """Raises InvalidTree for what is no tree at all."""
+    """Convert; raises InvalidTree where the tree's arrays have inconsistent lengths."""
     tree, timings = tree_from_wire(message.tree), timings_from_wire(message.timings)
     return m.GrowResult(tree, message.held_length, timings, message.num_warm_nodes, cost_from_wire(message))
 
 
 def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
-    """Field by field."""
+    """Convert field by field."""
     return target_pb2.VerifyRequest(
         context=context_to_wire(call.context),
         epoch=call.epoch,
@@ -172,7 +172,7 @@ def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
 
 
 def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, max_nodes: int) -> m.VerifyCall:
-    """Checks everything; raises InvalidRequest."""
+    """Convert and check every field. Raises InvalidRequest."""
     tree = tree_from_wire(message.tree)
     scheme = scheme_from_wire("scheme", message.scheme)
     tree.validate(vocab_size, max_nodes, scheme)
@@ -196,7 +196,7 @@ def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, ma
 
 
 def verify_result_to_wire(result: m.VerifyResult) -> target_pb2.VerifyReply:
-    """Field by field."""
+    """Convert field by field."""
     return target_pb2.VerifyReply(
         accepted_nodes=result.verdict.accepted_nodes,
         bonus_token=result.verdict.bonus_token,
@@ -212,7 +212,7 @@ def verify_result_to_wire(result: m.VerifyResult) -> target_pb2.VerifyReply:
 
 
 def verify_result_from_wire(message: target_pb2.VerifyReply) -> m.VerifyResult:
-    """Field by field."""
+    """Convert field by field."""
     verdict = m.Verdict(
         tuple(message.accepted_nodes), message.bonus_token, tuple(map(logprobs_from_wire, message.logprobs))
     )
@@ -230,7 +230,7 @@ def verify_result_from_wire(message: target_pb2.VerifyReply) -> m.VerifyResult:
 
 
 def logprobs_to_wire(value: PositionLogprobs) -> common_pb2.PositionLogprobs:
-    """Field by field."""
+    """Convert field by field."""
     return common_pb2.PositionLogprobs(
         token=common_pb2.TokenLogprob(token_id=value.token.token_id, logprob=value.token.logprob),
         top=[common_pb2.TokenLogprob(token_id=top.token_id, logprob=top.logprob) for top in value.top],
@@ -238,7 +238,7 @@ def logprobs_to_wire(value: PositionLogprobs) -> common_pb2.PositionLogprobs:
 
 
 def logprobs_from_wire(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
-    """Field by field."""
+    """Convert field by field."""
     return PositionLogprobs(
         TokenLogprob(message.token.token_id, message.token.logprob),
         tuple(TokenLogprob(top.token_id, top.logprob) for top in message.top),
@@ -246,18 +246,18 @@ def logprobs_from_wire(message: common_pb2.PositionLogprobs) -> PositionLogprobs
 
 
 def info_to_wire(info: m.WorkerInfo) -> common_pb2.WorkerInfo:
-    """Field by field: the names are the same."""
+    """Convert field by field; the names are the same on both sides."""
     return common_pb2.WorkerInfo(**(asdict(info) | {"cost": cost_to_wire(info.cost)}))
 
 
 def info_from_wire(message: common_pb2.WorkerInfo) -> m.WorkerInfo:
-    """Field by field: the names are the same."""
+    """Convert field by field; the names are the same on both sides."""
     values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
     return m.WorkerInfo(**(values | {"notes": tuple(message.notes), "cost": cost_from_wire(message)}))
 
 
 def tokenizer_to_wire(files: TokenizerFiles) -> Iterator[common_pb2.TokenizerChunk]:
-    """In pieces; the first carries the small fields too."""
+    """Chunks of the tokenizer; the first also carries the small fields."""
     data = files.tokenizer_json
     for begin in range(0, max(len(data), 1), TOKENIZER_CHUNK_BYTES):
         chunk = common_pb2.TokenizerChunk(tokenizer_json=data[begin : begin + TOKENIZER_CHUNK_BYTES])
@@ -272,7 +272,7 @@ def tokenizer_to_wire(files: TokenizerFiles) -> Iterator[common_pb2.TokenizerChu
 
 
 def tokenizer_from_wire(chunks: list[common_pb2.TokenizerChunk]) -> TokenizerFiles:
-    """From all the pieces, in order."""
+    """Join all chunks, in order."""
     first = chunks[0]
     return TokenizerFiles(
         b"".join(chunk.tokenizer_json for chunk in chunks),

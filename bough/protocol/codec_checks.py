@@ -1,5 +1,4 @@
-"""What the protocol's whole numbers and texts cannot carry, by name: protobuf says neither which field nor what would
-do."""
+"""Checks of numbers and texts that protobuf cannot carry; protobuf's own errors do not name the field."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ MAX_UINT32 = 2**32 - 1
 
 
 def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
-    """Raises InvalidRequest; what is carried is for the orchestrator to judge."""
+    """Raises InvalidRequest for a number outside its protobuf type; the orchestrator checks the rest."""
     tokens = prompt.token_ids if isinstance(prompt, TokenPrompt) else ()
     speculation = options.speculation
     numbers = (
@@ -25,13 +24,13 @@ def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
     )
     for name, value, most in numbers:
         if value is not None and not 0 <= value <= most:
-            raise InvalidRequest(f"{name}: {value}; 0 to {most} would do")
+            raise InvalidRequest(f"{name}: must be 0 to {most}, got {value}")
     if speculation.growth is not None:
         require_growth("speculation.growth", speculation.growth, MAX_UINT32)
 
 
 def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
-    """Raises InvalidRequest: Python gives bytes that are not UTF-8 a place in a text, from which none can be sent."""
+    """Raises InvalidRequest for a text with surrogates, which stand for bytes that are not UTF-8 and cannot be sent."""
     texts = [(name, getattr(options, name)) for name in ("request_id", "session_id", "model", "cache_salt")]
     texts += [(f"stop[{i}]", stop) for i, stop in enumerate(options.stop)]
     match prompt:
@@ -45,11 +44,10 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
 
 
 def require_text(name: str, text: str) -> None:
-    """Raises InvalidRequest for one text that cannot be sent, by the name of its field."""
+    """Raises InvalidRequest if the field's text cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as exc:
         raise InvalidRequest(
-            f"{name}: {text[exc.start : exc.start + 16]!r} at character {exc.start} is not UTF-8; text in UTF-8 "
-            "would do"
+            f"{name}: must be UTF-8, got {text[exc.start : exc.start + 16]!r} at character {exc.start}"
         ) from exc

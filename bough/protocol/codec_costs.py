@@ -1,4 +1,4 @@
-"""What calls and rounds took, what they will take, and what was decided by that, to messages and back."""
+"""Conversion of timings, cost curves and round decisions to and from protobuf."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from bough.protocol.messages import RoundTimings, Timings
 
 
 def cost_to_wire(cost: CostCurve | None) -> common_pb2.CostCurve | None:
-    """None stays unset."""
+    """Convert field by field; None stays unset."""
     return common_pb2.CostCurve(rows=cost.rows, seconds=cost.seconds, step=cost.step) if cost is not None else None
 
 
 def cost_from_wire(
     message: draft_pb2.GrowReply | target_pb2.VerifyReply | common_pb2.WorkerInfo,
 ) -> CostCurve | None:
-    """That of a message, if it has one; whether it makes sense is for `CostCurve.validate`."""
+    """The message's cost curve, or None; `CostCurve.validate` checks it."""
     if not message.HasField("cost"):
         return None
     return CostCurve(tuple(message.cost.rows), tuple(message.cost.seconds), message.cost.step)
 
 
 def timings_to_wire(timings: Timings) -> common_pb2.Timings:
-    """Field by field: the names are the same."""
+    """Convert field by field; the names are the same on both sides."""
     return common_pb2.Timings(**asdict(timings))
 
 
 def timings_from_wire(message: common_pb2.Timings) -> Timings:
-    """Field by field: the names are the same."""
+    """Convert field by field; the names are the same on both sides."""
     return Timings(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
 
 
 def round_timings_to_wire(timings: RoundTimings) -> generation_pb2.RoundTimings:
-    """Field by field: the names are the same."""
+    """Convert field by field; the names are the same on both sides."""
     return generation_pb2.RoundTimings(**asdict(timings))
 
 
 def round_timings_from_wire(message: generation_pb2.RoundTimings) -> RoundTimings:
-    """Field by field: the names are the same."""
+    """Convert field by field; the names are the same on both sides."""
     return RoundTimings(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
 
 
 def decisions_to_wire(decisions: Sequence[Decision]) -> generation_pb2.Decisions:
-    """Field by field: the names are the same."""
+    """Convert field by field; the names are the same on both sides."""
     reply = generation_pb2.Decisions()
     for decision in decisions:
         values = asdict(decision) | {"mode": decision.mode.value}
@@ -58,7 +58,7 @@ def decisions_to_wire(decisions: Sequence[Decision]) -> generation_pb2.Decisions
 
 
 def decisions_from_wire(message: generation_pb2.Decisions) -> tuple[Decision, ...]:
-    """Raises InvalidRequest for a mode that is not known here."""
+    """Convert; raises InvalidRequest for an unknown mode."""
     return tuple(_decision_from_wire(decision) for decision in message.decisions)
 
 
@@ -68,7 +68,7 @@ def _decision_from_wire(message: generation_pb2.Decision) -> Decision:
         values["mode"] = Mode(message.mode)
     except ValueError as exc:
         known = ", ".join(mode.value for mode in Mode)
-        raise InvalidRequest(f"decisions.mode: {message.mode!r}; must be one of {known}") from exc
+        raise InvalidRequest(f"decisions.mode: must be one of {known}, got {message.mode!r}") from exc
     for name in ("expected", "seconds"):
         values[name] = Parts(*(getattr(values[name], part.name) for part in fields(Parts)))
     return Decision(**values)

@@ -1,4 +1,4 @@
-"""The front door's values to messages and back, as `bough.protocol.codec` does for what workers say."""
+"""Conversion of the client API's requests, events and server information to and from protobuf."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bough.protocol.decision import DraftCalibration
 from bough.trees.acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree_plan import Guess
 
-# Optional fields: unset means the default of GenerateOptions. The names are the same on both sides.
+# Optional fields, with the same names on both sides; unset means the default of GenerateOptions.
 _OPTIONAL = (
     "temperature",
     "top_k",
@@ -37,11 +37,10 @@ _OPTIONAL = (
 
 
 def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.GenerateRequest:
-    """A request; fields at their default are left unset.
+    """Convert a request; fields at their default stay unset.
 
     Raises:
-        InvalidRequest: naming a number or a text that the protocol cannot carry; the rest is for the orchestrator to
-            check.
+        InvalidRequest: names a number or text that protobuf cannot carry; the orchestrator checks the rest.
     """
     require_numbers(prompt, options)
     require_texts(prompt, options)
@@ -76,7 +75,7 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
 
 
 def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.GenerateOptions]:
-    """Raises InvalidRequest where there is no prompt; ranges are checked by whoever knows the model."""
+    """Convert a request; raises InvalidRequest without a prompt. Ranges are checked once the model is known."""
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     options = g.GenerateOptions(
         request_id=message.request_id,
@@ -132,11 +131,11 @@ def _prompt_from_wire(message: pb.GenerateRequest) -> g.Prompt:
         case "token_ids":
             return g.TokenPrompt(tuple(message.token_ids.ids))
         case _:
-            raise InvalidRequest("prompt: missing; one of text, chat and token_ids would do")
+            raise InvalidRequest("prompt: must be text, chat or token_ids, got none")
 
 
 def event_to_wire(event: g.Event) -> pb.GenerateEvent:
-    """Any event."""
+    """Convert an event of any kind."""
     match event:
         case g.Started():
             return pb.GenerateEvent(started=pb.Started(**asdict(event)))
@@ -169,7 +168,7 @@ def event_to_wire(event: g.Event) -> pb.GenerateEvent:
 
 
 def event_from_wire(message: pb.GenerateEvent) -> g.Event:
-    """Any event."""
+    """Convert an event of any kind."""
     if message.HasField("started"):
         started = message.started
         return g.Started(*(getattr(started, f.name) for f in fields(g.Started)))
@@ -208,12 +207,12 @@ def event_from_wire(message: pb.GenerateEvent) -> g.Event:
 
 
 def models_to_wire(models: Sequence[g.ModelInfo]) -> pb.ModelInfo:
-    """The first of them, with all of them listed in it; there is at least one."""
+    """Convert to the first model's message, which lists all models; there must be at least one."""
     return pb.ModelInfo(**asdict(models[0]), models=[pb.ModelInfo(**asdict(model)) for model in models])
 
 
 def models_from_wire(message: pb.ModelInfo) -> tuple[g.ModelInfo, ...]:
-    """All that are listed; of an orchestrator that lists none, the one that the message itself is."""
+    """All listed models; the message's own model where an older orchestrator lists none."""
     return tuple(_model_from_wire(model) for model in message.models or [message])
 
 
@@ -223,7 +222,7 @@ def _model_from_wire(message: pb.ModelInfo) -> g.ModelInfo:
 
 
 def server_info_to_wire(info: g.ServerInfo) -> pb.ServerInfo:
-    """Field by field."""
+    """Convert field by field."""
     return pb.ServerInfo(
         protocol_version=info.protocol_version,
         bough_version=info.bough_version,
@@ -240,7 +239,7 @@ def server_info_to_wire(info: g.ServerInfo) -> pb.ServerInfo:
 
 
 def server_info_from_wire(message: pb.ServerInfo) -> g.ServerInfo:
-    """Field by field."""
+    """Convert field by field."""
     workers = tuple(g.WorkerStatus(w.address, info_from_wire(w.info), w.problem) for w in message.workers)
     return g.ServerInfo(
         workers,
@@ -255,17 +254,17 @@ def server_info_from_wire(message: pb.ServerInfo) -> g.ServerInfo:
 
 
 def loads_to_wire(loads: g.Loads) -> pb.Loads:
-    """Field by field: the names are the same."""
+    """Convert field by field; the names are the same on both sides."""
     return pb.Loads(**asdict(loads))
 
 
 def loads_from_wire(message: pb.Loads) -> g.Loads:
-    """Field by field: the names are the same."""
+    """Convert field by field; the names are the same on both sides."""
     return g.Loads(*(getattr(message, f.name) for f in fields(g.Loads)))
 
 
 def acceptance_to_wire(counted: Sequence[SchemeAcceptance], drafts: Sequence[DraftCalibration]) -> pb.Acceptance:
-    """Field by field."""
+    """Convert field by field."""
     return pb.Acceptance(
         schemes=[
             pb.SchemeAcceptance(
@@ -280,7 +279,7 @@ def acceptance_to_wire(counted: Sequence[SchemeAcceptance], drafts: Sequence[Dra
 
 
 def acceptance_from_wire(message: pb.Acceptance) -> tuple[SchemeAcceptance, ...]:
-    """Raises InvalidRequest for a scheme that is not known here."""
+    """Convert; raises InvalidRequest for an unknown scheme."""
     return tuple(
         SchemeAcceptance(
             scheme_from_wire("schemes.scheme", one.scheme),
@@ -292,7 +291,7 @@ def acceptance_from_wire(message: pb.Acceptance) -> tuple[SchemeAcceptance, ...]
 
 
 def calibrations_from_wire(message: pb.Acceptance) -> tuple[DraftCalibration, ...]:
-    """Field by field: the names are the same."""
+    """Convert field by field; the names are the same on both sides."""
     return tuple(
         DraftCalibration(*(getattr(draft, f.name) for f in fields(DraftCalibration))) for draft in message.drafts
     )

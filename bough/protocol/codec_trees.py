@@ -1,4 +1,4 @@
-"""Trees, and how they are grown and verified, to messages and back; for `bough.protocol.codec`."""
+"""Conversion of trees, growths and schemes to and from protobuf."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMES = {
 
 
 def tree_to_wire(tree: Tree) -> common_pb2.Tree:
-    """The root's parent and log-probability are implied."""
+    """Convert a tree; the root's parent and log-probability are implied."""
     return common_pb2.Tree(
         tokens=tree.tokens.tolist(),
         parents=tree.parents[1:].tolist(),
@@ -33,12 +33,12 @@ def tree_to_wire(tree: Tree) -> common_pb2.Tree:
 
 
 def tree_from_wire(message: common_pb2.Tree) -> Tree:
-    """Raises InvalidTree where the fields have different lengths; the rest is for `Tree.validate`."""
+    """Convert a tree; raises InvalidTree for inconsistent lengths. `Tree.validate` checks the rest."""
     size = len(message.tokens)
     if size == 0 or len(message.parents) != size - 1 or len(message.log_probs) != size - 1:
         raise InvalidTree(
-            f"tree: {size} tokens, {len(message.parents)} parents and {len(message.log_probs)} log_probs; "
-            "a tree has a root, and a parent and a log_prob for every other node"
+            "tree: must have at least one node, and a parent and a log_prob for each node but the root, "
+            f"got {size} tokens, {len(message.parents)} parents and {len(message.log_probs)} log_probs"
         )
     parents = np.concatenate(([-1], np.minimum(message.parents, 2**31 - 1))).astype(np.int32)
     return Tree(
@@ -51,7 +51,7 @@ def tree_from_wire(message: common_pb2.Tree) -> Tree:
 
 
 def draft_probs_to_wire(draft_probs: DraftProbs) -> common_pb2.DraftProbs:
-    """Offsets travel as sizes."""
+    """Convert sampling distributions; offsets are sent as sizes."""
     return common_pb2.DraftProbs(
         nodes=draft_probs.nodes.tolist(),
         sizes=np.diff(draft_probs.offsets).tolist(),
@@ -61,7 +61,7 @@ def draft_probs_to_wire(draft_probs: DraftProbs) -> common_pb2.DraftProbs:
 
 
 def draft_probs_from_wire(message: common_pb2.DraftProbs) -> DraftProbs:
-    """Whether they make sense is for `DraftProbs.validate`."""
+    """Convert sampling distributions; `DraftProbs.validate` checks them."""
     offsets = np.concatenate(([0], np.cumsum(message.sizes, dtype=np.uint64)))
     return DraftProbs(
         _narrow(message.nodes), _narrow(offsets), _narrow(message.tokens), np.asarray(message.weights, np.float32)
@@ -69,12 +69,12 @@ def draft_probs_from_wire(message: common_pb2.DraftProbs) -> DraftProbs:
 
 
 def _narrow(numbers: Any) -> NDArray[np.int32]:
-    """Unsigned numbers as int32; what does not fit becomes the largest, which no check lets pass."""
+    """Unsigned numbers as int32; larger numbers become 2**31 - 1, which every check rejects."""
     return np.minimum(np.asarray(numbers, np.uint64), 2**31 - 1).astype(np.int32)
 
 
 def growth_to_wire(growth: Growth) -> common_pb2.Growth:
-    """Any kind."""
+    """Convert a growth of any kind."""
     match growth:
         case BestFirst():
             return common_pb2.Growth(best_first=common_pb2.BestFirst(**growth._asdict()))
@@ -85,7 +85,7 @@ def growth_to_wire(growth: Growth) -> common_pb2.Growth:
 
 
 def growth_from_wire(message: common_pb2.Growth) -> Growth:
-    """Raises InvalidRequest where there is none; sizes are for `require_growth`."""
+    """Convert a growth; raises InvalidRequest if missing. `require_growth` checks sizes."""
     match message.WhichOneof("kind"):
         case "best_first":
             sizes = message.best_first
@@ -96,19 +96,18 @@ def growth_from_wire(message: common_pb2.Growth) -> Growth:
         case "chains":
             return Chains(message.chains.num, message.chains.length)
         case _:
-            raise InvalidRequest("growth: missing; one of best_first, shape and chains would do")
+            raise InvalidRequest("growth: must be best_first, shape or chains, got none")
 
 
 def scheme_from_wire(name: str, value: int) -> Scheme:
-    """Raises InvalidRequest for a number that names none."""
+    """The scheme of a protobuf number; raises InvalidRequest if unknown."""
     for scheme, number in SCHEMES.items():
         if number == value:
             return scheme
-    raise InvalidRequest(
-        f"{name}: {value}; one of {', '.join(f'{n} ({s.value})' for s, n in SCHEMES.items())} would do"
-    )
+    known = ", ".join(f"{number} ({scheme.value})" for scheme, number in SCHEMES.items())
+    raise InvalidRequest(f"{name}: must be one of {known}, got {value}")
 
 
 def guess_from_wire(is_distribution: bool) -> Guess:
-    """From the field `guess_distribution`."""
+    """The value of the protobuf field `guess_distribution`."""
     return Guess.DISTRIBUTION if is_distribution else Guess.SAMPLE

@@ -1,4 +1,4 @@
-"""What was decided, expected and found out, round by round: the record that `bough explain` shows."""
+"""Decisions about rounds: each round's plan, predictions and outcome, as `bough explain` shows them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ NANO = 1e-9
 
 
 class Mode(Enum):
-    """Why a round's tree is as it is."""
+    """How the tree of a round was chosen."""
 
-    DRAFT = "draft"  # a draft's tree pays
-    LOOKUP = "lookup"  # only what the session's own text suggests is worth its time, if anything is
-    PROBE = "probe"  # a small tree, to see whether drafting would pay again
-    FIXED = "fixed"  # the request, or the operator, has said so
-    OFF = "off"  # the request wants none, or is at its end
+    DRAFT = "draft"  # a tree from a draft worker pays
+    LOOKUP = "lookup"  # drafting does not pay: prompt lookup only
+    PROBE = "probe"  # a small drafted tree, to measure whether drafting pays again
+    FIXED = "fixed"  # sizes fixed by the request or the operator
+    OFF = "off"  # no tree: disabled by the request, or at its last token
 
 
 @dataclass(slots=True)
 class Parts:
-    """Seconds of a round, by what they are spent on."""
+    """Seconds of a round by activity."""
 
     draft: float = 0.0
     network: float = 0.0
     queue: float = 0.0
     sweep: float = 0.0
-    other: float = 0.0  # at the orchestrator
+    other: float = 0.0  # in the orchestrator
 
     @property
     def total(self) -> float:
@@ -37,25 +37,25 @@ class Parts:
 
 @dataclass(slots=True)
 class Decision:
-    """One round: what was decided and why, what was expected, and what came to pass."""
+    """The plan, the predictions and the outcome of one round."""
 
     number: int  # of the round within the request
     mode: Mode
-    draft_id: str = ""  # of the worker that was asked for a tree; empty where none was
-    budget: int = 1  # most nodes that the draft was asked for
+    draft_id: str = ""  # draft worker asked for a tree; empty for none
+    budget: int = 1  # most nodes requested of the draft
     width: int = 0
     depth: int = 0
-    price: float = 0.0  # lambda: what a second was worth, in tokens, of all sessions in the sweep
-    step_price: float = 0.0
-    draft_rate: float = 0.0  # tokens per second expected with a draft's tree, of the session alone
-    plain_rate: float = 0.0  # without
-    best_nodes: int = 1  # the size that was thought best before anything had grown
-    num_context: int = 0  # tokens of the prompt read in the same round
-    num_grown: int = 1  # nodes that the draft and the lookup had together
-    num_sent: int = 1
-    num_left_out: int = 0  # by the target
+    price: float = 0.0  # lambda: value of a second, in tokens, summed over all sessions in the sweep
+    step_price: float = 0.0  # value of a draft step's time, in tokens
+    draft_rate: float = 0.0  # expected tokens per second of this session with a drafted tree
+    plain_rate: float = 0.0  # expected tokens per second of this session without one
+    best_nodes: int = 1  # predicted best tree size, before growth
+    num_context: int = 0  # prompt tokens computed in the same round
+    num_grown: int = 1  # nodes from the draft and from lookup together
+    num_sent: int = 1  # nodes sent to the target
+    num_left_out: int = 0  # nodes that the target did not verify
     num_steps: int = 0  # draft steps
-    num_rows: int = 0  # of the sweep, all sessions together
+    num_rows: int = 0  # rows of the sweep, all sessions together
     expected_tokens: float = 1.0
     tokens: int = 0
     expected: Parts = field(default_factory=Parts)
@@ -63,11 +63,11 @@ class Decision:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether anything was expected: nothing is of fixed sizes, and before the target has told what sweeps take."""
+        """Whether there is a prediction; there is none for fixed sizes or without a cost curve of the target."""
         return self.expected.sweep > 0
 
     def settle(self, num_tokens: int, result: VerifyResult, grown: GrowResult | None, timings: RoundTimings) -> None:
-        """The round is over."""
+        """Record the outcome of the round."""
         self.tokens, self.num_left_out, self.num_rows = num_tokens, len(result.left_out_nodes), result.num_rows
         self.num_steps = grown.timings.num_passes if grown is not None else 0
         calls_ns = timings.draft_ns + timings.network_ns + timings.target_ns
@@ -82,11 +82,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class DraftCalibration:
-    """How well predictions agreed with what came to pass, with one draft worker's trees; old rounds count for less."""
+    """Mean predictions and outcomes of rounds with one draft worker's trees; older rounds weigh less."""
 
     draft_id: str  # of the worker
-    num_rounds: int  # forgotten ones included
-    expected_tokens: float  # of a round, before it was verified
-    realised_tokens: float
-    expected_seconds: float  # of a round, before its tree was sent
-    realised_seconds: float
+    num_rounds: int  # all rounds, including those that no longer weigh
+    expected_tokens: float  # per round, before verification
+    realised_tokens: float  # per round
+    expected_seconds: float  # per round, before its tree was sent
+    realised_seconds: float  # per round

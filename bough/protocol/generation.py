@@ -1,4 +1,4 @@
-"""What goes in at the front door and what comes out, as plain values: requests and the events of a stream."""
+"""Generation requests, the events of their streams, and server information, as plain values."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How to speculate; None leaves a choice to the planner. It never changes the output.
+    """Speculation settings of a request; None leaves the choice to the planner.
 
-    But for a scheme other than Scheme.TARGET, which changes it as another seed would.
+    They never change the output, except that a scheme other than Scheme.TARGET changes it like another seed.
     """
 
     disabled: bool = False
@@ -58,20 +58,20 @@ class Speculation:
     growth: Growth | None = None
     scheme: Scheme = Scheme.TARGET
     guess: Guess = Guess.SAMPLE
-    lookup: int | None = None  # most nodes of branches from the session's own text; 0 is none
+    lookup: int | None = None  # most nodes from prompt lookup; 0 is none
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How far the stream of a request came before it broke."""
+    """The progress of a stream that broke, from which the client resumes it."""
 
-    num_tokens: int  # output tokens that the client has seen
-    token_ids: tuple[int, ...] = ()  # these, where it has kept them
+    num_tokens: int  # output tokens that the client has received
+    token_ids: tuple[int, ...] = ()  # those tokens, if the client kept them
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """Everything about a request but its prompt."""
+    """All options of a request except its prompt."""
 
     request_id: str = ""
     session_id: str = ""
@@ -90,10 +90,10 @@ class GenerateOptions:
     ignore_eos: bool = False
     logprobs: int | None = None
     speculation: Speculation = Speculation()
-    continues: bool = False  # the prompt comes after all that the session holds
+    continues: bool = False  # append the prompt to the session's tokens
     resume: Resume | None = None
-    model: str = ""  # its name; empty is the session's, or else the only one that is served
-    cache_salt: str = ""  # prefixes are shared with requests that have the same one
+    model: str = ""  # its name; empty is the session's model, or else the only one served
+    cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,42 +104,42 @@ class Started:
     prompt_tokens: int
     seed: int
     model_name: str
-    resumed_tokens: int = 0  # output tokens that came before this stream
+    resumed_tokens: int = 0  # output tokens generated before this stream
 
 
 class VerifiedTree(NamedTuple):
-    """What the target has looked at in a round, and what it kept."""
+    """The tree that the target verified in a round, and the accepted path."""
 
     tree: Tree
-    accepted_nodes: Sequence[int]  # of the tree, from the root down, the root left out
+    accepted_nodes: Sequence[int]  # from the root (excluded) down
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The outcome of one round; the lists have one entry for each token.
+    """The outcome of one round; sequences have one entry for each token.
 
-    Without a tree (`num_nodes` 0): what had been generated before the request was resumed, and was not seen.
+    `num_nodes` is 0 for tokens that a resumed request generated earlier and its client has not received.
     """
 
     token_ids: tuple[int, ...]
-    drafted: tuple[bool, ...]  # whether the draft had guessed it; the others are bonus tokens
-    texts: tuple[str, ...]  # text that became certain with it
-    logprobs: tuple[PositionLogprobs, ...]  # empty where not asked for
+    drafted: tuple[bool, ...]  # true for accepted draft tokens, false for bonus tokens
+    texts: tuple[str, ...]  # text completed by each token
+    logprobs: tuple[PositionLogprobs, ...]  # empty if not requested
     num_nodes: int  # of the verified tree
     tree_depth: int
     timings: RoundTimings
-    num_lookup: int = 0  # of the drafted tokens the last so many, which only the session's own text had suggested
-    verified: VerifiedTree | None = field(default=None, compare=False, repr=False)  # known where the round was run
+    num_lookup: int = 0  # how many of the last drafted tokens came from prompt lookup alone
+    verified: VerifiedTree | None = field(default=None, compare=False, repr=False)  # only in the orchestrator
 
     @property
     def text(self) -> str:
-        """All of the round's text."""
+        """The round's text."""
         return "".join(self.texts)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Sizes of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -148,15 +148,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationMetrics:
-    """How speculation went."""
+    """Speculation statistics of a request."""
 
     num_rounds: int
     num_draft_tokens: int  # nodes sent to the target, roots excluded
     num_accepted_tokens: int
     tokens_per_round: float
     acceptance_histogram: tuple[int, ...]  # [k]: rounds that accepted k draft tokens
-    num_degraded_rounds: int  # without guesses of a draft worker because none answered
-    num_lookup_tokens: int = 0  # accepted ones that only the session's own text had suggested
+    num_degraded_rounds: int  # rounds without a drafted tree because no draft worker answered
+    num_lookup_tokens: int = 0  # accepted tokens that came from prompt lookup alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +164,13 @@ class Finished:
     """The request has ended."""
 
     finish_reason: str  # "stop", "length" or "abort"
-    stop_reason: str  # the stop text or token id that was hit
-    text: str  # what was still held back
+    stop_reason: str  # the stop text or token id that was matched
+    text: str  # remaining text, not yet sent
     usage: Usage
     speculation: SpeculationMetrics
     timings: RoundTimings  # sums over all rounds
     warnings: tuple[str, ...]
-    num_failovers: int = 0  # times that another target took over
+    num_failovers: int = 0  # moves to another target
 
 
 Event = Started | Tokens | Finished
@@ -178,14 +178,14 @@ Event = Started | Tokens | Finished
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that is served."""
+    """A served model."""
 
     model_name: str
     model_description: str
     model_fingerprint: str
     tokenizer_fingerprint: str
     vocab_size: int
-    max_context: int  # tokens of a prompt with its output, at the target that takes most
+    max_context: int  # most tokens of prompt and output, over all targets
     eos_token_ids: tuple[int, ...]
 
 
@@ -195,7 +195,7 @@ class WorkerStatus:
 
     address: str
     info: WorkerInfo
-    problem: str  # empty where it is in use
+    problem: str  # why it is not used; empty if it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,20 +207,20 @@ class ServerInfo:
     index_url: str
     protocol_version: int
     bough_version: str
-    is_draftless: bool = False  # no draft worker is used, and none is missed
-    metrics_url: str = ""  # of the orchestrator's own; empty where it serves none
-    http_url: str = ""  # where OpenAI's clients are served; empty for nowhere
+    is_draftless: bool = False  # configured to run without draft workers
+    metrics_url: str = ""  # of the orchestrator's metrics; empty if not served
+    http_url: str = ""  # of the OpenAI-compatible API; empty if not served
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What is running now."""
+    """The current load of an orchestrator."""
 
     num_requests_running: int
-    num_requests_waiting: int  # for a place among those, or for a KV slot
+    num_requests_waiting: int  # for admission, or for a KV slot
     num_requests_total: int
     num_tokens_total: int
     max_requests_running: int = 0
     max_requests_waiting: int = 0
-    wait_seconds: float = 0.0  # that one more request would wait for its place
-    is_draining: bool = False  # nothing new is taken
+    wait_seconds: float = 0.0  # estimated wait of a new request for admission
+    is_draining: bool = False  # new requests are refused

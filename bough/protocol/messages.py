@@ -1,4 +1,4 @@
-"""What the services say to one another, as plain values. `bough.protocol.codec` turns them into protobuf and back."""
+"""Messages between services as plain values; `bough.protocol.codec` converts them to and from protobuf."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The part of a session that a worker is asked to stand on: what it holds already, and the tokens after that."""
+    """A session's tokens before the root, as sent to a worker: the prefix it has cached, and the tokens after it."""
 
     session_id: str
-    context_start: int  # leading tokens believed to be held
+    context_start: int  # leading tokens believed to be in the worker's KV cache
     prefix_hash: int  # of those
     tokens: tuple[int, ...]  # from context_start up to, but excluding, the root
     prompt_length: int
-    cache_salt: str = ""  # what is held serves only sessions with the same one to begin from
+    cache_salt: str = ""  # cached prefixes are shared only among sessions with the same salt
 
     @classmethod
     def of(cls, session_id: str, tokens: Sequence[int], held: int, prompt_length: int, cache_salt: str = "") -> Context:
-        """For a session with these committed tokens, the last of which is the root, at a worker that holds `held`."""
+        """The context of committed `tokens`, the last of which is the root, for a worker that has `held` cached."""
         held = min(held, len(tokens) - 1)
         return cls(session_id, held, prefix_hash(tokens[:held]), tuple(tokens[held:-1]), prompt_length, cache_salt)
 
     @property
     def base_length(self) -> int:
-        """Tokens before the root, which is the root's absolute position."""
+        """Tokens before the root, and so the root's position in the session."""
         return self.context_start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Nanoseconds of one call on the worker's clock."""
+    """Durations of one call in nanoseconds, on the worker's clock."""
 
     total_ns: int = 0
     queue_ns: int = 0  # waiting for the sweep or draft step to begin
-    wait_ns: int = 0  # waiting for weights
+    wait_ns: int = 0  # waiting for weights to cross the link
     compute_ns: int = 0
-    link_ns: int = 0  # the link was at work
+    link_ns: int = 0  # the link was busy
     link_bytes: int = 0
     num_passes: int = 0  # sweeps or draft steps
-    link_ideal_ns: int = 0  # link_bytes at the best speed that the link has shown
+    link_ideal_ns: int = 0  # link_bytes at the best speed measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +62,19 @@ class GrowCall:
     sampling: SamplingParams
     round: int  # the root's position: sampled trees of different rounds share no random numbers
     plan: TreePlan
-    vocab_size: int = 0  # ids below it can be the target's tokens; 0 for as many as the draft's model has
-    epoch: int = 0  # of the session; 0 does not say
+    vocab_size: int = 0  # of the target; 0 is the draft model's
+    epoch: int = 0  # of the session; 0 is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class GrowResult:
-    """A tree, and how many tokens of the session the draft worker now holds."""
+    """A tree, and how many tokens of the session the draft worker now has cached."""
 
     tree: Tree
     held_length: int
     timings: Timings
-    num_warm_nodes: int = 0  # nodes expanded for it that the draft model had been run on before the call
-    cost: CostCurve | None = None  # seconds of a draft step by the rows of all sessions in it
+    num_warm_nodes: int = 0  # nodes of it that draft-ahead had expanded before the call
+    cost: CostCurve | None = None  # seconds of a draft step by its rows, all sessions together
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,58 +87,58 @@ class VerifyCall:
     tree: Tree
     sampling: SamplingParams
     scheme: Scheme = Scheme.TARGET
-    max_length: int = 0  # tokens that the session may grow to in this request; 0 is as many as a session may have
-    caller: str = ""  # one word for all calls of an orchestrator to this worker
-    num_running: int = 0  # sessions that the caller runs at this worker, this one included; 0 does not say
-    worker_id: str = ""  # of the worker that is meant: another may have come to its address; "" is whoever is there
-    may_leave_out: bool = False  # nodes that are not worth their time in a sweep that others share
-    reserves: bool = False  # a slot is to be had before the answer says what of the context is missing
+    max_length: int = 0  # tokens that the session may reach in this request; 0 is the worker's maximum
+    caller: str = ""  # id of the calling orchestrator, the same in all its calls
+    num_running: int = 0  # sessions that the caller runs at this worker, this one included; 0 is unknown
+    worker_id: str = ""  # id that the worker must have, as addresses can be reused; "" is any
+    may_leave_out: bool = False  # the target may skip nodes that are not worth their time in a shared sweep
+    reserves: bool = False  # lease a KV slot before replying which part of the context is missing
 
 
 class Verdict(NamedTuple):
-    """What one tree came to."""
+    """The target's verdict on one tree."""
 
     accepted_nodes: tuple[int, ...]  # from below the root downwards
     bonus_token: int
     logprobs: tuple[PositionLogprobs, ...] = ()  # accepted nodes, then the bonus token
 
     def tokens_of(self, tree: Tree) -> list[int]:
-        """What the target chose below the root: tokens of the accepted nodes, then the bonus token."""
+        """The round's tokens: those of the accepted nodes, then the bonus token."""
         return [*(int(tree.tokens[node]) for node in self.accepted_nodes), self.bonus_token]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """A verdict, and how many tokens of the session the target now holds."""
+    """A verdict, and how many tokens of the session the target now has cached."""
 
     verdict: Verdict
     held_length: int
     timings: Timings
-    cached_length: int = 0  # leading tokens before the root that were held, or copied, and not computed
-    left_out_nodes: tuple[int, ...] = ()  # that were not verified: of them and of what is below them nothing is known
-    cost: CostCurve | None = None  # seconds of a sweep by the rows of all sessions in it
-    num_rows: int = 0  # of the sweep that verified the tree
-    num_trees: int = 0  # in it
+    cached_length: int = 0  # leading tokens that were cached, or copied from another slot, and not computed
+    left_out_nodes: tuple[int, ...] = ()  # nodes that were not verified, nor were their descendants
+    cost: CostCurve | None = None  # seconds of a sweep by its rows, all sessions together
+    num_rows: int = 0  # rows of the sweep that verified the tree
+    num_trees: int = 0  # trees in that sweep
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTimings:
-    """Nanoseconds of one round, by what they were spent on."""
+    """Durations of one round in nanoseconds, by activity."""
 
     total_ns: int = 0
     draft_ns: int = 0
-    network_ns: int = 0  # calls took this much longer than the workers' own totals
+    network_ns: int = 0  # duration of calls beyond the workers' own totals
     target_ns: int = 0
     queue_ns: int = 0  # of target_ns
     wait_ns: int = 0  # of target_ns
     compute_ns: int = 0  # of target_ns
     link_ns: int = 0
     link_bytes: int = 0
-    link_ideal_ns: int = 0  # these bytes at the best speed that the link has shown
+    link_ideal_ns: int = 0  # link_bytes at the best speed measured
 
     @property
     def link_efficiency(self) -> float:
-        """Ideal over actual time: 1 where nothing but the link is waited for, 0 where nothing crosses it."""
+        """Ideal link time over total time: 1 if the link alone bounds the round, 0 if nothing crosses it."""
         return self.link_ideal_ns / self.total_ns if self.total_ns else 0.0
 
     def __add__(self, other: RoundTimings) -> RoundTimings:
@@ -147,7 +147,7 @@ class RoundTimings:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker serves, and within which limits."""
+    """A worker's model, limits and load."""
 
     kind: str  # "draft" or "target"
     worker_id: str
@@ -158,46 +158,46 @@ class WorkerInfo:
     vocab_size: int
     max_context: int  # tokens of a session, the root included
     max_nodes: int
-    max_sessions: int  # of the longest context; of shorter ones more fit
+    max_sessions: int  # sessions of max_context tokens that fit; more if shorter
     num_sessions: int = 0
-    kv_bytes: int = 0  # for the sessions' keys and values
-    kv_used_bytes: int = 0  # of these, what cannot be taken from a session now
+    kv_bytes: int = 0  # capacity of the KV cache
+    kv_used_bytes: int = 0  # part of kv_bytes that cannot be evicted now
     num_waiting: int = 0  # calls that wait for a sweep or a draft step
     link_bytes_per_pass: int = 0
     notes: tuple[str, ...] = ()
     protocol_version: int = PROTOCOL_VERSION
     bough_version: str = ""
-    arithmetic: str = ""  # of a target: what else its results depend on to the bit
+    arithmetic: str = ""  # of a target: kernels, data types and versions on which its exact bits depend
     cost: CostCurve | None = None  # seconds of a sweep, or of a draft step, by its rows
-    num_running: int = 0  # calls that have a part in the sweep that is under way; a draft counts all as waiting
-    num_passes: int = 0  # sweeps or draft steps that have ended since the start
-    weights_hash: str = ""  # of a target: over all bytes of its weights; empty until it is known
+    num_running: int = 0  # calls in the current sweep; a draft counts all calls as waiting
+    num_passes: int = 0  # sweeps or draft steps completed since the start
+    weights_hash: str = ""  # of a target: hash over all weight bytes; empty until computed
 
     @property
     def model_identity(self) -> str:
-        """Equal for targets of one model: a session may go on at any of them, if not with tokens equal to the bit."""
+        """Equal for targets of one model: a session may move among them, though perhaps not bit for bit."""
         return _digest(self.model_fingerprint, self.model_description, self.tokenizer_fingerprint)
 
     def contradiction(self, other: WorkerInfo) -> str:
-        """What keeps sessions from moving between two targets that pass for one model; empty for all others."""
+        """Why sessions must not move between two targets of the same model identity; empty if nothing forbids it."""
         if {self.kind, other.kind} != {"target"} or self.model_identity != other.model_identity:
             return ""
         if not weights_differ(self.weights_hash, other.weights_hash):
             return ""
         first, second = sorted((self, other), key=lambda info: info.worker_id)
         return (
-            f"{first.worker_id} and {second.worker_id} pass for one model and have different weights: "
+            f"{first.worker_id} and {second.worker_id} claim the same model but have different weights: "
             f"{first.weights_hash} and {second.weights_hash}"
         )
 
     @property
     def identity(self) -> str:
-        """Equal for targets that give equal tokens, to the bit; short enough to be recorded."""
+        """Equal for targets that produce equal tokens, bit for bit; short enough to be recorded."""
         return _digest(self.model_fingerprint, self.model_description, self.tokenizer_fingerprint, self.arithmetic)
 
 
 def weights_differ(first: str, second: str) -> bool:
-    """Whether two hashes are of different weights; one that is not known yet tells nothing."""
+    """Whether both hashes are known and differ."""
     return bool(first and second) and first != second
 
 

@@ -1,4 +1,4 @@
-"""Names a prefix of a session's tokens without sending it."""
+"""Hashes of token prefixes, which identify a prefix without sending it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import DTypeLike, NDArray
 
 Tokens = Sequence[int] | NDArray[np.int32]
 
-BLOCK_TOKENS = 32  # tokens that `block_hashes` names together
-MARK_TOKENS = 1024  # between two places of a history at which the state of its hash is remembered
+BLOCK_TOKENS = 32  # tokens in each block of `block_hashes`
+MARK_TOKENS = 1024  # distance between saved hash states of a history
 
 
 class TokenPrefix(Sequence[int]):
-    """The first tokens of a history. It stays what it is while the history grows, and copies nothing."""
+    """An immutable view, without a copy, of the first tokens of a growing history."""
 
     __slots__ = ("_history", "_length")
 
@@ -37,7 +37,7 @@ class TokenPrefix(Sequence[int]):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
 
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        """A token, another prefix, or a copy of the tokens in between."""
+        """A token, a view of a shorter prefix, or a copy of any other slice."""
         if isinstance(index, slice):
             begin, end, step = index.indices(self._length)
             if (begin, step) == (0, 1):
@@ -47,43 +47,40 @@ class TokenPrefix(Sequence[int]):
         return self._history.read(place, place + 1)[0]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """A copy of all of them, as NumPy asks for it."""
+        """A copy as a NumPy array."""
         return np.asarray(self._history.read(0, self._length), dtype=dtype)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(int.__eq__, self, other))
 
-    __hash__ = None  # type: ignore[assignment]  # equal to a tuple, whose hash would take all of the tokens
+    __hash__ = None  # type: ignore[assignment]  # it equals a tuple, so it would have to hash all tokens
 
     def prefix_hash(self) -> int:
-        """As the function of that name, by what the history remembers."""
+        """The same as the function `prefix_hash`, from the history's saved states."""
         return self._history.prefix_hash(self._length)
 
 
 class TokenHistory(TokenPrefix):
-    """The tokens of a session, which grow and never change.
-
-    A hash of a prefix takes work by at most `MARK_TOKENS` tokens, and by those that are new, however long it is.
-    """
+    """The append-only tokens of a session; hashing any prefix reads at most `MARK_TOKENS` tokens besides new ones."""
 
     __slots__ = ("_marks", "_tokens")
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._tokens = array("i", tokens)
-        self._marks = [hashlib.blake2b(digest_size=8)]  # over so many times MARK_TOKENS tokens
+        self._marks = [hashlib.blake2b(digest_size=8)]  # [i]: over the first i * MARK_TOKENS tokens
         super().__init__(self, len(self._tokens))
 
     def append(self, token: int) -> None:
-        """One more."""
+        """Append a token."""
         self._tokens.append(token)
         self._length += 1
 
     def read(self, begin: int, end: int) -> array[int]:
-        """A copy of the tokens from one place to another: all that is ever read of them."""
+        """A copy of the tokens from `begin` to `end`."""
         return self._tokens[begin:end]
 
     def prefix_hash(self, length: int | None = None) -> int:
-        """Of the first so many tokens, or of all."""
+        """Hash of the first `length` tokens, or of all."""
         length = len(self) if length is None else length
         while len(self._marks) <= length // MARK_TOKENS:
             begin = (len(self._marks) - 1) * MARK_TOKENS
@@ -92,7 +89,7 @@ class TokenHistory(TokenPrefix):
         return int.from_bytes(self._hashed(self._marks[mark], mark * MARK_TOKENS, length).digest(), "little")
 
     def _hashed(self, state: hashlib.blake2b, begin: int, end: int) -> hashlib.blake2b:
-        """A hash that has gone on with these tokens."""
+        """A copy of `state`, updated with the tokens from `begin` to `end`."""
         state = state.copy()
         state.update(_packed(self.read(begin, end)))
         return state
@@ -110,11 +107,11 @@ def _packed(tokens: Sequence[int]) -> bytes:
 
 
 def block_hashes(tokens: Sequence[int], start: Sequence[int] = (), cache_salt: str = "") -> list[int]:
-    """One hash for each whole block of `BLOCK_TOKENS` tokens: of that block and of all before it.
+    """A 64-bit hash for each whole block of `BLOCK_TOKENS` tokens, covering that block and all before it.
 
-    Where two sequences have their first n blocks in common, and the same salt, their n-th hashes are equal. Hashes of
-    64 bits without a key can be made to collide: equal hashes only say where to compare tokens and salts. `start` are
-    hashes of leading blocks that are known already; they are not computed again.
+    Sequences with the same salt and the same first n blocks have equal n-th hashes. Collisions can be forged, so equal
+    hashes only select candidates whose tokens and salts must then be compared. `start` holds known hashes of leading
+    blocks, which are not recomputed.
     """
     hashes, data = list(start), np.asarray(tokens[len(start) * BLOCK_TOKENS :], dtype="<i4").tobytes()
     size = 4 * BLOCK_TOKENS
@@ -127,16 +124,16 @@ def block_hashes(tokens: Sequence[int], start: Sequence[int] = (), cache_salt: s
 
 
 def whole_blocks(num_tokens: int) -> int:
-    """So many tokens, down to the end of a whole block.
+    """`num_tokens` rounded down to whole blocks.
 
-    What one session learns of another's text goes by whole blocks: token by token a stranger could guess its way
-    along somebody's prompt, and see each right guess.
+    Prefixes are shared by whole blocks only: otherwise cached lengths would let a client guess another client's
+    prompt token by token.
     """
     return num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def common_length(left: Tokens, right: Tokens, start: int = 0) -> int:
-    """Leading tokens that two sequences have in common; the first `start` are known to be."""
+    """Length of the common prefix of two sequences, of which the first `start` tokens are known to be equal."""
     end = min(len(left), len(right))
     differs = np.asarray(left[start:end]) != np.asarray(right[start:end])
     return start + int(differs.argmax()) if differs.any() else end

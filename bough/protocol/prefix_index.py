@@ -1,6 +1,6 @@
-"""Who holds the longest beginning of a text, by hashes of its blocks. Knows no KV: a holder is anything with tokens.
+"""An index of holders (such as KV slots) by the block hashes of their tokens, to find the longest shared prefix.
 
-Texts of different salts have no beginning in common, whatever their tokens are.
+Holders with different salts share no prefix.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ Holder = TypeVar("Holder", bound=Hashable)
 
 
 class Match(NamedTuple, Generic[Holder]):
-    """A holder, and how many leading tokens, in whole blocks, it has in common with what was asked for."""
+    """A holder, and the length in tokens of the prefix it shares, in whole blocks."""
 
     holder: Holder
     length: int
 
 
 class PrefixIndex(Generic[Holder]):
-    """Follows the tokens of its holders. A new block costs one hash, a search one look-up per block."""
+    """Tracks the tokens of holders. A new block costs one hash, a search one look-up for each block."""
 
     def __init__(self) -> None:
         self._tokens: dict[Holder, list[int]] = {}
         self._salts: dict[Holder, str] = {}
         self._hashes: dict[Holder, list[int]] = {}
-        self._holders: dict[int, dict[Holder, None]] = {}  # by hash of a block and all before it
+        self._holders: dict[int, dict[Holder, None]] = {}  # by block hash
 
     def follow(self, holder: Holder, tokens: list[int], cache_salt: str = "") -> None:
-        """These are a holder's tokens now: those of before, cut or gone on with, or all of them under another salt.
+        """Update a holder's tokens: truncated or extended since the last call, or under a new salt.
 
-        Between a cut and going on from there it must be called too. `tokens` is kept, and not copied.
+        Call it between truncating and extending. `tokens` is kept by reference.
         """
         if self._salts.get(holder, cache_salt) != cache_salt:
             self.forget(holder)
@@ -49,16 +49,16 @@ class PrefixIndex(Generic[Holder]):
                 self._holders.setdefault(block, {})[holder] = None
 
     def forget(self, holder: Holder) -> None:
-        """The holder is gone."""
+        """Remove a holder."""
         for block in self._hashes.pop(holder, ()):
             self._leave(block, holder)
         self._tokens.pop(holder, None)
         self._salts.pop(holder, None)
 
     def longest(self, tokens: list[int], hashes: Sequence[int], cache_salt: str = "") -> Match[Holder] | None:
-        """The longest prefix of whole blocks of `tokens` that a holder of this salt has; None where it is not even one.
+        """The holder of this salt with the longest common prefix of whole blocks, or None if no block is shared.
 
-        `hashes` are those of the blocks. They say whom to compare with; a match is what the tokens have in common.
+        `hashes` are the block hashes of `tokens`. They select candidates; the tokens themselves are compared.
         """
         num_blocks = next((n for n, block in enumerate(hashes) if block not in self._holders), len(hashes))
         for n in range(num_blocks, 0, -1):
@@ -69,10 +69,10 @@ class PrefixIndex(Generic[Holder]):
         return None
 
     def check_integrity(self, holders: Sequence[Holder]) -> None:
-        """Asserts that these and no others are followed, as far as their tokens go."""
-        assert self._tokens.keys() == set(holders), "the index follows others than there are"
+        """Assert that exactly these holders are tracked, each with a hash for every whole block."""
+        assert self._tokens.keys() == set(holders), "the index tracks other holders than exist"
         for holder, tokens in self._tokens.items():
-            assert len(self._hashes[holder]) == len(tokens) // BLOCK_TOKENS, "the index has lost count of tokens"
+            assert len(self._hashes[holder]) == len(tokens) // BLOCK_TOKENS, "the index misses blocks of a holder"
 
     def _leave(self, block: int, holder: Holder) -> None:
         holders = self._holders[block]

@@ -1,7 +1,4 @@
-"""How a request wants its tokens drawn and where it wants to stop.
-
-Pure values; the drawing is in `bough.model.sampling.sampler`.
-"""
+"""Sampling parameters and stop conditions of a request; `bough.model.sampling.sampler` applies them."""
 
 from __future__ import annotations
 
@@ -12,38 +9,38 @@ from dataclasses import dataclass, field
 from bough.errors import InvalidRequest
 
 MAX_LOGPROBS = 64
-MAX_BIASES = 1024  # these two travel with every call to a worker
+MAX_BIASES = 1024  # sent with every call to a worker, as stop tokens are
 MAX_STOP_TOKENS = 1024
-MAX_STOPS = 64  # every piece of text is searched for each
-MAX_STOP_LENGTH = 1024
+MAX_STOPS = 64  # each is searched for in all generated text
+MAX_STOP_LENGTH = 1024  # characters
 MAX_SEED = 2**64 - 1
-BANNED = -math.inf  # as a bias
+BANNED = -math.inf  # a logit bias
 
 
-def _require(condition: bool, name: str, value: object, would_do: str) -> None:
+def _require(condition: bool, name: str, value: object, must_be: str) -> None:
     if not condition:
-        raise InvalidRequest(f"{name}: {value!r}; {would_do}")
+        raise InvalidRequest(f"{name}: must be {must_be}, got {value!r}")
 
 
 def _require_number(name: str, number: int, most: int) -> None:
     if number > most:
-        raise InvalidRequest(f"{name}: {number} entries; at most {most} would do")
+        raise InvalidRequest(f"{name}: must have at most {most} entries, got {number}")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Everything that shapes the distribution of a token. The defaults change nothing."""
+    """Parameters of a token's distribution; the defaults leave the model's own unchanged."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    repetition_penalty: float = 1.0  # over prompt and output (arXiv 1909.05858)
-    presence_penalty: float = 0.0  # over the output
-    frequency_penalty: float = 0.0  # over the output
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # BANNED for tokens that are never to be drawn
-    logprobs: int | None = None  # alternatives to report; None reports nothing
+    repetition_penalty: float = 1.0  # counts prompt and output (arXiv 1909.05858)
+    presence_penalty: float = 0.0  # counts the output only
+    frequency_penalty: float = 0.0  # counts the output only
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # BANNED excludes a token
+    logprobs: int | None = None  # number of alternatives to report; None reports no logprobs
     stop_token_ids: frozenset[int] = frozenset()
 
     @property
@@ -52,7 +49,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's logits depend on the tokens before it through more than the model."""
+        """Whether a penalty makes logits depend on earlier tokens outside the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
@@ -61,67 +58,64 @@ class SamplingParams:
         return self.is_greedy and not (self.has_penalties or self.logit_bias) and self.logprobs is None
 
     def validate(self, vocab_size: int) -> None:
-        """Raises InvalidRequest naming the first field that is out of its range."""
+        """Raises InvalidRequest naming the first field out of its range."""
         _require(
             self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
             "temperature",
             self.temperature,
-            "0 (greedy), or a number in [0.0001, 10000], would do",
+            "0 (greedy), or a number in [0.0001, 10000]",
         )
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more would do")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1] would do")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1] would do")
-        _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, "an unsigned 64-bit number would do")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
+        _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, "an unsigned 64-bit number")
         _require(
             0.01 <= self.repetition_penalty <= 100,
             "repetition_penalty",
             self.repetition_penalty,
-            "a number in [0.01, 100] would do",
+            "a number in [0.01, 100]",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _require(-2 <= value <= 2, name, value, "a number in [-2, 2] would do")
+            _require(-2 <= value <= 2, name, value, "a number in [-2, 2]")
         for name, most in (("logit_bias", MAX_BIASES), ("stop_token_ids", MAX_STOP_TOKENS)):
             _require_number(name, len(getattr(self, name)), most)
         for token, bias in self.logit_bias.items():
-            _require(0 <= token < vocab_size, "logit_bias", token, f"a token id below {vocab_size} would do")
+            _require(0 <= token < vocab_size, "logit_bias", token, f"a token id below {vocab_size}")
             is_number = abs(bias) <= 1000 or bias == BANNED
-            _require(is_number, f"logit_bias[{token}]", bias, "a number in [-1000, 1000], or -inf to ban it, would do")
+            _require(is_number, f"logit_bias[{token}]", bias, "a number in [-1000, 1000], or -inf to ban it")
         if sum(bias == BANNED for bias in self.logit_bias.values()) == vocab_size:
-            raise InvalidRequest(f"logit_bias: all {vocab_size} tokens are banned; one that is not would do")
+            raise InvalidRequest(f"logit_bias: must leave at least one token, got all {vocab_size} banned")
         _require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "logprobs",
             self.logprobs,
-            f"0 to {MAX_LOGPROBS} would do",
+            f"0 to {MAX_LOGPROBS}",
         )
         for token in self.stop_token_ids:
-            _require(0 <= token < vocab_size, "stop_token_ids", token, f"a token id below {vocab_size} would do")
+            _require(0 <= token < vocab_size, "stop_token_ids", token, f"a token id below {vocab_size}")
 
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """Where the output ends.
-
-    Stop token ids, the model's own included, are in SamplingParams: a draft needs them too.
-    """
+    """Limits and stop texts that end the output; stop token ids are in SamplingParams, as drafts need them too."""
 
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
 
     def validate(self) -> None:
-        """Raises InvalidRequest naming the first field that is out of its range."""
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more would do")
+        """Raises InvalidRequest naming the first field out of its range."""
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _require_number("stop", len(self.stop), MAX_STOPS)
         for index, text in enumerate(self.stop):
-            _require(text != "", f"stop[{index}]", text, "a text that is not empty would do")
+            _require(text != "", f"stop[{index}]", text, "a non-empty text")
             if len(text) > MAX_STOP_LENGTH:
-                raise InvalidRequest(f"stop[{index}]: {len(text)} characters; at most {MAX_STOP_LENGTH} would do")
+                raise InvalidRequest(f"stop[{index}]: must be at most {MAX_STOP_LENGTH} characters, got {len(text)}")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token and the natural log-probability that the target gives it, before temperature, penalties and filters."""
+    """A token and its natural log-probability by the target, before temperature, penalties and filters."""
 
     token_id: int
     logprob: float
@@ -129,7 +123,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The emitted token and the most probable ones, best first."""
+    """Log-probabilities of the emitted token and of the most probable tokens, best first."""
 
     token: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()

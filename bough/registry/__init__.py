@@ -1,1 +1,1 @@
-"""The index in Redis or Valkey: which workers are up, and what is known of each session."""
+"""The index in Redis or Valkey: live workers, and records of sessions, requests and cached prefixes."""

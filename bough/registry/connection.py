@@ -1,7 +1,4 @@
-"""The connection to the index's server, or to its cluster: scripts go out, answers come back, within seconds.
-
-This is the only file that knows redis-py.
-"""
+"""The connection to the index's server or cluster, which runs Lua scripts with timeouts; the only user of redis-py."""
 
 from __future__ import annotations
 
@@ -27,55 +24,55 @@ from bough.registry.keys import require_text
 from bough.registry.url import IndexAddress, explain, read_address, without_passwords
 
 TIMEOUT_SECONDS = 2.0  # to connect, and to answer
-CALL_SECONDS = 6.0  # in all: one more try, and the wait for a turn
-AWAITED_SECONDS = 1.0  # where a request waits for the answer: it can do without
-SILENT_SECONDS = 7.0  # longer than a look at an index that does not answer: between two of them it stays silent
+CALL_SECONDS = 6.0  # total for one call: a retry and the wait for a connection included
+AWAITED_SECONDS = 1.0  # total for a call that a request waits for and can do without
+SILENT_SECONDS = 7.0  # how long calls fail at once after a timeout; longer than one probe (Call.LOOK) can take
 MAX_CONNECTIONS = 16
-FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")  # settings in a URL
-Value = str | bytes | int  # that a script is given
+FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")  # URL settings that name files
+Value = str | bytes | int  # an argument of a script
 SCRIPTS = Path(__file__).parent / "lua"
 
 
 class Call(Enum):
-    """Who makes a call, and so how long it may take and whether it goes out to an index that was silent before."""
+    """The kind of a call, which sets its timeout and whether it is made after the index timed out."""
 
-    LOOK = "look"  # made again and again whatever comes of it: it finds out when the index is back
-    BEHIND = "behind"  # nobody waits for it
+    LOOK = "look"  # periodic: always made, and so detects that the index is back
+    BEHIND = "behind"  # in the background
     AWAITED = "awaited"  # a request waits for it
 
 
 class IndexConnection:
     """Runs the scripts in `bough/registry/lua`; every failure is Unavailable.
 
-    An index that lets a call wait for nothing, as one behind a network that drops all packets does, is silent from then
-    on: calls fail at once until a look at it is answered.
+    It is a circuit breaker: after a timeout, as in a network that drops packets, calls other than Call.LOOK fail at
+    once until a call succeeds or SILENT_SECONDS pass.
     """
 
     def __init__(self, url: str) -> None:
-        """Nothing is connected yet. Raises ConfigError for a URL with something wrong, without its password."""
+        """Does not connect yet. Raises ConfigError, without passwords, for an invalid URL."""
         self.safe_url = without_passwords(url)
-        self._turns = asyncio.Semaphore(MAX_CONNECTIONS)  # first come, first served, as redis-py's own queue is not
+        self._turns = asyncio.Semaphore(MAX_CONNECTIONS)  # first come, first served, unlike redis-py's own queue
         self._silent_until = 0.0  # seconds on the monotonic clock
         _require_files(url)
         try:
             self.redis = _client(read_address(url))
         except (ValueError, TypeError, RedisError, RedisClusterException) as exc:
-            raise ConfigError(explain(url, exc)) from None  # whose own text may hold a password
+            raise ConfigError(explain(url, exc)) from None  # the cause's text may contain a password
         prelude = (SCRIPTS / "prelude.lua").read_text()
         self._scripts = {path.stem: prelude + path.read_text() for path in SCRIPTS.glob("*.lua")}
         self._digests = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in self._scripts.items()}
 
     async def close(self) -> None:
-        """Gives the connections back."""
+        """Close all connections."""
         await self.redis.aclose()
 
     async def run(self, call: Call, script: str, keys: Sequence[str | bytes], args: Sequence[Value]) -> Any:
-        """What a script answers. Raises Unavailable for whatever goes wrong, and InvalidRequest for what is no text."""
+        """Run a script and return its reply. Raises Unavailable for any failure, InvalidRequest for invalid UTF-8."""
         if call is not Call.LOOK and time.monotonic() < self._silent_until:
             raise Unavailable(f"the index at {self.safe_url} does not answer: it was silent a moment ago")
         for text in (*keys, *args):
             if isinstance(text, str):
-                require_text(script, text)  # redis-py would cut all connections
+                require_text(script, text)  # redis-py would close all connections
         limit_seconds = AWAITED_SECONDS if call is Call.AWAITED else CALL_SECONDS
         try:
             with cancellable():
@@ -91,21 +88,21 @@ class IndexConnection:
             raise Unavailable(f"the index at {self.safe_url} refuses: {exc}") from exc
         except (RedisError, RedisClusterException, OSError) as exc:
             raise Unavailable(f"the index at {self.safe_url} does not answer: {exc}") from exc
-        except (ValueError, TypeError) as exc:  # redis-py, too, stumbles over what no such server would say
+        except (ValueError, TypeError) as exc:  # redis-py cannot parse the reply
             raise await self.nonsense(exc) from exc
         self._silent_until = 0.0
         return answer
 
     async def nonsense(self, exc: Exception) -> Unavailable:
-        """The error for an answer that no index would give; what else is on the way from there is not waited for."""
+        """Disconnect, and return the error for a malformed reply."""
         if isinstance(self.redis, redis.asyncio.Redis):
             await self.redis.connection_pool.disconnect()
         else:
-            await self.redis.aclose()  # it connects anew with its next call
+            await self.redis.aclose()  # it reconnects on its next call
         return Unavailable(f"what answers at {self.safe_url} is no index: {exc}")
 
     async def _evaluate(self, script: str, keys: Sequence[str | bytes], args: Sequence[Value]) -> Any:
-        """By the script's hash, or whole to a server that does not know it yet."""
+        """Run a script by its hash, or send its text to a server that does not have it yet."""
         evaluate = self.redis.execute_command
         try:
             return await evaluate("EVALSHA", self._digests[script], len(keys), *keys, *args)
@@ -114,15 +111,15 @@ class IndexConnection:
 
 
 def _require_files(url: str) -> None:
-    """Raises ConfigError, with nothing of the URL, where it names a file for TLS that is not there."""
+    """Raises ConfigError, without quoting the URL, if it names a TLS file that cannot be read."""
     for name, path in parse_qsl(urlsplit(url).query):
         if name in FILES and not os.access(path, os.R_OK):
             raise ConfigError(f"index_url: {name} must be a PEM file that can be read")
 
 
 def _client(address: IndexAddress) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:
-    """Raises ValueError, TypeError or RedisError for a URL that cannot be."""
-    retry = Retry(NoBackoff(), 1)  # one, for a connection that the server has closed meanwhile
+    """Raises ValueError, TypeError or RedisError for an invalid URL."""
+    retry = Retry(NoBackoff(), 1)  # one retry, for a connection that the server has closed
     if address.is_cluster:
         return redis.asyncio.RedisCluster.from_url(
             address.url,
@@ -138,5 +135,5 @@ def _client(address: IndexAddress) -> redis.asyncio.Redis | redis.asyncio.RedisC
         socket_connect_timeout=TIMEOUT_SECONDS,
         retry=retry,
     )
-    pool.make_connection()  # type: ignore[no-untyped-call]  # it reads its settings, and connects to nothing
+    pool.make_connection()  # type: ignore[no-untyped-call]  # validates the settings without connecting
     return redis.asyncio.Redis.from_pool(pool)

@@ -1,4 +1,4 @@
-"""Keeps a process in the index for as long as it is there."""
+"""Registration of a process in the index, renewed by heartbeats."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HEARTBEAT_SECONDS = 0.75
 
 @asynccontextmanager
 async def registered(registry: Registry, present: Callable[[], WorkerRecord]) -> AsyncIterator[None]:
-    """Keeps a worker's lease alive for as long as the block runs, whatever happens to the index meanwhile.
+    """Registers a process for the duration of the block and renews its lease, also across outages of the index.
 
-    `present` is asked for the record at every heartbeat: its load changes, its name does not.
+    `present` returns the record at each heartbeat; its load may change, its id may not.
     """
     await registry.register(present())
     heartbeat = asyncio.create_task(_beat(registry, present))
@@ -46,5 +46,5 @@ async def _beat(registry: Registry, present: Callable[[], WorkerRecord]) -> None
             if not is_lost:
                 logger.warning("%s; trying on", exc)
             is_lost = True
-        except Exception:  # a worker that cannot say how busy it is must not vanish from the index for it
+        except Exception:  # a failing `present` must not end the heartbeats
             logger.exception("a heartbeat failed; trying on")

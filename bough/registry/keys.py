@@ -1,4 +1,4 @@
-"""What the keys of the index are called."""
+"""Names of the keys in the index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bough.errors import ConfigError, InvalidRequest
 
 
 class Kind(Enum):
-    """What clients make entries of."""
+    """Kinds of entries that clients create."""
 
     SESSION = "session"
     REQUEST = "request"
@@ -17,15 +17,15 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of a namespace, which all have it as their hash tag: in a cluster one node has them all."""
+    """The keys of a namespace, which is their hash tag: in a cluster one node has them all."""
 
     namespace: str
 
     def validate(self) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for an invalid namespace."""
         name = self.namespace
         if not name or set(name) & set("{}") or not is_text(name):
-            raise ConfigError(f"namespace: value was {name!r}; must be text without braces, and not empty")
+            raise ConfigError(f"namespace: must be non-empty text without braces, got {name!r}")
 
     @property
     def leases(self) -> str:
@@ -33,29 +33,29 @@ class Keys:
 
     @property
     def registry(self) -> list[str]:
-        """Leases and records of workers."""
+        """Keys of the leases and records of workers."""
         return [self.leases, self._key("workers:records")]
 
     @property
     def looked(self) -> str:
-        """When somebody last looked who is there."""
+        """Key of the time at which workers were last listed."""
         return self._key("workers:looked")
 
     def prefixes(self, worker_id: str) -> str:
-        """What a worker holds."""
+        """Key of the prefixes that a worker has cached."""
         return self._key(f"prefixes:{require_text('worker_id', worker_id)}")
 
     def ledger(self, kind: Kind) -> list[str]:
-        """How many entries of a kind there are, and how large they are."""
+        """Keys of the expiry times and sizes of all entries of a kind."""
         return [self._key(f"{kind.value}s:ends"), self._key(f"{kind.value}s:bytes")]
 
     def entry(self, kind: Kind, name: str) -> list[str]:
-        """Record and tokens of a session or a request. Raises InvalidRequest for what no key can be named by."""
+        """Keys of the record and tokens of a session or request. Raises InvalidRequest for an invalid name."""
         name = require_text(f"{kind.value}_id", name)
         return [self._key(f"{kind.value}:{name}"), self._key(f"{kind.value}-tokens:{name}")]
 
     def listed(self, kind: Kind, name: bytes) -> list[bytes]:
-        """The same, of a name as it stands in the ledger."""
+        """Keys of the record and tokens of an entry by its name in the ledger."""
         return [key.encode() + name for key in self.entry(kind, "")]
 
     def _key(self, name: str) -> str:
@@ -63,7 +63,7 @@ class Keys:
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written anywhere. Halves of surrogate pairs, which JSON and file names may hold, cannot."""
+    """Whether the text can be encoded; unpaired surrogates, which JSON and file names may contain, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -72,7 +72,7 @@ def is_text(text: str) -> bool:
 
 
 def require_text(field: str, text: str) -> str:
-    """The text itself. Raises InvalidRequest for one with half of a surrogate pair."""
+    """Returns the text; raises InvalidRequest if it has unpaired surrogates."""
     if not is_text(text):
-        raise InvalidRequest(f"{field}: value was {text!r}; must be text without halves of surrogate pairs")
+        raise InvalidRequest(f"{field}: must be text without unpaired surrogates, got {text!r}")
     return text

@@ -1,7 +1,7 @@
-"""What the index holds, as plain values and as the bytes that stand there.
+"""Records of the index as plain values, and their stored bytes.
 
-Nothing that is read from the index is believed to be well formed: what cannot be one of our records is None. Fields
-that an earlier version did not write may be missing, and are unknown then.
+Stored bytes are not trusted: a malformed record reads as None. Fields that an earlier version did not write are
+unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bough.errors import InvalidRequest
 from bough.protocol.prefix_hash import prefix_hash
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 
-MAX_EPOCH = 2**53  # exact in a double, which is what the index computes with; microseconds until the year 2255
+MAX_EPOCH = 2**53  # microseconds, until the year 2255; exact in the doubles of Lua
 MAX_TOKEN = 2**31
 TOKEN_BYTES = 4  # transcripts are little-endian int32
 
@@ -26,31 +26,31 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How busy a worker is; zeros where it does not tell."""
+    """The load of a worker; zeros if it does not report one."""
 
-    num_sessions: int = 0  # whose KV it holds
-    kv_bytes: int = 0  # that KV may take
+    num_sessions: int = 0  # sessions with a KV slot
+    kv_bytes: int = 0  # capacity of the KV cache
     kv_used_bytes: int = 0
-    sweep_seconds: tuple[float, ...] = ()  # of its last sweeps or draft steps: shortest, median, longest
+    sweep_seconds: tuple[float, ...] = ()  # minimum, median and maximum of recent sweeps or draft steps
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """A process that has announced itself."""
+    """A registered process."""
 
     kind: str  # "draft", "target" or "orchestrator"
     worker_id: str
     address: str  # host:port
     load: WorkerLoad = WorkerLoad()
-    metrics: str = ""  # host:port of /metrics; empty where none are served
+    metrics: str = ""  # host:port of /metrics; empty if not served
 
     def to_json(self) -> str:
-        """As `from_json` reads it."""
+        """The format that `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes) -> WorkerRecord | None:
-        """None for what is no such record."""
+        """Parse a record; None if malformed."""
 
         def read(fields: Mapping[str, Any]) -> WorkerRecord:
             load = fields["load"]
@@ -64,7 +64,7 @@ class WorkerRecord:
                     _count(load["kv_used_bytes"]),
                     tuple(_number(seconds) for seconds in load["sweep_seconds"]),
                 ),
-                _text(fields.get("metrics", "")),  # which processes of an earlier version do not tell
+                _text(fields.get("metrics", "")),  # missing in earlier versions
             )
 
         return _read(data, read)
@@ -72,22 +72,22 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """Where a session's KV probably is, and its text."""
+    """A session's tokens, and where its KV probably is."""
 
     session_id: str
     target_id: str
     draft_id: str
     epoch: int
-    target_length: int  # tokens that the target is believed to hold
-    draft_length: int
+    target_length: int  # tokens that the target is believed to have cached
+    draft_length: int  # the same of the draft
     tokens: Sequence[int]
-    born_us: int = 0  # microseconds on the clock of epochs: when its first request began
-    model_name: str = ""  # as users know it
-    model_identity: str = ""  # of the targets at which the session may go on; empty where it is not known
-    weights_hash: str = ""  # of these, where it was known
+    born_us: int = 0  # start of its first request, in microseconds on the clock of epochs
+    model_name: str = ""  # public name
+    model_identity: str = ""  # of the targets at which the session may continue; empty if unknown
+    weights_hash: str = ""  # of those targets; empty if unknown
 
     def to_json(self) -> str:
-        """All but the name and the tokens, of which there is the length and the hash."""
+        """All fields but the id, with the length and hash of the tokens in their place."""
         fields = {name: getattr(self, name) for name in ("target_id", "draft_id", "epoch", "born_us")}
         lengths = {name: getattr(self, name) for name in ("target_length", "draft_length")}
         model = {name: getattr(self, name) for name in ("model_name", "model_identity", "weights_hash")}
@@ -95,7 +95,7 @@ class SessionRecord:
 
     @classmethod
     def from_json(cls, session_id: str, data: bytes, transcript: bytes) -> SessionRecord | None:
-        """None for what is no such record, or where the transcript is not the one that it speaks of."""
+        """Parse a record; None if malformed, or if the transcript does not match its length and hash."""
 
         def read(fields: Mapping[str, Any]) -> SessionRecord:
             return cls(
@@ -117,7 +117,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request, running or ended: enough to go on with it, or to tell again how it ended."""
+    """A request, running or finished, with all that is needed to resume it or to repeat its end."""
 
     request_id: str
     session_id: str
@@ -128,12 +128,12 @@ class RequestRecord:
     stops: StopConditions
     finish_reason: str = ""  # empty while it runs
     stop_reason: str = ""
-    target_identity: str = ""  # of the targets that give the same tokens; empty where it is not known
-    keeps_session: bool = True  # the client has named the session, which outlives the request
-    weights_hash: str = ""  # of these targets, where it was known
+    target_identity: str = ""  # of the targets that produce the same tokens; empty if unknown
+    keeps_session: bool = True  # the client named the session, so it outlives the request
+    weights_hash: str = ""  # of those targets; empty if unknown
 
     def to_json(self) -> str:
-        """All but the name and the tokens, of which there is the length and the hash."""
+        """All fields but the id, with the length and hash of the tokens in their place."""
         fields = {name: getattr(self, name) for name in ("session_id", "epoch", "prompt_length")}
         ends = {
             name: getattr(self, name) for name in ("finish_reason", "stop_reason", "target_identity", "weights_hash")
@@ -144,7 +144,7 @@ class RequestRecord:
 
     @classmethod
     def from_json(cls, request_id: str, data: bytes, transcript: bytes) -> RequestRecord | None:
-        """None for what is no such record, or where the transcript is not the one that it speaks of."""
+        """Parse a record; None if malformed, or if the transcript does not match its length and hash."""
 
         def read(fields: Mapping[str, Any]) -> RequestRecord:
             tokens = _unsealed(fields, transcript)
@@ -170,15 +170,15 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A session is the claimant's from now on; whoever had it before is refused."""
+    """A claim of a session under a new epoch; writes of earlier epochs are refused."""
 
     epoch: int
-    record: SessionRecord | None  # what was recorded of it before
-    is_granted: bool = True  # by the index, and not by a clock in its place: it will refuse whoever has it no longer
+    record: SessionRecord | None  # the last record of the session
+    is_granted: bool = True  # false if the epoch is from a local clock, which the index does not enforce
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """As they stand in a transcript."""
+    """The bytes of a transcript."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
@@ -187,13 +187,13 @@ def _seal(tokens: Sequence[int]) -> dict[str, int]:
 
 
 def _unsealed(fields: Mapping[str, Any], transcript: bytes) -> tuple[int, ...]:
-    """The tokens, if they are the ones that were sealed. A transcript may end later: its record is written after it."""
+    """The tokens of a transcript; raises ValueError if it does not match the record's length and hash."""
     size = TOKEN_BYTES * _count(fields["num_tokens"], MAX_TOKEN)
     if len(transcript) != size:
-        raise ValueError(f"{len(transcript)} bytes of tokens; {size} are recorded")
+        raise ValueError(f"transcript: must be {size} bytes, got {len(transcript)}")
     tokens = tuple(np.frombuffer(transcript, dtype="<i4").tolist())
     if prefix_hash(tokens) != fields["prefix_hash"] or min(tokens, default=0) < 0:
-        raise ValueError("other tokens than were recorded")
+        raise ValueError("transcript: tokens do not match the recorded hash")
     return tokens
 
 
@@ -221,24 +221,24 @@ def _read(data: bytes, make: Callable[[Mapping[str, Any]], Value]) -> Value | No
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    value.encode()  # half of a surrogate pair would fail later, on the wire
+        raise ValueError(f"must be text, got {value!r}")
+    value.encode()  # raises for unpaired surrogates, which could not be sent
     return value
 
 
 def _count(value: object, limit: int = MAX_EPOCH) -> int:
     if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"{value!r} is no number from 0 to below {limit}")
+        raise ValueError(f"must be an integer from 0 to {limit - 1}, got {value!r}")
     return value
 
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
+        raise ValueError(f"must be true or false, got {value!r}")
     return value
 
 
 def _number(value: object) -> float:
     if type(value) not in (int, float):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"must be a number, got {value!r}")
     return float(value)  # type: ignore[arg-type]  # mypy does not follow `type(...) in`

@@ -1,4 +1,4 @@
-"""Replies of the scripts in `bough/registry/lua`, as values. Any other reply raises ValueError or TypeError."""
+"""Parsers of the replies of the scripts in `bough/registry/lua`; other replies raise ValueError or TypeError."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from bough.registry.records import Claim, RequestRecord, SessionRecord, WorkerRecord
 
-# What a script that writes answers beside 1, as in prelude.lua.
+# Replies of writing scripts other than 1, as in prelude.lua.
 STALE, INCOMPLETE, FULL = -1, 0, -2
 
 Answer = TypeVar("Answer")
 
 
 class Crowded(NamedTuple):
-    """An entry has no room until these have gone."""
+    """The entries that must be evicted before a new one has room."""
 
-    names_and_ends: tuple[bytes, ...]  # of each its name, and the millisecond at which it ends anyway
+    names_and_ends: tuple[bytes, ...]  # name and expiry in milliseconds, alternating
 
     @property
     def names(self) -> tuple[bytes, ...]:
@@ -24,16 +24,16 @@ class Crowded(NamedTuple):
 
 
 def read_crowded(read: Callable[[Any], Answer], answer: Any) -> Answer | Crowded:
-    """What `read` makes of it, unless it tells that there is no room."""
+    """Crowded if the reply says so, otherwise the reply parsed by `read`."""
     if isinstance(answer, list) and answer and answer[0] == FULL:
         if not all(isinstance(value, bytes) for value in answer[1:]):
-            raise ValueError(f"{answer!r} names no entries")
+            raise ValueError(f"must be names of entries, got {answer!r}")
         return Crowded(tuple(answer[1:]))
     return read(answer)
 
 
 def read_claim(session_id: str, answer: Any) -> Claim | None:
-    """None where it is refused."""
+    """The claim; None if it was refused."""
     if answer == STALE:
         return None
     epoch, *entry = answer
@@ -41,28 +41,28 @@ def read_claim(session_id: str, answer: Any) -> Claim | None:
 
 
 def read_closed(session_id: str, answer: Any) -> Claim | None:
-    """None where nobody had it."""
+    """The claim of a closed session; None if it did not exist."""
     return None if answer == INCOMPLETE else read_claim(session_id, answer)
 
 
 def read_session(session_id: str, entry: Sequence[bytes | None]) -> SessionRecord | None:
-    """From its record and its tokens."""
+    """Parse a session from its stored record and tokens."""
     data, transcript = entry
     return SessionRecord.from_json(session_id, data or b"", transcript or b"")
 
 
 def read_request(request_id: str, entry: Sequence[bytes | None]) -> RequestRecord | None:
-    """From its record and its tokens."""
+    """Parse a request from its stored record and tokens."""
     data, transcript = entry
     return RequestRecord.from_json(request_id, data or b"", transcript or b"")
 
 
 def read_workers(answer: Sequence[bytes]) -> list[WorkerRecord]:
-    """By their names; what is no record is passed over."""
+    """Worker records sorted by id; malformed ones are skipped."""
     records = [record for value in answer if (record := WorkerRecord.from_json(value)) is not None]
     return sorted(records, key=lambda record: record.worker_id)
 
 
 def read_blocks(worker_ids: Sequence[str], answer: Sequence[Any]) -> dict[str, int]:
-    """Numbers of blocks by worker; none of them is 0."""
+    """Numbers of blocks by worker id, without zeros."""
     return {worker_id: int(number) for worker_id, number in zip(worker_ids, answer, strict=True) if number}

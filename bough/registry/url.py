@@ -1,7 +1,7 @@
-"""The address of the index, as users write it.
+"""Parsing of index URLs, and their display without passwords.
 
 redis[s]://[user][:password]@host[:port][/database][?setting=...] is one server, or one with replicas.
-redis[s]+cluster://[user][:password]@host[:port][?setting=...] is a cluster, of which one node is enough to begin with.
+redis[s]+cluster://[user][:password]@host[:port][?setting=...] is a cluster, named by any of its nodes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-SETTINGS = ("client_name", "db", "password", "username")  # in the query, beside those of TLS
+SETTINGS = ("client_name", "db", "password", "username")  # allowed in the query, besides ssl_...
 CLUSTER = "+cluster"
 FORM = (
     "must be redis://[user:password@]host[:port][/database][?setting=...], with rediss for TLS and +cluster before :// "
@@ -20,33 +20,35 @@ FORM = (
 
 
 class IndexAddress(NamedTuple):
-    """Where the index is."""
+    """A parsed index URL."""
 
-    url: str  # as redis-py reads it
+    url: str  # for redis-py
     is_cluster: bool
 
 
 def read_address(url: str) -> IndexAddress:
-    """Raises ValueError for what redis-py would pass over, choke on later, or take for something else."""
+    """Parse a URL; raises ValueError for what redis-py would ignore, fail on later, or misread."""
     scheme, separator, rest = url.partition("://")
     is_cluster = scheme.endswith(CLUSTER)
     if is_cluster:
         url = scheme.removesuffix(CLUSTER) + separator + rest
     parts = urlsplit(url)
-    if parts.scheme != "unix" and ("@" in parts.path or "#" in url):  # the beginning of a password would be the port
-        raise ValueError("a / or # stands before an @, or a # at the end")
+    if parts.scheme != "unix" and (
+        "@" in parts.path or "#" in url
+    ):  # redis-py would read part of the password as the port
+        raise ValueError("must not have / or # before @, or # anywhere")
     for name, _ in parse_qsl(parts.query, keep_blank_values=True):
         if name not in SETTINGS and not name.startswith("ssl_"):
-            raise ValueError(f"{name}: no such setting")
+            raise ValueError(f"{name}: unknown setting")
     if parts.scheme in ("redis", "rediss") and not re.fullmatch(r"(/[0-9]*)?", parts.path):
-        raise ValueError(f"{parts.path}: no number of a database")
+        raise ValueError(f"database must be a number, got {parts.path}")
     if is_cluster and (parts.scheme not in ("redis", "rediss") or parts.path not in ("", "/", "/0")):
-        raise ValueError(f"{parts.scheme}{CLUSTER} and {parts.path}: a cluster has one database, which is 0")
+        raise ValueError(f"{parts.scheme}{CLUSTER} and {parts.path}: a cluster has only database 0")
     return IndexAddress(url, is_cluster)
 
 
 def without_passwords(url: str) -> str:
-    """Fit to be shown, whatever is wrong with it: where it cannot be told what is a password, nothing is."""
+    """A URL safe to display; "***" if it is malformed and may contain a password."""
     scheme, separator, rest = url.partition("://")
     credentials, at, server = rest.rpartition("@")
     if not re.fullmatch(r"[\w+]*", scheme) or re.search("[/?#]", credentials):
@@ -58,9 +60,9 @@ def without_passwords(url: str) -> str:
 
 
 def explain(url: str, fault: Exception) -> str:
-    """What is wrong with a URL. The fault's own words may repeat a password: they are left out where one may be."""
+    """The error text for an invalid URL; the cause's own text is left out if it may repeat a password."""
     reason = "" if _may_hold_password(url) else f": {fault}"
-    return f"index_url: value was {without_passwords(url)!r}; {FORM}{reason}"
+    return f"index_url: {FORM}, got {without_passwords(url)!r}{reason}"
 
 
 def _may_hold_password(url: str) -> bool:
@@ -69,7 +71,7 @@ def _may_hold_password(url: str) -> bool:
 
 
 def _shown(query: str) -> str:
-    """Settings up to the first that may be a password, which may go on behind an &."""
+    """Query settings up to the first that may be a password, as a password may contain &."""
     shown = []
     for setting in query.split("&") if query else ():
         name, equals, value = setting.partition("=")

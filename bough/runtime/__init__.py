@@ -1,1 +1,1 @@
-"""What processes are to the system they run on: what they may take of it. Knows no torch."""
+"""Resources of the operating system: processors, memory, the allocator, and exiting. Does not import torch."""

@@ -1,22 +1,22 @@
-"""How the C library's allocator is to give memory back: what a process took for a moment it must not keep."""
+"""Settings of glibc's allocator, so that freed memory goes back to the system."""
 
 from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
 
-TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # as glibc's <malloc.h> numbers them
-BLOCK_BYTES = 1024**2  # what is as large has pages of its own, which go back when it is freed
-SPARE_BYTES = 8 * 1024**2  # at the end of the heap, kept for the next moment
-ARENAS = 4  # heaps, of which each thread uses one: more are more places with room that is not used
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # from glibc's <malloc.h>
+BLOCK_BYTES = 1024**2  # blocks of this size or more are mapped separately and unmapped when freed
+SPARE_BYTES = 8 * 1024**2  # free memory kept at the end of the heap
+ARENAS = 4  # heaps, shared by all threads; each adds unused space
 
 
 def give_memory_back() -> None:
-    """To be called before there are threads; does nothing where the C library is another.
+    """Fix the allocator's thresholds; call it before threads start. No effect with another C library.
 
-    Left alone, glibc raises the size from which on a block has pages of its own to the largest that was ever freed, up
-    to 32 MB. Then weights on their way, and logits of the largest batch yet, come from the heap and leave gaps in it:
-    a draft worker kept 205 MB of such gaps after loading its model, and more with every larger tree.
+    By default glibc raises its mmap threshold to the largest block ever freed, up to 32 MB. Then weights being loaded
+    and large logits come from the heap and fragment it: a draft worker kept 205 MB of such gaps after loading its
+    model, and more with every larger tree.
     """
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -25,6 +25,6 @@ def give_memory_back() -> None:
 
 
 def give_back_now() -> None:
-    """Pages in the middle of heaps that nothing is in, such as after a model has been loaded."""
+    """Return unused heap pages to the system, for example after loading a model."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

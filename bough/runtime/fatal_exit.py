@@ -1,4 +1,4 @@
-"""How a process ends that can do nothing right any more."""
+"""Ending a process after a fatal error, such as the loss of its GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import threading
 logger = logging.getLogger(__name__)
 
 EXIT_LOST = 3
-LAST_SECONDS = 1.0  # in which callers are told
+LAST_SECONDS = 1.0  # time to reply to callers before the exit
 
 
 def end_soon(error: Exception) -> None:
-    """Ends this process, with its reason as the last line on standard error, whatever its threads are about.
+    """End this process after LAST_SECONDS without cleanup, with the error as the last line on standard error.
 
-    What a lost device holds cannot be given back in order: closing it would wait for ever.
+    Cleanup is skipped because closing a lost device would wait forever.
     """
 
     def end() -> None:

@@ -1,8 +1,7 @@
-"""What this process may use of the machine: processors and memory, within the limits of the control groups it is in.
+"""Processors and memory that this process may use, within the limits of its control groups.
 
-A container sees the whole node in /proc/meminfo and in `os.cpu_count`; what it may take of it stands in its control
-groups (cgroups(7)) of version 1 or 2, in the nearest group or in any above it. Paths are below `root`, so that tests
-can make a machine of their own.
+In a container, /proc/meminfo and `os.cpu_count` show the whole node; the limits are in its control groups (cgroups(7))
+of version 1 or 2 and in all groups above. Paths are below `root`, so that tests can fake a machine.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-SHARE = 0.8  # of free memory that a process takes which is not told: others live here too
-GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu")  # CUDA's, WSL2's, ROCm's, Jetson's, as files in /dev
-RESERVE_BYTES = 300 * 1000**2  # that it leaves in any case: for its own stacks, kernels and buffers, and for others'
+SHARE = 0.8  # default share of free memory that a process takes
+GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu")  # files in /dev for CUDA, WSL2, ROCm and Jetson
+RESERVE_BYTES = 300 * 1000**2  # left free in any case, for stacks, kernels, buffers and other processes
 
 
 def usable_cpus(root: Path = ROOT, affinity: int = 0) -> int:
     """Processors on which this process may run all the time, at least 1.
 
-    That is those of its affinity (`affinity` of them, or as the system says), or fewer where a quota of a control
-    group allows less. A part of a processor does not count: a group that has used its quota up stands still, with all
-    of its threads.
+    These are the processors of its affinity (`affinity`, or by the system), limited by CPU quotas of control groups.
+    Fractions are rounded down, as a group that exhausts its quota is stopped with all its threads.
     """
     cpus = affinity or _affinity()
     for folder, is_version_2 in _groups("cpu", root):
@@ -33,9 +31,9 @@ def usable_cpus(root: Path = ROOT, affinity: int = 0) -> int:
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Bytes that this process may still take: of the machine, and of every control group that it is in.
+    """Bytes that this process may still allocate, within the machine and all its control groups.
 
-    Files' pages that no process has mapped are given up when memory is wanted, so they count as free.
+    Unmapped page cache is reclaimable and counts as free.
     """
     free = _meminfo(root)["MemAvailable"]
     for folder, is_version_2 in _groups("memory", root):
@@ -48,12 +46,12 @@ def free_memory(root: Path = ROOT) -> int:
 
 
 def most_of(free: int) -> int:
-    """Bytes of free memory that a process may plan with which is not told how many."""
+    """The default budget, in bytes, of a process on a machine with `free` bytes."""
     return max(0, min(int(free * SHARE), free - RESERVE_BYTES))
 
 
 def may_be_gpu(device: str, root: Path = ROOT) -> bool:
-    """Whether a worker with this setting may compute on a GPU, as far as can be seen without torch."""
+    """Whether a worker with the setting `--device` may compute on a GPU, judged without torch."""
     is_here = any(path for name in GPU_DEVICES for path in (root / "dev").glob(name))
     return device.startswith("cuda") or (device == "auto" and is_here)
 
@@ -63,7 +61,7 @@ def _affinity() -> int:
 
 
 def _cpu_quota(folder: Path, is_version_2: bool) -> tuple[int, int]:
-    """Microseconds of processors' time in a period of so many; 0 or less where there is no limit."""
+    """CPU quota and period in microseconds; 0 or less if unlimited."""
     if not is_version_2:
         return _number(folder / "cpu.cfs_quota_us") or 0, _number(folder / "cpu.cfs_period_us") or 0
     words = _text(folder / "cpu.max").split()
@@ -76,12 +74,12 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _reclaimable(stat: Path) -> int:
-    """Bytes of files' pages that a control group holds and nobody has mapped; 0 where it does not say.
+    """Bytes of unmapped page cache of a control group; 0 if unknown.
 
-    Mapped ones are mostly libraries that run: given up, they would be read from disk again at once.
+    Mapped pages do not count: they are mostly libraries in use, which would be read from disk again at once.
     """
     values = dict(line.split() for line in _text(stat).splitlines() if len(line.split()) == 2)
-    prefix = "total_" if "total_inactive_file" in values else ""  # version 1 counts the groups below apart
+    prefix = "total_" if "total_inactive_file" in values else ""  # version 1: totals include child groups
 
     def size(name: str) -> int:
         return int(values.get(prefix + name, 0))
@@ -91,7 +89,7 @@ def _reclaimable(stat: Path) -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
-    """Folders of the control groups that this process is in, from its own upwards, and whether of version 2."""
+    """(folder, whether version 2) of the control groups of this process, from its own upwards."""
     mounts = list(_mounts(root))
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -106,9 +104,9 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _upwards(path: str, mounted: str, where: Path) -> Iterator[Path]:
-    """A group's folder and all above it, as far as they are mounted; the mount alone where the group is not below it.
+    """A group's folder and all mounted folders above it; the mount point alone if the group is not below it.
 
-    `mounted` is the group that stands at `where`: in a container often its own, though its path is told from the root.
+    `mounted` is the group mounted at `where`: in a container often its own, although `path` starts at the root.
     """
     below = path.removeprefix(mounted.rstrip("/"))
     is_below = path.startswith(mounted) and ".." not in path
@@ -120,7 +118,7 @@ def _upwards(path: str, mounted: str, where: Path) -> Iterator[Path]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
-    """Kind, options, mounted group and place of each mount of control groups (proc_pid_mountinfo(5))."""
+    """(type, options, mounted group, mount point) of each mount of control groups (proc_pid_mountinfo(5))."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, rest = before.split(), after.split()
@@ -129,13 +127,13 @@ def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
 
 
 def _number(file: Path) -> int | None:
-    """None where the file is not there, or says that there is no limit."""
+    """The number in a file; None if the file is missing or has no number (no limit)."""
     text = _text(file).strip()
     return int(text) if text.lstrip("-").isdecimal() else None
 
 
 def _text(file: Path) -> str:
-    """Empty where the file is not there: other systems, and controllers that are not switched on."""
+    """The text of a file; empty if missing, as on other systems or for disabled controllers."""
     try:
         return file.read_text()
     except OSError:

@@ -1,5 +1,5 @@
-"""Workers without weights, as numbers: how long they take, what their drafts guess, and which text they would say.
+"""Simulated workers without weights, and the capacity simulation.
 
-`profile` describes machines, models and a network; `law` says which token is true and what a draft guesses;
-`tokenizer` makes words of tokens. Nothing here imports torch or gRPC, so that simulators, tests and services share it.
+`profile` describes the times of machines and network, `law` the true tokens and a draft's guesses, `tokenizer` the
+words. Nothing here imports torch or gRPC, so that simulators, tests and services share it.
 """

@@ -1,4 +1,4 @@
-"""How often a simulated draft is right: vectors by rank or depth, drifting ones, and a hostile draft, from JSON."""
+"""Acceptance distributions of simulated drafts, read from JSON: by rank, by depth, drifting, or hostile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bough.errors import ConfigError
 from bough.simulation.reading import choice, count, described, number, read_part, refusal
 from bough.trees.acceptance import Acceptance, acceptance_from
 
-# Both stand in Sequoia (arXiv 2402.12374) or beside it; the first entry is the first child's.
+# Acceptance vectors by rank, from Sequoia (arXiv 2402.12374) and its repository.
 COUNTS_667 = (423, 72, 38, 15, 13, 10, 3, 2, 8, 3, 5, 3, 4, 2, 1, 2, 1, 2, 0, 2, 2, 2, 0, 1, 0, 1, 0, 0, 0, 1, 1, 1)
 LLAMA_3_CNN = (
     0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026, 0.0025, 0.0021, 0.0016, 0.0014,
@@ -23,12 +23,12 @@ PUBLISHED = {
     "llama-3-70b-8b-cnn-dailymail": LLAMA_3_CNN,
 }
 HOSTILE_RANKS = 16
-Rows = tuple[tuple[float, ...], ...]  # [depth][rank]; the last row stands for all deeper nodes
+Rows = tuple[tuple[float, ...], ...]  # [depth][rank]; the last row also applies to all deeper nodes
 NO_ROWS: Rows = ()
 
 
 def _probs(name: str, value: Any) -> Rows:
-    """A published vector by its name, a list by rank, or a list of lists by depth."""
+    """Read the name of a published vector, a list by rank, or a list of lists by depth."""
     if isinstance(value, str):
         if value not in PUBLISHED:
             raise refusal(name, value, f"a list of probabilities by rank, or one of {', '.join(PUBLISHED)}")
@@ -45,27 +45,28 @@ def _by_rank(name: str, value: Any) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceLaw:
-    """How often the child of each rank is the target's token, how that varies, and what the draft says of it.
+    """The probability that the child of each rank is the target's token, its variance, and the draft's calibration.
 
-    `spread` is how much positions differ: the standard deviation of the first rank's probability over its largest
-    possible one, 0 for all alike and towards 1 for either certain or as flat as the vector allows. Means over positions
-    are `rows` whatever it is. A draft states its true probabilities to the power `overconfidence`, normalised.
+    `spread` is the variation among positions: the standard deviation of the first rank's probability, as a share of the
+    largest possible one. At 0 all positions are alike; near 1 each is either certain or as flat as the vector allows.
+    Means over positions are always `rows`. The draft's stated probabilities are the true ones to the power
+    `overconfidence`, normalised.
     """
 
     kind: str
     rows: Rows = NO_ROWS
-    last_rows: Rows = NO_ROWS  # drifting: those of the position `over_positions` and on
+    last_rows: Rows = NO_ROWS  # drifting: rows at position `over_positions` and on
     over_positions: int = 1
     spread: float = 0.0
     overconfidence: float = 1.0
 
     @property
     def is_hostile(self) -> bool:
-        """Whether the draft claims certainty and is always wrong."""
+        """Whether the draft states certainty and is always wrong."""
         return self.kind == "hostile"
 
     def acceptance(self, position: int = 0) -> Acceptance:
-        """(num_depths, num_ranks): the mean by depth and rank, at this absolute position where the law drifts."""
+        """(num_depths, num_ranks): mean acceptance by depth and rank; `position` matters only if it drifts."""
         first = np.array(self.rows)
         if not self.last_rows:
             return first
@@ -76,7 +77,7 @@ class AcceptanceLaw:
 
 
 def same_shape(first: Acceptance, last: Acceptance) -> tuple[Acceptance, Acceptance]:
-    """Both with as many depths (the last repeated) and ranks (zeros) as either has."""
+    """Pad both to the same depths (by repeating the last) and ranks (by zeros)."""
     num_depths, num_ranks = (max(sizes) for sizes in zip(first.shape, last.shape, strict=True))
 
     def grown(rows: Acceptance) -> Acceptance:
@@ -118,10 +119,10 @@ class _Hostile:
 
 
 def read_acceptance_law(name: str, value: Any) -> AcceptanceLaw:
-    """From a JSON object whose `kind` says which other fields it has.
+    """Read a JSON object whose `kind` determines its other fields.
 
     Raises:
-        ConfigError: naming the field, what it was, and what it must be.
+        ConfigError: names the invalid field.
     """
     if not isinstance(value, dict):
         raise refusal(name, value, "an object with a kind: by_rank, by_depth, drifting or hostile")

@@ -1,10 +1,9 @@
-"""Simulates users, targets and drafts as a closed network, and says what they get (`bough simulate`).
+"""Discrete-event simulation of users, targets and drafts as a closed queueing network (`bough simulate`).
 
-A request waits for a slot of a target's KV memory, which then grows with its text, then goes round: a size is chosen,
-the draft grows its tree in steps that it shares with others, the target verifies it in a sweep that it shares with
-others, and tokens are drawn from the law. Trees themselves are not made: how deep a round is accepted follows from size
-and law alone. Left out: drafting ahead, looked-up branches, shared prompts and failures. Targets are served by drafts
-of their own, or share one with their neighbours.
+A request waits for a KV slot of a target, which grows with its text, then repeats rounds: a size is chosen, the draft
+grows the tree in steps shared with other sessions, the target verifies it in a shared sweep, and the number of accepted
+tokens is drawn from a distribution that follows from the size; trees themselves are not built. Draft-ahead, prompt
+lookup, shared prompts and failures are not simulated. Each target has its own drafts, or shares one with other targets.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from bough.simulation.measuring import Measured, report
 from bough.simulation.round_yield import RoundYield
 from bough.simulation.scenario import CapacityReport, RequestKind, Scenario
 
-LEAST_REQUESTS = 100  # that are measured
+LEAST_REQUESTS = 100  # fewest measured requests
 MOST_REQUESTS = 2000
-REQUESTS_EACH = 10  # of a user, within these
-LEFT_OUT_EACH = 2  # of a user, before them: all began at once
-GOLDEN = 0.618033988749895  # steps of it around a circle fill it evenly
-CROWD = 2.0  # times as many users as there are places, beyond which more only wait longer
+REQUESTS_EACH = 10  # measured requests for each user, within these limits
+LEFT_OUT_EACH = 2  # requests of each user before measuring, as all users begin at once
+GOLDEN = 0.618033988749895  # the golden ratio, whose multiples modulo 1 are evenly spread
+CROWD = 2.0  # users, as a multiple of the KV slots, beyond which more users only wait longer
 
 
 def simulate(scenario: Scenario) -> CapacityReport:
-    """Runs until enough requests were measured; deterministic by the scenario, its seed included.
+    """Run until enough requests are measured; deterministic for a scenario and its seed.
 
-    Identical targets are simulated as a share of all, and of a crowd that waits for places as many users as keep them
-    taken: the others wait as long as Little's law says.
+    Of many identical targets only a share is simulated, and of many waiting users only as many as keep all slots taken:
+    the waiting time of the others follows from Little's law.
 
     Raises:
         ConfigError: a request does not fit a target.
@@ -55,7 +54,7 @@ def simulate(scenario: Scenario) -> CapacityReport:
 
 
 class _Simulation:
-    """One run."""
+    """One run of a scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -69,7 +68,7 @@ class _Simulation:
         ]
         self._drafts = [Draft(self._world, self._grown) for _ in range(scenario.num_drafts)]
         self._cells = {id(target): self._cell(index) for index, target in enumerate(self._targets)}
-        self._queue: list[Session] = []  # for a place, the oldest first
+        self._queue: list[Session] = []  # waiting for a KV slot, oldest first
         self._accepts: dict[tuple[AcceptanceLaw, Size], list[float]] = {}
         self._num_asked = 0
         self._weights = [kind.weight for kind in scenario.kinds]
@@ -80,18 +79,18 @@ class _Simulation:
         self._measured = Measured()
 
     def _choice_for(self, law: AcceptanceLaw, kind: RequestKind) -> SizeChoice:
-        """A law that drifts is taken as it is in the middle of the answer."""
+        """The size choice of an acceptance distribution; a drifting one is evaluated in the middle of the answer."""
         tokens = RoundYield(law, kind.prompt_tokens + kind.output_tokens // 2)
         return SizeChoice(self._scenario.profile, tokens, self._scenario.num_drafts > 0, self._scenario.fixed)
 
     def _cell(self, index: int) -> list[Draft]:
-        """The drafts of this target's sessions: their share of all, so that those that ride together draft together."""
+        """The drafts of a target's sessions: its share of all, so that sessions of one sweep share draft steps."""
         num_targets, num_drafts = self._scenario.num_targets, self._scenario.num_drafts
         begin = index * num_drafts // num_targets
         return self._drafts[begin : max(begin + 1, (index + 1) * num_drafts // num_targets)]
 
     def run(self) -> Measured:
-        """Until enough requests have ended, or too many rounds were made."""
+        """Run until enough requests have ended, or `max_rounds` were simulated."""
         each = self._scenario.requests_each or -1
         for _ in range(self._scenario.num_users):
             begin = 0.0 if self._scenario.requests_each else self._random.random() * self._think_mean()
@@ -107,7 +106,7 @@ class _Simulation:
         return max(self._scenario.think_seconds, self._scenario.profile.target.sweep_seconds(1))
 
     def _ask(self, more: int) -> None:
-        """A user sends a request, the first of `more`; endlessly where that is below 0."""
+        """A user sends a request, the first of `more`; without end if `more` is negative."""
         kinds = self._scenario.kinds
         kind: RequestKind = self._random.choices(kinds, self._weights)[0]
         if self._scenario.requests_each:
@@ -121,7 +120,7 @@ class _Simulation:
         self._place()
 
     def _place(self) -> None:
-        """Lets in who has waited longest, as far as there is room, where fewest are running."""
+        """Admit requests in order while there is room, each at the target with the fewest running."""
         while self._queue:
             session = self._queue[0]
             target = max(self._targets, key=lambda each: (each.slots.fits(session), -each.num_running))
@@ -138,14 +137,14 @@ class _Simulation:
             self._begin_round([session])
 
     def _begin_round(self, sessions: list[Session]) -> None:
-        """Chooses sizes, and sends on each session that has room for its tree."""
+        """Choose sizes, and send on each session whose slot has room for its tree."""
         ready: list[Session] = []
         crowded: set[Target] = set()
         for session in sessions:
             target = session.target
-            assert target is not None, "it was placed"
+            assert target is not None, "an admitted session has a target"
             self._resize(session, self._size(session))
-            if not target.slots.has_room(session):  # a smaller tree is better than to wait or to give way
+            if not target.slots.has_room(session):  # a smaller tree costs less than waiting or preemption
                 rows = max(1, session.slot_tokens - session.kind.prompt_tokens - session.produced)
                 self._limit(session, rows)
             if session.gives_way:
@@ -160,7 +159,7 @@ class _Simulation:
             self._make_room(target)
 
     def _make_room(self, target: Target) -> None:
-        """Room at a target has become free, or is wanted by sessions that are there."""
+        """Distribute the KV memory of a target after a change, preempting sessions if needed."""
         going, gone = target.slots.settle()
         for session in gone:
             self._put_back(cast(Session, session), target)
@@ -169,7 +168,7 @@ class _Simulation:
         self._send_round(cast(list[Session], going))
 
     def _put_back(self, session: Session, target: Target) -> None:
-        """A session that has left its slot waits for a place again, before all younger ones."""
+        """Queue a preempted session again, before all younger ones."""
         self._leave_workers(session, target)
         session.begin_anew()
         insort(self._queue, session, key=lambda each: each.number)
@@ -181,7 +180,7 @@ class _Simulation:
             session.draft.num_sessions -= 1
 
     def _send_round(self, sessions: list[Session]) -> None:
-        """Each to its draft, or straight to its target."""
+        """Send each session to its draft, or directly to its target for plain decoding."""
         self._send([session for session in sessions if session.size.depth], 1, "draft")
         self._send([session for session in sessions if not session.size.depth], 1, "target")
 
@@ -190,11 +189,11 @@ class _Simulation:
         session.accepts = self._accepts_of(self._law(session), size)
 
     def _trim(self, session: Session, num_riders: int) -> None:
-        """At the target, which alone sees who rides: no larger than would be chosen for so many."""
+        """Shrink a tree at the target to the size that would be chosen for this number of riders."""
         self._limit(session, self._size(session, num_riders).nodes)
 
     def _limit(self, session: Session, most: int) -> None:
-        """A tree of so many nodes at most."""
+        """Shrink a tree to at most `most` nodes."""
         if most < session.size.nodes:
             self._resize(session, Size(most, min(session.size.depth, most - 1)) if most > 1 else PLAIN)
 
@@ -207,7 +206,7 @@ class _Simulation:
         load = Load(target.num_running, riders, round(draft.drafting.value), context, halves)
         size = self._choices[self._law(session)].choose(load, self._world.factors).size
         nodes = size.nodes
-        if self._scenario.fixed and session.context and size != PLAIN:  # as the orchestrator's fixed planner
+        if self._scenario.fixed and session.context and size != PLAIN:  # like the orchestrator's fixed planner
             nodes = max(LEAST_SHARE, nodes - session.context)
         depth = min(size.depth, nodes - 1, session.remaining - 1)
         return Size(nodes, depth) if depth else PLAIN
@@ -221,7 +220,7 @@ class _Simulation:
         return self._accepts[law, size]
 
     def _send(self, sessions: list[Session], ways: int, to: str) -> None:
-        """Over the network, so many times one way."""
+        """Deliver sessions after `ways` one-way network delays."""
         if not sessions:
             return
         profile = self._scenario.profile
@@ -234,7 +233,7 @@ class _Simulation:
                 return
             for session in sessions:
                 worker = session.draft if to == "draft" else session.target
-                assert worker is not None, "it was placed"
+                assert worker is not None, "an admitted session has workers"
                 worker.call(session)
 
         self._world.later(ways * profile.network.call_seconds(self._world.factors) / 2, arrive)
@@ -266,7 +265,7 @@ class _Simulation:
             self._enough.succeed()
 
     def _draw(self, session: Session) -> float:
-        """By chance; of requests that are known one by one evenly: their kind has their luck already."""
+        """A uniform number: random, or evenly spread for requests given one by one, to reduce variance."""
         if not self._scenario.requests_each:
             return self._random.random()
         session.luck = (session.luck + GOLDEN) % 1.0
@@ -274,7 +273,7 @@ class _Simulation:
 
     def _end(self, session: Session) -> None:
         target, measured = session.target, self._measured
-        assert target is not None, "it was placed"
+        assert target is not None, "an admitted session has a target"
         target.slots.leave(session)
         self._leave_workers(session, target)
         self._make_room(target)

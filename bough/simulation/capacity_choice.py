@@ -1,9 +1,8 @@
-"""The size of a round's tree: most expected tokens per second (docs/design.md, rule 5), plain decoding included.
+"""The choice of the tree size with the most expected tokens per second (docs/design.md, rule 5), or plain decoding.
 
-A session's round takes drafting, two calls and a sweep, in which its riders' trees are computed too; where more
-sessions run than ride together, it cannot take less than as many sweeps as those need. Prompts are read beside trees:
-the more tokens a round brings, the sooner new requests come with theirs. A pure decision: it knows the profile's own
-curves, as a sizer knows them that has measured for long enough.
+A round takes drafting, two calls, and a sweep with the trees of all riders; if more sessions run than ride in one
+sweep, it takes at least the sweeps that all need. Prompts are computed in the same sweeps, and more of them the more
+tokens a round brings. The choice uses the profile's own curves, like a sizer that has measured for long enough.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from bough.trees.acceptance import FloatArray
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20, 24, 28, 32, 40, 48)
 MOST_WIDTH = 64  # nodes of one session that a draft step expands
-LEAST_CONTEXT = 64  # rows that a sweep keeps for prompts
-LEAST_SHARE = 4  # nodes of a fixed tree that is divided among sessions, as the orchestrator's fixed planner has it
-DENSE = 8  # loads below are told apart one by one, above by steps of an eighth
+LEAST_CONTEXT = 64  # rows of a sweep reserved for prompts
+LEAST_SHARE = 4  # fewest nodes of a fixed tree divided among sessions, as in the orchestrator's fixed planner
+DENSE = 8  # loads up to here are exact, larger ones are rounded to steps of an eighth
 
 
 class Size(NamedTuple):
-    """Of a round's tree; one node and no depth is plain decoding."""
+    """The size of a round's tree; one node and depth 0 is plain decoding."""
 
     nodes: int
     depth: int
 
     @property
     def frontier(self) -> int:
-        """Rows of this session in each of its draft steps."""
+        """Rows of this session in each draft step."""
         return min(MOST_WIDTH, -(-self.nodes // self.depth)) if self.depth else 0
 
 
@@ -41,16 +40,16 @@ PLAIN = Size(1, 0)
 
 
 class Load(NamedTuple):
-    """What else a round's workers do, on average."""
+    """The mean load of a round's workers."""
 
     running: int = 1  # sessions at the target, this one included
-    riders: int = 1  # of them, in one sweep
+    riders: int = 1  # sessions in one sweep
     drafting: int = 1  # sessions in one draft step
     context: int = 0  # rows of prompts in a sweep
-    halves: int = 2  # of a token that a round brought, while there was so much context
+    halves: int = 2  # half tokens of a round, measured together with `context`
 
     def rounded(self) -> Load:
-        """One of few loads, so that decisions can be kept."""
+        """The load rounded to few values, so that decisions can be cached."""
         running, riders, drafting, context, halves = map(_rounded, self)
         return Load(max(1, running), max(1, riders), max(1, drafting), context, max(2, halves))
 
@@ -64,7 +63,7 @@ def _rounded(number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a size comes to."""
+    """The predicted outcome of a size."""
 
     size: Size
     tokens: float
@@ -77,10 +76,10 @@ class Prediction:
 
 
 class SizeChoice:
-    """Chooses sizes for one profile and law; decisions are kept by load."""
+    """Chooses sizes for one profile and acceptance distribution; decisions are cached by load."""
 
     def __init__(self, profile: Profile, tokens: RoundYield, has_draft: bool, is_fixed: Size | None = None) -> None:
-        """Always `is_fixed`, divided among riders, where one is given."""
+        """With `is_fixed`, this size is always chosen, divided among sessions."""
         self._profile = profile
         self._yield = tokens
         may_draft = has_draft and not tokens.is_worthless
@@ -95,11 +94,11 @@ class SizeChoice:
         self._sweeps: dict[Factors, FloatArray] = {}
 
     def depth_probs(self, size: Size) -> FloatArray:
-        """(depth,) how often a round of this size accepts a path as deep as each level."""
+        """(depth,) probability that a round of this size accepts a path as deep as each level."""
         return self._yield.depth_probs(*size)
 
     def choose(self, load: Load, factors: Factors | None = None) -> Prediction:
-        """The size worth most under this load."""
+        """The best size under this load."""
         key = load.rounded(), factors or Factors()
         if key not in self._known:
             self._known[key] = self._best(*key)
@@ -127,7 +126,7 @@ class SizeChoice:
         frontiers: FloatArray,
         tokens: FloatArray,
     ) -> FloatArray:
-        """Of rounds: drafting, calls, and sweeps of all that run at the target; arrays have one entry for each size."""
+        """(num_sizes,) seconds of a round: drafting, calls, and the sweeps of all sessions at the target."""
         draft, call = self._profile.draft, self._profile.network.call_seconds(factors)
         rows = load.riders * nodes + np.rint(load.context * tokens / (load.halves / 2)).astype(np.int64)
         sweep = self._sweep_seconds(rows, factors)
@@ -136,7 +135,7 @@ class SizeChoice:
         return np.asarray(np.maximum(own, sweep * (load.running / load.riders)))
 
     def _sweep_seconds(self, rows: FloatArray, factors: Factors) -> FloatArray:
-        """Looked up in a table of all numbers of rows; more than a sweep takes are that many more sweeps."""
+        """(num_sizes,) seconds of sweeps, from a cached table; rows beyond a sweep's maximum take further sweeps."""
         target = self._profile.target
         most = target.max_sweep_rows
         if factors not in self._sweeps:

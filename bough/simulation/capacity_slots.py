@@ -1,55 +1,55 @@
-"""KV memory of a simulated target: slots grow in steps, and where it is full the youngest session gives way."""
+"""KV memory of a simulated target: slots grow in steps, and the youngest session is preempted if it is full."""
 
 from __future__ import annotations
 
 from bisect import insort
 from typing import Protocol
 
-STEP_TOKENS = 256  # by which a target's slots grow (target_worker.kv.slot_pool)
+STEP_TOKENS = 256  # growth of a slot, as in target_worker.kv.slot_pool
 
 
 class Holder(Protocol):
-    """A session, as far as its slot is concerned."""
+    """A session with a slot."""
 
-    number: int  # of its request: older ones are smaller
-    slot_tokens: int  # that its slot has room for
-    gives_way: bool  # whether it is to leave its slot before its next round
+    number: int  # of its request; older ones are smaller
+    slot_tokens: int  # capacity of its slot
+    gives_way: bool  # it must leave its slot before its next round
 
     @property
     def wanted_tokens(self) -> int:
-        """Of its text and its next tree."""
+        """Tokens of its text and its next tree."""
         ...
 
     @property
     def final_tokens(self) -> int:
-        """Of its text when it is whole."""
+        """Tokens of its complete text."""
         ...
 
 
 class SlotMemory:
-    """The slots of one target. The oldest session always gets what it needs, so that all of them end."""
+    """The slots of one target. The oldest session always gets the room it needs, so that all finish."""
 
     def __init__(self, num_tokens: int) -> None:
         self.free_tokens = self._num_tokens = num_tokens
-        self._running: list[Holder] = []  # the oldest first, here and below
-        self._growing: list[Holder] = []  # those that wait for room
+        self._running: list[Holder] = []  # oldest first
+        self._growing: list[Holder] = []  # sessions waiting for room, oldest first
 
     def fits(self, session: Holder) -> bool:
-        """Whether a new session may come in: nobody who is there waits for room, nor will at its next step."""
+        """Whether a new session can enter without making a running one wait, now or at its next growth step."""
         spare = sum(min(STEP_TOKENS, max(0, each.final_tokens - each.slot_tokens)) for each in self._running)
         return not self._growing and self._missing(session) + spare <= self.free_tokens
 
     def enter(self, session: Holder) -> None:
-        """A session that fits takes its first slot."""
+        """Give a session that fits its first slot."""
         insort(self._running, session, key=_age)
         self._take(session)
 
     def has_room(self, session: Holder) -> bool:
-        """Whether there is room for its next round; who waits already comes first."""
+        """Whether there is room for its next round; waiting sessions come first."""
         return self._missing(session) <= (0 if self._growing else self.free_tokens)
 
     def grow(self, session: Holder) -> bool:
-        """Whether a session has room for its next round; where not it waits until `settle` names it."""
+        """Grow its slot for the next round and return True, or let it wait for `settle`."""
         if not self.has_room(session):
             insort(self._growing, session, key=_age)
             return False
@@ -57,7 +57,7 @@ class SlotMemory:
         return True
 
     def leave(self, session: Holder) -> None:
-        """A session's slot is free again."""
+        """Free a session's slot."""
         self._running.remove(session)
         if session in self._growing:
             self._growing.remove(session)
@@ -65,9 +65,9 @@ class SlotMemory:
         session.slot_tokens, session.gives_way = 0, False
 
     def settle(self) -> tuple[list[Holder], list[Holder]]:
-        """Sessions that waited for room and have it now, and sessions that had to leave for it.
+        """Returns waiting sessions that now have room, and sessions preempted for them.
 
-        A session in the middle of a round cannot leave at once: it is told to, by `gives_way`, and the others wait.
+        A session in a round is not preempted at once: `gives_way` is set, and the others wait for it.
         """
         going: list[Holder] = []
         gone: list[Holder] = []

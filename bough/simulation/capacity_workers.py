@@ -1,4 +1,4 @@
-"""Targets and drafts of a capacity simulation, as SimPy processes: sweeps, gathering, and steps that sessions share."""
+"""Targets and drafts of a capacity simulation as SimPy processes: shared sweeps, batch delays and draft steps."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from bough.simulation.profile import Factors, Profile, jittered
 from bough.simulation.scenario import RequestKind
 
 PARTS = ("place", "draft", "network", "queue", "sweep")  # of a request's time
-WEIGHT = 0.25  # of the last in what is typical
-SLOW_WEIGHT = 0.05  # the same of what varies much
-CHUNK = 256  # rows that a sweep may have beside trees, however low the knee
-SLACK = 3.0  # typical times after which a sweep waits for nobody (as target_worker.scheduler.batch_delay)
+WEIGHT = 0.25  # of the latest value in a running mean
+SLOW_WEIGHT = 0.05  # the same for values that vary much
+CHUNK = 256  # rows that a sweep may have with prompts, even if the knee is lower
+SLACK = 3.0  # longest batch delay, in mean return times (as target_worker.scheduler.batch_delay)
 
 Process = Generator[simpy.Event, Any, None]
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A request under way, and where its time went."""
+    """A running request, and its time by activity."""
 
     kind: RequestKind
     asked: float
@@ -39,52 +39,52 @@ class Session:
     target: Target | None = None
     draft: Draft | None = None
     size: Size = PLAIN
-    accepts: list[float] = field(default_factory=list)  # negated probabilities by depth, rising
-    context: int = 0  # tokens of the prompt that the target has not read
+    accepts: list[float] = field(default_factory=list)  # negated acceptance probabilities by depth, ascending
+    context: int = 0  # prompt tokens that the target has not computed
     draft_context: int = 0  # the same of the draft
     produced: int = 0
-    first: float = 0.0  # when the first tokens came
-    since: float = 0.0  # when the part of its time began that it is in
+    first: float = 0.0  # time of the first tokens
+    since: float = 0.0  # start of the current activity
     answered: float = 0.0
     num_rounds: int = 0
-    luck: float = 0.0  # from 0 to 1: where its tokens are drawn evenly instead of by chance
-    more: int = 0  # requests of the same user after it; below 0 there is no end
+    luck: float = 0.0  # last uniform number, for evenly spread draws
+    more: int = 0  # further requests of the same user; negative is without end
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     def enter(self, ended: str, now: float) -> None:
-        """A part of its time is over, and another begins."""
+        """Account the time since the last activity ended to the activity `ended`."""
         self.parts[ended] += now - self.since
         self.since = now
 
     def as_request(self, now: float) -> Request:
-        """What it was, when its last token comes."""
+        """The finished request, at the time of its last token."""
         return Request(self.produced, self.first - self.asked, now - self.asked, self.num_rounds, self.parts)
 
     @property
     def wanted_tokens(self) -> int:
-        """Tokens that its KV slot must hold in its next round."""
+        """Tokens that its KV slot needs in its next round."""
         return self.kind.prompt_tokens + self.produced + self.size.nodes
 
     @property
     def final_tokens(self) -> int:
-        """Tokens of its text when it is whole."""
+        """Tokens of its complete text."""
         return self.kind.total_tokens
 
     def begin_anew(self) -> None:
-        """It has lost its slot: all of its text must be read again, wherever it goes on."""
+        """Reset after preemption: all of its text must be computed again, at any target."""
         self.target = self.draft = None
         self.size = PLAIN
         self.context = self.draft_context = self.kind.prompt_tokens + self.produced
 
     @property
     def remaining(self) -> int:
-        """Tokens still to come."""
+        """Output tokens still to be generated."""
         return self.kind.output_tokens - self.produced
 
 
 @dataclass(slots=True)
 class World:
-    """What all workers share: the clock, chance, and the profile as it is now."""
+    """State shared by all workers: the clock, random numbers, and the current profile."""
 
     env: simpy.Environment
     profile: Profile
@@ -92,19 +92,19 @@ class World:
 
     @property
     def factors(self) -> Factors:
-        """What events have made of the profile."""
+        """The factors of past events."""
         return self.profile.factors_at(self.env.now) if self.profile.events else Factors()
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Acts after so long, at once where that is nothing."""
+        """Call `act` after `seconds`, at once if 0."""
         if seconds <= 0:
             act()
         else:
             self.env.timeout(seconds).callbacks.append(lambda _: act())
 
 
-class Typical:
-    """A running mean in which what is old counts less."""
+class RunningMean:
+    """An exponentially weighted running mean."""
 
     def __init__(self, value: float = 0.0, weight: float = WEIGHT) -> None:
         self.value = value
@@ -112,27 +112,27 @@ class Typical:
         self._is_known = False
 
     def observe(self, value: float) -> None:
-        """One more; the first is all that is known."""
+        """Add a value; the first one replaces the initial value."""
         self.value = value if not self._is_known else self.value + self._weight * (value - self.value)
         self._is_known = True
 
 
 class Draft:
-    """Grows the trees of all its sessions in common steps; who comes during a step joins the next."""
+    """Grows the trees of all its sessions in shared steps; sessions that arrive during a step join the next."""
 
     def __init__(self, world: World, grown: Callable[[list[Session]], None]) -> None:
         self.num_sessions = 0  # assigned to it
-        self.drafting = Typical(1.0)  # sessions in one step
+        self.drafting = RunningMean(1.0)  # sessions in one step
         self.busy_seconds = 0.0
         self._world, self._grown = world, grown
         self._new: list[Session] = []
-        self._ends: list[tuple[int, int, Session]] = []  # step after which each is done
+        self._ends: list[tuple[int, int, Session]] = []  # heap of (last step, order, session)
         self._rows, self._count = 0, 0
         self._wake = world.env.event()
         world.env.process(self._run())
 
     def call(self, session: Session) -> None:
-        """A session wants a tree of its `size`."""
+        """Request a tree of the session's `size`."""
         self._new.append(session)
         if not self._wake.triggered:
             self._wake.succeed()
@@ -160,7 +160,7 @@ class Draft:
                 self._grown(done)
 
     def _join(self, step: int) -> int:
-        """Takes in who has come; tokens of context that they bring."""
+        """Add the sessions that have arrived, and return the context tokens they bring."""
         context = 0
         for session in self._new:
             self._count += 1
@@ -172,30 +172,30 @@ class Draft:
         return context
 
 
-Trim = Callable[[Session, int], None]  # of a session, and how many ride
+Trim = Callable[[Session, int], None]  # given a session and the number of riders
 
 
 class Target:
-    """Sweeps whoever is there, after a short wait for those on their way."""
+    """Sweeps over the sessions present, after a short delay for sessions that are about to return."""
 
     def __init__(self, world: World, gather: float, swept: Callable[[list[Session]], None], trim: Trim) -> None:
-        """`swept` is told who has a verdict, `trim` makes a tree smaller where more ride than it was planned for."""
+        """`swept` is called with sessions that have a verdict; `trim` shrinks a tree if more ride than planned."""
         self.slots = SlotMemory(world.profile.target.kv_tokens)
         self.num_running = 0
-        self.riders = Typical(1.0)  # trees in a sweep
-        self.context = Typical(0.0)  # rows of prompts beside them
-        self.tokens = Typical(1.0, SLOW_WEIGHT)  # that a round of one of its sessions brings
+        self.riders = RunningMean(1.0)  # trees in a sweep
+        self.context = RunningMean(0.0)  # prompt rows in a sweep
+        self.tokens = RunningMean(1.0, SLOW_WEIGHT)  # tokens of a round
         self.sweeps: list[SweepRecord] = []
-        self._world, self._swept, self._trim, self._patience = world, swept, trim, gather
+        self._world, self._swept, self._trim, self._most_delay = world, swept, trim, gather
         self._waiting: deque[Session] = deque()
-        self._return, self._is_return_known = Typical(), False
+        self._return, self._is_return_known = RunningMean(), False
         self._longest, self._answered = 0.0, 0.0
         self._arrival = world.env.event()
         self._knee = max(CHUNK, world.profile.target.knee())
         world.env.process(self._run())
 
     def call(self, session: Session) -> None:
-        """A session asks for its tree, and what it has of context, to be verified."""
+        """Queue a session's tree and context for the next sweep."""
         now = self._world.env.now
         if session.num_rounds:
             self._return.observe(min(now - session.answered, 2 * self._longest))
@@ -223,7 +223,7 @@ class Target:
                 self.riders.observe(len(done))
             self.context.observe(rows - sum(session.size.nodes for session in done))
             self.sweeps.append(SweepRecord(env.now, seconds, min(link, seconds), link >= compute, rows, len(riders)))
-            self._longest, self._answered = self._patience * seconds, env.now
+            self._longest, self._answered = self._most_delay * seconds, env.now
             for session in riders:
                 session.enter("sweep", env.now)
                 session.answered = env.now
@@ -232,23 +232,23 @@ class Target:
             self._waiting.extendleft(reversed(reading))
 
     def _gather(self) -> Process:
-        """Waits for sessions that draft, at most `gather` sweeps and no longer than they are typically away."""
+        """Wait for drafting sessions, at most `gather` sweeps and a multiple of their mean return time."""
         typical = self._return.value
         if not self._longest or not self._is_return_known or typical > self._longest:
             return
         env = self._world.env
-        until = min(env.now + self._longest, self._answered + SLACK * typical)
-        while len(self._waiting) < self.num_running and env.now < until:
+        deadline = min(env.now + self._longest, self._answered + SLACK * typical)
+        while len(self._waiting) < self.num_running and env.now < deadline:
             self._arrival = env.event()
-            yield self._arrival | env.timeout(until - env.now)
+            yield self._arrival | env.timeout(deadline - env.now)
 
     def _pack(self) -> tuple[list[Session], list[Session], int]:
-        """Riders of the next sweep, those of them that get a verdict, and rows: trees, then pieces of prompts."""
+        """The riders of the next sweep, those of them that get a verdict, and rows: trees, then chunks of prompts."""
         most = self._world.profile.target.max_sweep_rows
         riders: list[Session] = []
         done: list[Session] = []
         reading: list[Session] = []
-        left: list[Session] = []
+        remaining: list[Session] = []
         rows = 0
         if len(self._waiting) > round(self.riders.value):
             for session in self._waiting:
@@ -261,27 +261,27 @@ class Target:
                 riders.append(session)
                 done.append(session)
             else:
-                left.append(session)
-        beside = min(most, max(self._knee, 2 * rows)) if rows else most  # as target_worker.scheduler.batching
+                remaining.append(session)
+        beside = min(most, max(self._knee, 2 * rows)) if rows else most  # like target_worker.scheduler.batching
         for session in reading:
             piece = min(session.context, beside - rows)
             if piece <= 0:
-                left.append(session)
+                remaining.append(session)
                 continue
             is_read = session.context == piece and rows + piece + session.size.nodes <= most
             piece = piece if is_read or session.context > piece else piece - 1
             if piece:
                 riders.append(session)
             else:
-                left.append(session)
+                remaining.append(session)
             session.context -= piece
             rows += piece + (session.size.nodes if is_read else 0)
             if is_read:
                 done.append(session)
-        self._waiting = deque(left)
+        self._waiting = deque(remaining)
         return riders, done, rows
 
 
 def accepted_of(accepts: list[float], uniform: float) -> int:
-    """Nodes that a round accepts: those whose probability by depth is above a random number."""
+    """The number of accepted nodes: the depths whose acceptance probability exceeds `uniform`."""
     return bisect_left(accepts, -uniform)

@@ -1,4 +1,4 @@
-"""The clock of a simulated worker: real time, or so many times as fast."""
+"""The clock of a simulated worker: real time, or scaled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NANO = 1e-9
 
 
 class SimulatedClock:
-    """Seconds since it was made, `scale` of them in a real one."""
+    """Simulated seconds since its creation, `scale` of them in a real second."""
 
     def __init__(
         self,
@@ -21,18 +21,18 @@ class SimulatedClock:
         self._began = real()
 
     def now(self) -> float:
-        """Simulated seconds since the beginning."""
+        """Simulated seconds since the creation of the clock."""
         return (self._real() - self._began) * self._scale
 
     def real_seconds(self, seconds: float) -> float:
-        """How long so many simulated seconds are."""
+        """The real duration of simulated seconds."""
         return seconds / self._scale
 
     def real_ns(self, seconds: float) -> int:
-        """The same in nanoseconds, as timings are told to others."""
+        """The real duration in nanoseconds, as in timings."""
         return round(self.real_seconds(seconds) / NANO)
 
     def sleep_until(self, moment: float) -> None:
-        """Until it is so late; not at all where it is later."""
-        if (left := self.real_seconds(moment - self.now())) > 0.0:
-            self._sleep(left)
+        """Sleep until the simulated `moment`; not at all if it has passed."""
+        if (remaining := self.real_seconds(moment - self.now())) > 0.0:
+            self._sleep(remaining)

@@ -1,4 +1,4 @@
-"""Random numbers that are functions of what they stand for: splitmix64 over arrays of keys, the same in any batch."""
+"""Random numbers as pure functions of keys (splitmix64), the same in any batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def mixed(*parts: ArrayLike) -> Keys:
-    """A 64-bit key of these whole numbers, each an array or a scalar of one shape together; order counts."""
+    """64-bit keys of whole numbers, given as scalars or broadcastable arrays; the order matters."""
     key: Keys = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):
         for each in parts:
@@ -24,7 +24,7 @@ def mixed(*parts: ArrayLike) -> Keys:
 
 
 def uniforms(keys: Keys) -> NDArray[np.float64]:
-    """From 0 to below 1, one for every key, from its upper 53 bits."""
+    """A uniform number in [0, 1) for each key, from its upper 53 bits."""
     numbers: NDArray[np.float64] = (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return numbers
 
@@ -39,7 +39,7 @@ def _as_keys(values: ArrayLike) -> Keys:
 
 
 def _splitmix(keys: Keys) -> Keys:
-    """Steele, Lea and Flood's finaliser, a bijection of 64 bits."""
+    """The finaliser of splitmix64 (Steele, Lea and Flood), a bijection of 64 bits."""
     keys = (keys ^ (keys >> np.uint64(30))) * _FIRST
     keys = (keys ^ (keys >> np.uint64(27))) * _SECOND
     return np.asarray(keys ^ (keys >> np.uint64(31)), np.uint64)

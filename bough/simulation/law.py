@@ -1,7 +1,7 @@
-"""The law of a simulated pair: which token is true at a position, and what a draft guesses there.
+"""The text distribution of a simulated pair: the target's token at each position, and a draft's guesses there.
 
-The truth is a function of seed and position alone, so that text does not depend on trees, batches or workers. A guess
-is a function of the law, the seed, the position and, off the true path, of where it stands (`salt`).
+The true token is a function of seed and position alone, so that text does not depend on trees, batches or workers. A
+guess is a function of the distribution, the seed, the position and, off the true path, of its path (`salt`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from bough.trees.optimal_tree import best_shape, expected_tokens
 from bough.trees.tree_plan import StaticShape
 
 HOSTILE_CLAIM = 0.999
-LOWEST_PROB = 1e-9  # that a draft states: ranks that are never right have a logarithm too
-_TRUTH, _LEVEL, _RANK, _OTHERS, _END = range(1, 6)  # what a random number is for
-_ON_PATH = 0  # salt of every true path: there is one for each position
+LOWEST_PROB = 1e-9  # smallest stated probability, so that its logarithm is finite
+_TRUTH, _LEVEL, _RANK, _OTHERS, _END = range(1, 6)  # uses of random numbers
+_ON_PATH = 0  # salt of the true path
 
 
 class Candidates(NamedTuple):
-    """What a draft says may follow some nodes, likeliest first."""
+    """A draft's candidate children of some nodes, likeliest first."""
 
     tokens: NDArray[np.int32]  # (num_nodes, num_ranks), distinct within a row
     log_probs: NDArray[np.float32]  # (num_nodes, num_ranks), as the draft states them
@@ -35,9 +35,9 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True)
 class Law:
-    """A law over words: the tokens `first_word` to `first_word + num_words - 1`.
+    """A distribution over the words `first_word` to `first_word + num_words - 1`.
 
-    With `end_rate` above 0 that share of all positions holds `end_token`; positions below `min_position` never do.
+    A share `end_rate` of all positions has `end_token` instead of a word.
     """
 
     acceptance: AcceptanceLaw
@@ -51,18 +51,18 @@ class Law:
 
     @cached_property
     def num_ranks(self) -> int:
-        """Children that a draft can name below a node."""
+        """Most candidate children of a node."""
         return int(self._vectors[0].shape[2])
 
     @cached_property
     def _vectors(self) -> tuple[FloatArray, FloatArray]:
-        """Twice (num_depths, NUM_LEVELS, num_ranks): at the first position and where a drift has ended."""
+        """True probabilities at the first position and after the drift, each (num_depths, NUM_LEVELS, num_ranks)."""
         first, last = self._ends
         return self._spread_out(first), self._spread_out(last)
 
     @cached_property
     def _stated_vectors(self) -> tuple[FloatArray, FloatArray]:
-        """The same as a draft believes them: never more for a later rank, since it puts the likeliest first."""
+        """Probabilities that the draft states, which never increase with rank; same shapes as `_vectors`."""
         first, last = self._ends
         return self._spread_out(smoothed(first)), self._spread_out(smoothed(last))
 
@@ -75,7 +75,7 @@ class Law:
         return np.stack([level_vectors(row, self.acceptance.spread) for row in rows])
 
     def truth(self, seed: int, positions: NDArray[np.integer]) -> NDArray[np.int32]:
-        """(n,) tokens at these absolute positions; a function of seed and position alone."""
+        """(n,) true tokens at these absolute positions."""
         keys = mixed(_TRUTH, seed, positions)
         words = self._word(keys % np.uint64(self.num_words))
         if self.end_rate:
@@ -91,11 +91,11 @@ class Law:
         salts: NDArray[np.integer] | int = 0,
         depths: NDArray[np.integer] | int = 0,
     ) -> Candidates:
-        """What may follow nodes, at the absolute `positions` of their children.
+        """Candidate children of n nodes, at the absolute `positions` of the children.
 
-        `path_is_true` (n,) says whether a node and all before it are the truth; below a wrong one the candidates look
-        alike, but the truth is not among them. `salts` tell wrong paths apart: any hash of the path will do, and on the
-        true path it does not count. `depths` are of the nodes below the root, for laws by depth.
+        `path_is_true` (n,) says whether a node and all its ancestors are true tokens; otherwise the true token is not
+        among the candidates. `salts` is any hash of a path, to distinguish wrong paths. `depths` are the nodes' levels
+        below the root, for distributions by depth.
         """
         shape = path_is_true.shape
         salt = np.where(path_is_true, np.uint64(_ON_PATH), np.asarray(salts).astype(np.uint64))
@@ -111,7 +111,7 @@ class Law:
     def true_ranks(
         self, seed: int, positions: NDArray[np.integer], depths: NDArray[np.integer] | int = 0
     ) -> NDArray[np.int64]:
-        """(n,) rank of the truth among what is guessed below the true path; `num_ranks` where it is not among it."""
+        """(n,) rank of the true token among the candidates on the true path; `num_ranks` if it is not among them."""
         levels = mixed(_LEVEL, seed, positions, _ON_PATH)
         probs = self._probs(self._vectors, levels, positions, np.broadcast_to(depths, np.shape(positions)))
         ranks: NDArray[np.int64] = (probs.cumsum(axis=1) <= uniforms(mixed(_RANK, seed, positions))[:, None]).sum(
@@ -126,7 +126,7 @@ class Law:
         positions: NDArray[np.integer],
         depths: NDArray[np.integer],
     ) -> FloatArray:
-        """(n, num_ranks): probabilities by rank, of a position as certain as it happens to be."""
+        """(n, num_ranks): probabilities by rank; `keys` choose each position's level of certainty."""
         first, last = vectors
         levels = (keys >> np.uint64(11)).astype(np.int64) % NUM_LEVELS
         rows = np.minimum(depths, len(first) - 1)
@@ -137,9 +137,9 @@ class Law:
         return probs
 
     def _stated(self, probs: FloatArray) -> NDArray[np.float32]:
-        """What the draft says: probabilities to a power, over all words as if the unnamed were as rare as the last.
+        """Stated log-probabilities: `probs` to the power `overconfidence`, normalised over all words.
 
-        A hostile draft is certain.
+        Words that are not candidates are taken to be as likely as the last one. A hostile draft states certainty.
         """
         if self.acceptance.is_hostile:
             stated = np.full(probs.shape, (1 - HOSTILE_CLAIM) / probs.shape[1])
@@ -155,7 +155,7 @@ class Law:
         return np.asarray(np.log(np.minimum(raised / total, 1.0)), np.float32)
 
     def _wrong_words(self, truth: Keys, keys: Keys) -> NDArray[np.int32]:
-        """(n, num_ranks) words that are distinct and not the truth."""
+        """(n, num_ranks) distinct words other than the true one."""
         others = np.uint64(self.num_words - 1)
         ranks = np.arange(self.num_ranks, dtype=np.uint64)
         offsets: Keys = np.asarray((keys[:, None] + ranks) % others + np.uint64(1), np.uint64)
@@ -166,11 +166,11 @@ class Law:
 
 
 def best_tree(law: AcceptanceLaw, nodes: int, levels: int, position: int = 0) -> StaticShape:
-    """The shape worth most of so many nodes and levels, both counting the root; vectors are made monotone first."""
+    """The best shape within `nodes` and `levels`, both including the root, after making vectors monotone."""
     return best_shape(smoothed(law.acceptance(position)), nodes, levels)
 
 
 def expected_tokens_of(law: AcceptanceLaw, nodes: int, levels: int, position: int = 0) -> float:
-    """E(nodes, levels) of the best fixed shape, the bonus token included; with `spread` best-first trees have more."""
+    """Expected tokens of the best fixed shape, the bonus token included; with `spread`, best-first trees have more."""
     shape = best_tree(law, nodes, levels, position)
     return expected_tokens(shape, smoothed(law.acceptance(position))) if shape.parents else 1.0

@@ -1,4 +1,4 @@
-"""How positions differ: vectors by rank of more and less certain positions, whose mean is a given vector exactly."""
+"""Variation among positions: acceptance vectors of more and less certain positions, with an exact given mean."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import numpy as np
 
 from bough.trees.acceptance import FloatArray
 
-NUM_LEVELS = 64  # kinds of positions, equally frequent, from the least certain to the most
-_POINTS = 20001  # of the numerical integral; its integrand is smooth and vanishes at both ends
-_REACH = 45.0  # exponents beyond which it is nothing
+NUM_LEVELS = 64  # equally frequent kinds of positions, from the least to the most certain
+_POINTS = 20001  # of the numerical integral, whose integrand is smooth and vanishes at both ends
+_REACH = 45.0  # the integrand is negligible beyond this exponent
 
 
 def level_vectors(row: FloatArray, spread: float, num_levels: int = NUM_LEVELS) -> FloatArray:
     """(num_levels, num_ranks): probabilities by rank at positions of each level; their mean over levels is `row`.
 
-    The first rank's follow a Beta distribution between the least value that is not below the second's and 1, with
-    standard deviation `spread` times the largest possible; the others share what it leaves in fixed proportions. So
-    ranks stay in order wherever `row` is in order.
+    The first rank's probability follows a Beta distribution on [smallest value not below the second rank's, 1], with
+    `spread` times the largest possible standard deviation; the other ranks share the rest in fixed proportions. So
+    ranks keep the order of `row`.
     """
     first, rest = float(row[0]), row[1:]
     if spread <= 0 or not 0 < first < 1:
@@ -31,9 +31,9 @@ def level_vectors(row: FloatArray, spread: float, num_levels: int = NUM_LEVELS) 
 
 
 def _beta_levels(mean: float, concentration: float, num_levels: int) -> FloatArray:
-    """(num_levels,) means of a Beta distribution's equally probable slices, rising; their mean is `mean`.
+    """(num_levels,) ascending means of equally probable slices of a Beta distribution with mean `mean`.
 
-    In logits its density is x^a (1-x)^b, smooth however small a and b are.
+    Over logits its density is x^a (1-x)^b, which is smooth for any a and b.
     """
     a, b = mean * concentration, (1 - mean) * concentration
     centre = np.log(mean / (1 - mean))
@@ -50,7 +50,7 @@ def _beta_levels(mean: float, concentration: float, num_levels: int) -> FloatArr
 
 
 def _with_mean(levels: FloatArray, mean: float) -> FloatArray:
-    """Moved towards 1 or towards 0 by the rounding error of their mean, each by its share."""
+    """Scale levels towards 1 or 0 so that their mean is `mean`, to correct the integration error."""
     found = float(levels.mean())
     if found < mean:
         return np.asarray(1 - (1 - levels) * ((1 - mean) / (1 - found)))

@@ -1,4 +1,4 @@
-"""What a call passes on its way to a simulated worker and back: seconds of a network, and failures on demand."""
+"""The simulated network of calls to a worker: latency, and injected failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bough.simulation.profile import Profile
 
 
 class Line:
-    """To one worker. The n-th call's luck is a function of n, so that runs can be repeated."""
+    """The connection to one worker. Failures are a function of the call's number, so that runs are repeatable."""
 
     def __init__(self, worker: str, profile: Profile, clock: SimulatedClock) -> None:
         """`worker` is "target" or "draft"."""
@@ -22,10 +22,10 @@ class Line:
 
     @asynccontextmanager
     async def crossed(self) -> AsyncIterator[None]:
-        """Around a call.
+        """Delay a call on both ways and inject failures.
 
         Raises:
-            Unavailable: a failure of the profile, at this moment.
+            Unavailable: a failure of the profile is active.
         """
         await self._pass()
         await self._fail()

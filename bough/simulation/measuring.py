@@ -1,4 +1,4 @@
-"""What a capacity simulation counts while it runs, and the report that comes of it."""
+"""Measurements of a capacity simulation, and the report made from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bough.simulation.scenario import CapacityReport, Percentiles, Scenario
 
 
 class Request(NamedTuple):
-    """A request that has ended; seconds."""
+    """A finished request; times in seconds."""
 
     tokens: int
     ttft: float
@@ -23,7 +23,7 @@ class Request(NamedTuple):
 
 
 class SweepRecord(NamedTuple):
-    """One sweep, as it was."""
+    """One sweep; times in seconds."""
 
     ended: float
     seconds: float
@@ -35,29 +35,29 @@ class SweepRecord(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """Counts since measuring began."""
+    """Measurements since the end of the warm-up."""
 
     began: float = 0.0
     ended: float = 0.0
     is_complete: bool = False
     requests: list[Request] = field(default_factory=list)
     sweeps: list[list[SweepRecord]] = field(default_factory=list)  # of each target, from the start on
-    draft_busy: list[float] = field(default_factory=list)  # of each draft; at the end
+    draft_busy: list[float] = field(default_factory=list)  # busy seconds of each draft, at the end
     num_rounds: int = 0
     num_tokens: int = 0
-    num_preemptions: int = 0  # of sessions that left their slot for older ones
+    num_preemptions: int = 0  # preemptions of sessions by older ones
     sizes: dict[Size, int] = field(default_factory=lambda: defaultdict(int))
     _draft_busy_before: list[float] = field(default_factory=list)
     _rounds_before: int = 0
 
     def count_round(self, size: Size, tokens: int) -> None:
-        """A session's round has brought so many tokens."""
+        """Count a round of a session."""
         self.num_rounds += 1
         self.num_tokens += tokens
         self.sizes[size] += 1
 
     def begin(self, now: float, draft_busy: list[float]) -> None:
-        """Forgets what was so far: it was not yet as it will be."""
+        """End the warm-up: discard all measurements so far."""
         self.began, self._draft_busy_before, self._rounds_before = now, draft_busy, self.num_rounds
         self.requests.clear()
         self.sizes.clear()
@@ -65,23 +65,23 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """For which was measured."""
+        """Duration of the measurement."""
         return max(self.ended - self.began, 1e-9)
 
     @property
     def requests_per_second(self) -> float:
-        """Of all together; of those under way only what ended."""
+        """Finished requests per second, of all users."""
         return max(len(self.requests), 1) / self.seconds
 
     @property
     def drafts_seconds(self) -> float:
-        """That all drafts were busy."""
+        """Busy seconds of all drafts."""
         before = self._draft_busy_before or [0.0] * len(self.draft_busy)
         return sum(self.draft_busy) - sum(before)
 
 
 def report(measured: Measured, scenario: Scenario, num_shares: int, more_wait: float) -> CapacityReport:
-    """Of the whole scenario, of which one of `num_shares` was run; every request waited `more_wait` seconds longer."""
+    """The report on a scenario of which one of `num_shares` shares was simulated, with `more_wait` added to waits."""
     requests, seconds = measured.requests, measured.seconds
     sweeps = [sweep for each in measured.sweeps for sweep in each if sweep.ended > measured.began]
     swept = sum(sweep.seconds for sweep in sweeps) or 1e-9

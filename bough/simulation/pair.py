@@ -1,4 +1,4 @@
-"""What the draft and the target of a profile have in common, in whichever processes they are."""
+"""A simulated draft and target of one profile, which agree on the text in any process."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from bough.simulation.profile import Profile, load_profile
 from bough.simulation.tokenizer import END_TOKEN, FIRST_WORD, NUM_WORDS, simulated_tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 
-END_RATE = 0.01  # of positions at which a text ends, unless a request ignores that
+END_RATE = 0.01  # share of positions with the end token
 
 
 class SimulatedPair(NamedTuple):
-    """A profile, and the text that its workers agree on."""
+    """A profile, and the distribution of the text that its workers agree on."""
 
-    name: str  # of the profile, or its file's without the ending
+    name: str  # of the profile, or of its file without extension
     profile: Profile
     law: Law
     tokenizer: TokenizerFiles
 
     @property
     def fingerprint(self) -> str:
-        """Equal where targets stand for the same model on the same machine, whatever happens to each of them."""
+        """Equal for targets that simulate the same model and machine, whatever their events and failures."""
         calm = replace(self.profile, source="", events=(), failures=(), clock_scale=1.0)
         content = f"{calm!r} {self.law!r} {self.tokenizer.fingerprint}"
         return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the tokenizer knows."""
+        """Tokens of the tokenizer."""
         return len(self.tokenizer.vocabulary)
 
     def notes(self) -> tuple[str, ...]:
-        """What a person who asks a worker must be told."""
+        """Notes for the worker's info: that it is simulated, and how."""
         profile = self.profile
         notes = [
             f"simulated: profile {self.name}, no weights; words are drawn by seed and position and mean nothing",
@@ -52,10 +52,10 @@ class SimulatedPair(NamedTuple):
 
 
 def simulated_pair(name: str) -> SimulatedPair:
-    """Of a shipped profile or a JSON file.
+    """The pair of a shipped profile or a JSON file.
 
     Raises:
-        ConfigError: it is neither, or a field does not fit.
+        ConfigError: it is neither, or a field is invalid.
     """
     profile = load_profile(name)
     law = Law(profile.acceptance, FIRST_WORD, NUM_WORDS, END_TOKEN, END_RATE)
@@ -63,5 +63,5 @@ def simulated_pair(name: str) -> SimulatedPair:
 
 
 def text_seed(sampling: SamplingParams) -> int:
-    """The seed of a request's text: greedy decoding knows one text."""
+    """The seed of a request's text; the same for all greedy requests."""
     return 0 if sampling.is_greedy else sampling.seed

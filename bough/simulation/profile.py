@@ -1,7 +1,7 @@
-"""Profiles: how long simulated workers take and what they guess, read from JSON files and refused by name.
+"""Profiles of simulated workers, read from JSON files: times, limits, acceptance, events and failures.
 
-A sweep takes max(link(rows), compute(padded rows)) + overhead seconds, a draft step as long as the rows of all sessions
-in it cost, a call as long as the network adds. Events change any of these in mid-run, failures stop a worker.
+A sweep takes max(link(rows), compute(padded rows)) + overhead seconds, a draft step a base plus a cost for each row of
+all sessions in it, and a call the network's latency. Events scale these during a run; failures make calls fail.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from bough.simulation.reading import (
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts whose sweeps read, besides the link's seconds, the experts that their rows choose."""
+    """A mixture of experts whose sweeps also read the experts that their rows choose."""
 
-    miss_seconds: float = described(number())  # of all experts that are not in memory
-    num_experts: int = described(count(1))  # of a layer
+    miss_seconds: float = described(number())  # to read all experts that are not in memory
+    num_experts: int = described(count(1))  # in a layer
     experts_per_token: int = described(count(1))
 
     def seconds(self, num_rows: int) -> float:
-        """What so many rows read, each choosing by itself: concave in rows."""
+        """Seconds to read the experts that `num_rows` rows choose independently."""
         return self.miss_seconds * (1 - (1 - self.experts_per_token / self.num_experts) ** num_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetProfile:
-    """Seconds and limits of a target worker."""
+    """Times and limits of a target worker."""
 
-    link_seconds: float = described(number(), 0.0)  # of the weights that every sweep reads; 0 is resident
+    link_seconds: float = described(number(), 0.0)  # to read the weights in each sweep; 0 is resident
     compute_base_seconds: float = described(number(), 0.0)
     compute_row_seconds: float = described(number(), 0.0)
     compute_curve: tuple[tuple[float, float], ...] = described(curve, ())  # (rows, seconds), instead of base and slope
-    row_step: int = described(count(1), 1)  # rows are padded to multiples of it
+    row_step: int = described(count(1), 1)  # rows are padded to multiples of this
     second_knee_rows: int | None = described(optional(count(1)), None)
-    second_knee_row_seconds: float = described(number(), 0.0)  # that each padded row beyond it adds besides
+    second_knee_row_seconds: float = described(number(), 0.0)  # additional seconds of each padded row beyond it
     experts: Experts | None = described(optional(part(Experts)), None)
     overhead_seconds: float = described(number(), 0.0)
     jitter: float = described(number(0, 2), 0.0)  # relative standard deviation, lognormal with mean 1
@@ -64,15 +64,15 @@ class TargetProfile:
     kv_tokens: int = described(count(1), 65536)
 
     def padded(self, num_rows: int) -> int:
-        """Rows that are computed where so many are wanted."""
+        """`num_rows` padded to a multiple of `row_step`."""
         return -(-num_rows // self.row_step) * self.row_step
 
     def link_seconds_of(self, num_rows: int) -> float:
-        """What crosses the link: every sweep's weights, and the experts that rows choose."""
+        """Link seconds: weights of each sweep, and the experts that its rows choose."""
         return self.link_seconds + (self.experts.seconds(num_rows) if self.experts else 0.0)
 
     def compute_seconds(self, num_rows: int) -> float:
-        """Products of all padded rows; never less for more rows."""
+        """Compute seconds of the padded rows; never decreases with rows."""
         rows = self.padded(num_rows)
         if self.compute_curve:
             seconds = interpolated(self.compute_curve, rows)
@@ -82,14 +82,14 @@ class TargetProfile:
         return seconds + self.second_knee_row_seconds * beyond
 
     def sweep_seconds(self, num_rows: int, factors: Factors | None = None) -> float:
-        """One sweep of so many rows, without jitter: link and compute go on at the same time."""
+        """Seconds of a sweep without jitter; link and compute are concurrent."""
         link, compute = self.link_seconds_of(num_rows), self.compute_seconds(num_rows)
         if factors is not None:
             link, compute = link * factors.link, compute * factors.compute
         return max(link, compute) + self.overhead_seconds
 
     def knee(self, factors: Factors | None = None) -> int:
-        """The most rows within `max_sweep_rows` that take no longer than one row, but for what experts they read."""
+        """The most rows within `max_sweep_rows` whose compute time is within the link time, or that of one row."""
         factors = factors or Factors()
 
         def is_free(rows: int) -> bool:
@@ -105,7 +105,7 @@ class TargetProfile:
 
 @dataclass(frozen=True, slots=True)
 class DraftProfile:
-    """Seconds of a draft worker; one step serves the frontiers of all sessions that grow at the same time."""
+    """Times of a draft worker; a step serves the frontiers of all sessions that grow at the same time."""
 
     base_seconds: float = described(number(), 0.0)
     row_seconds: float = described(number(), 0.0)
@@ -113,28 +113,28 @@ class DraftProfile:
     jitter: float = described(number(0, 2), 0.0)
 
     def step_seconds(self, num_rows: int, factors: Factors | None = None) -> float:
-        """One step of so many rows, of all sessions together, without jitter."""
+        """Seconds of a step with `num_rows` rows, all sessions together, without jitter."""
         return (self.base_seconds + self.row_seconds * num_rows) * (factors.draft if factors else 1.0)
 
     def prefill_seconds(self, num_tokens: int, factors: Factors | None = None) -> float:
-        """Tokens of context that the draft has not read."""
+        """Seconds to compute `num_tokens` context tokens."""
         return self.prefill_token_seconds * num_tokens * (factors.draft if factors else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkProfile:
-    """What lies between the orchestrator and its workers."""
+    """The network between the orchestrator and its workers."""
 
-    one_way_seconds: float = described(number(), 0.0)  # added to every call twice: there and back
+    one_way_seconds: float = described(number(), 0.0)  # added to each call twice
 
     def call_seconds(self, factors: Factors | None = None) -> float:
-        """Added to one call, there and back."""
+        """Seconds added to a call, both ways."""
         return 2 * self.one_way_seconds * (factors.network if factors else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """From a second on, things take so many times as long; several at different seconds make a drift."""
+    """Factors that multiply times from a second on; several events make a drift."""
 
     at_second: float = described(number())
     link: float = described(number(0, 1000), 1.0)
@@ -144,7 +144,7 @@ class Event:
 
 
 class Factors(NamedTuple):
-    """By what seconds are multiplied at some moment."""
+    """Factors that multiply times at some moment."""
 
     link: float = 1.0
     compute: float = 1.0
@@ -154,12 +154,12 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker's calls fail from a second on, for so long, each with a probability."""
+    """An interval in which calls of a worker fail, each with a probability."""
 
     worker: str = described(choice("target", "draft"))
     kind: str = described(choice("unavailable", "hang"), "unavailable")
     at_second: float = described(number(), 0.0)
-    for_seconds: float | None = described(optional(number(above=True)), None)  # None is for ever
+    for_seconds: float | None = described(optional(number(above=True)), None)  # None is forever
     probability: float = described(number(0, 1), 1.0)
 
     def is_active(self, second: float) -> bool:
@@ -169,9 +169,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A target, a draft, what lies between them, what the draft's guesses are worth, and what happens in mid-run."""
+    """A target, a draft, their network, the acceptance of guesses, and events and failures during a run."""
 
-    source: str = described(text)  # measured or reckoned, and from what
+    source: str = described(text)  # how the numbers were measured or derived
     target: TargetProfile = described(part(TargetProfile))
     draft: DraftProfile = described(part(DraftProfile))
     acceptance: AcceptanceLaw = described(read_acceptance_law)
@@ -181,7 +181,7 @@ class Profile:
     clock_scale: float = described(number(above=True), 1.0)  # simulated seconds in a real one
 
     def factors_at(self, second: float) -> Factors:
-        """The product of all events that have happened."""
+        """The product of all past events."""
         factors = Factors()
         for event in self.events:
             if event.at_second <= second:
@@ -190,7 +190,7 @@ class Profile:
         return factors
 
     def failure_at(self, worker: str, second: float, uniform: float) -> Failure | None:
-        """What makes a call fail that comes now; `uniform` from 0 to 1 decides where failures have a probability."""
+        """The failure of a call at `second`, if any; `uniform` in [0, 1) is compared with its probability."""
         for failure in self.failures:
             if failure.worker == worker and failure.is_active(second) and uniform < failure.probability:
                 return failure
@@ -198,7 +198,7 @@ class Profile:
 
 
 def interpolated(points: tuple[tuple[float, float], ...], rows: float) -> float:
-    """Between the two points that lie around, or on the line through the last two; the first's height before it."""
+    """Linear interpolation, extrapolated beyond the last point and constant before the first."""
     if rows <= points[0][0]:
         return points[0][1]
     above = min(len(points) - 1, sum(known <= rows for known, _ in points))
@@ -207,7 +207,7 @@ def interpolated(points: tuple[tuple[float, float], ...], rows: float) -> float:
 
 
 def jittered(seconds: float, jitter: float, random: Random) -> float:
-    """Times a lognormal number of mean 1 and about this relative standard deviation."""
+    """`seconds` times a lognormal number of mean 1 and relative standard deviation `jitter`."""
     if not jitter or not seconds:
         return seconds
     sigma = math.sqrt(math.log1p(jitter * jitter))
@@ -215,16 +215,16 @@ def jittered(seconds: float, jitter: float, random: Random) -> float:
 
 
 def shipped_profiles() -> tuple[str, ...]:
-    """Names of the profiles that come with bough, in order."""
+    """Sorted names of the shipped profiles."""
     folder = importlib.resources.files("bough.simulation") / "profiles"
     return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
 
 
 def load_profile(name: str) -> Profile:
-    """A shipped profile by its name, or one from a JSON file by its path.
+    """Load a shipped profile by name, or a JSON file by path.
 
     Raises:
-        ConfigError: it is neither, or a field does not fit.
+        ConfigError: it is neither, or a field is invalid.
     """
     if name in shipped_profiles():
         content = (importlib.resources.files("bough.simulation") / "profiles" / f"{name}.json").read_text()
@@ -236,10 +236,10 @@ def load_profile(name: str) -> Profile:
 
 
 def parse_profile(content: str) -> Profile:
-    """From JSON text.
+    """Parse a profile from JSON text.
 
     Raises:
-        ConfigError: it is no JSON object, or a field does not fit.
+        ConfigError: it is no JSON object, or a field is invalid.
     """
     try:
         value = json.loads(content)
@@ -251,7 +251,7 @@ def parse_profile(content: str) -> Profile:
 
 
 def _check(profile: Profile) -> None:
-    """What fields must be to one another."""
+    """Check fields against one another; raises ConfigError."""
     target = profile.target
     if target.compute_curve and (target.compute_base_seconds or target.compute_row_seconds):
         raise refusal(

@@ -1,4 +1,4 @@
-"""What to buy next: the same scenario run again with one more, or a faster one, of everything."""
+"""Comparison of purchases: the scenario is simulated again with more or faster workers, memory or links."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from bough.simulation.capacity import simulate
 from bough.simulation.profile import Profile
 from bough.simulation.scenario import CapacityReport, Purchase, Scenario
 
-RESIDENT_SHARE = 0.25  # of what streams, that more memory would hold
-LINK_SPEED = 2.0  # times as fast: the next generation of PCIe
-SPEED = 2.0  # times as fast a processor, draft or network, or as much KV memory
+RESIDENT_SHARE = 0.25  # share of the streamed weights that added memory holds
+LINK_SPEED = 2.0  # speed-up of a link, as of the next generation of PCIe
+SPEED = 2.0  # speed-up of a processor, draft or network; factor of KV memory
 
 
 def purchases(scenario: Scenario, now: CapacityReport) -> list[Purchase]:
-    """Every change that does something: first those that give a user most tokens per second, then least latency."""
+    """All applicable changes, sorted by a user's gain in tokens per second, then by gain in latency."""
     found = [_purchase(name, simulate(changed), now) for name, changed in _changes(scenario)]
     return sorted(found, key=lambda each: (-round(each.user_gain, 3), -each.p95_latency_gain))
 

@@ -1,4 +1,4 @@
-"""Reads JSON values into frozen dataclasses, and refuses what does not fit by the name of its field."""
+"""Reading JSON values into frozen dataclasses; errors name the field."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, TypeVar
 
 from bough.errors import ConfigError
 
-Reader = Callable[[str, Any], Any]  # from a field's full name and its JSON value
+Reader = Callable[[str, Any], Any]  # given a field's full name and its JSON value
 Part = TypeVar("Part")
 
 
 def refusal(name: str, value: object, wanted: str) -> ConfigError:
-    """The error that says which field it was, what it must be, and what it was."""
+    """The error for an invalid field, with what it must be and what it was."""
     return ConfigError(f"{name}: value was {value!r}; must be {wanted}")
 
 
 def described(read: Reader, default: Any = MISSING) -> Any:
-    """A dataclass field that is read so; required where it has no default."""
+    """A dataclass field read by `read`; required if it has no default."""
     return field(default=default, metadata={"read": read})
 
 
 def number(low: float = 0.0, high: float = math.inf, above: bool = False) -> Reader:
-    """Finite numbers from `low` (or above it) to `high`."""
+    """A reader of finite numbers from `low` (or `above` it) to `high`."""
     wanted = f"a number {'above' if above else 'of at least'} {low:g}" + (
         f" and at most {high:g}" if high < math.inf else ""
     )
@@ -40,7 +40,7 @@ def number(low: float = 0.0, high: float = math.inf, above: bool = False) -> Rea
 
 
 def count(low: int = 0) -> Reader:
-    """Whole numbers from `low`."""
+    """A reader of whole numbers from `low`."""
 
     def read(name: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -51,14 +51,14 @@ def count(low: int = 0) -> Reader:
 
 
 def text(name: str, value: Any) -> str:
-    """A text that is not empty."""
+    """Read a non-empty text."""
     if not isinstance(value, str) or not value:
         raise refusal(name, value, "a text that is not empty")
     return value
 
 
 def choice(*names: str) -> Reader:
-    """One of these texts."""
+    """A reader of one of these texts."""
 
     def read(name: str, value: Any) -> str:
         if value not in names:
@@ -69,17 +69,17 @@ def choice(*names: str) -> Reader:
 
 
 def optional(read: Reader) -> Reader:
-    """What `read` reads, or null for None."""
+    """A reader of null as None, else by `read`."""
     return lambda name, value: None if value is None else read(name, value)
 
 
 def part(kind: type[Part]) -> Reader:
-    """A JSON object as this dataclass."""
+    """A reader of a JSON object as this dataclass."""
     return lambda name, value: read_part(kind, name, value)
 
 
 def parts(kind: type[Part]) -> Reader:
-    """A JSON list of objects as a tuple of this dataclass."""
+    """A reader of a JSON list of objects as a tuple of this dataclass."""
 
     def read(name: str, value: Any) -> tuple[Part, ...]:
         if not isinstance(value, list):
@@ -90,10 +90,10 @@ def parts(kind: type[Part]) -> Reader:
 
 
 def read_part(kind: type[Part], name: str, value: Any) -> Part:
-    """A dataclass whose fields are `described`, from a JSON object of the same keys.
+    """Read a dataclass whose fields are `described` from a JSON object with the same keys.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value does not fit; naming the field.
+        ConfigError: names a key that is unknown or missing, or whose value is invalid.
     """
     if not isinstance(value, dict):
         raise refusal(name or "profile", value, "an object")
@@ -109,7 +109,7 @@ def read_part(kind: type[Part], name: str, value: Any) -> Part:
 
 
 def curve(name: str, value: Any) -> tuple[tuple[float, float], ...]:
-    """Points [rows, seconds] of a curve that does not decrease; rows rise from 1."""
+    """Read points [rows, seconds] of a non-decreasing curve with ascending rows."""
     if not isinstance(value, list) or not all(isinstance(point, list) and len(point) == 2 for point in value):
         raise refusal(name, value, "a list of points [rows, seconds]")
     read = number()

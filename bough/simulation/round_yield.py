@@ -1,8 +1,8 @@
-"""What a round brings by size: expected tokens, and how they are distributed, of best-first trees under a law.
+"""The distribution of accepted tokens of best-first trees by size, for an acceptance distribution.
 
-Sizes are means: below a threshold of path probability nodes are left out, and the threshold is where so many nodes are
-left on average. That is what a price of a node does (docs/design.md, rule 5), and where positions do not differ it is
-exactly the best shape. Values are kept in bins of their logarithm, so that a level of a tree is one convolution.
+Sizes are means: nodes below a threshold of path probability are left out, and the threshold determines the mean number
+of nodes. This is the effect of a price for nodes (docs/design.md, rule 5); without variation among positions it is
+exactly the best shape. Values are binned by logarithm, so that each level of a tree is one convolution.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MOST_DEPTH = 48
 
 
 class RoundYield:
-    """Tokens of a round by number of nodes (the root included) and depth (levels below it, which are draft steps)."""
+    """Tokens of a round by nodes (the root included) and depth (levels below it, or draft steps)."""
 
     def __init__(self, law: AcceptanceLaw, position: int = 0) -> None:
-        """Of the law as it is at this position."""
+        """Uses the acceptance distribution at this position."""
         rows = smoothed(law.acceptance(position))
         levels = [_level(level_vectors(row, law.spread)) for row in rows]
         counts, masses = [], []
@@ -37,12 +37,12 @@ class RoundYield:
                 mass = np.convolve(mass, step[1])[:NUM_BINS]
             counts.append(count)
             masses.append(mass)
-        # (MOST_DEPTH, NUM_BINS + 1): nodes up to a depth, and tokens at one, that are worth at least a bin's value
+        # (MOST_DEPTH, NUM_BINS + 1): nodes up to a depth, and tokens at a depth, with at least a bin's value
         self._nodes = 1 + _cumulative(np.cumsum(np.stack(counts), axis=0))
         self._accepted = _cumulative(np.stack(masses))
 
     def depth_probs(self, nodes: int, depth: int) -> FloatArray:
-        """(depth,) probability that a round accepts a path as deep as each level, falling."""
+        """(depth,) non-increasing probability that a round accepts a path as deep as each level."""
         if nodes <= 1 or depth <= 0:
             return np.zeros(0)
         depth = min(depth, MOST_DEPTH)
@@ -53,7 +53,7 @@ class RoundYield:
         return np.minimum.accumulate(np.clip(probs, 0.0, 1.0))
 
     def expected_tokens(self, nodes: int, depth: int) -> float:
-        """Of a round, the bonus token included."""
+        """Expected tokens of a round, the bonus token included."""
         return 1.0 + float(self.depth_probs(nodes, depth).sum())
 
     def table(self, sizes: Sequence[int], depths: Sequence[int]) -> FloatArray:
@@ -62,14 +62,14 @@ class RoundYield:
 
     @cached_property
     def is_worthless(self) -> bool:
-        """Whether no tree ever brings more than its bonus token."""
+        """Whether no tree yields more than the bonus token."""
         return self.expected_tokens(4096, MOST_DEPTH) <= 1.0 + 1e-9
 
 
 def _level(vectors: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Children of one node: their expected number, and the expected sum of their probabilities, by bin.
+    """By bin, the expected number of children of a node, and the expected sum of their probabilities.
 
-    A child between two bins counts in both by its distance to each. `vectors` is (num_levels, num_ranks).
+    A child between two bins is split between them linearly. `vectors` is (num_levels, num_ranks).
     """
     probs = vectors[vectors > np.exp(-BIN_WIDTH * (NUM_BINS - 1))]
     place = -np.log(np.minimum(probs, 1.0)) / BIN_WIDTH
@@ -84,5 +84,5 @@ def _level(vectors: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def _cumulative(values: FloatArray) -> FloatArray:
-    """Sums over bins from the most probable on, with 0 before the first; (n, NUM_BINS) to (n, NUM_BINS + 1)."""
+    """Cumulative sums over bins, starting with 0; (n, NUM_BINS) to (n, NUM_BINS + 1)."""
     return np.concatenate((np.zeros((len(values), 1)), np.cumsum(values, axis=1)), axis=1)

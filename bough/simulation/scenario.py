@@ -1,4 +1,4 @@
-"""What a capacity simulation is asked, and what it answers, as plain values."""
+"""Inputs and reports of a capacity simulation, as plain values."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from bough.simulation.profile import Profile
 
 
 class RequestKind(NamedTuple):
-    """A kind of request and how often it comes, relative to others; with `requests_each` kinds are dealt in turn."""
+    """A kind of request and its relative frequency; with `requests_each` kinds alternate instead."""
 
     prompt_tokens: int
     output_tokens: int
     weight: float = 1.0
-    acceptance: AcceptanceLaw | None = None  # of its own, where it is easier or harder to guess than the profile's
+    acceptance: AcceptanceLaw | None = None  # if it differs from the profile's
 
     @property
     def total_tokens(self) -> int:
-        """What its KV slot holds in the end."""
+        """Tokens in its KV slot at the end."""
         return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Users in a closed network: each thinks, asks, waits for the whole answer, and thinks again."""
+    """A closed network of users, each of whom repeatedly thinks, sends a request, and waits for the answer."""
 
     profile: Profile
     num_users: int = 1
@@ -35,14 +35,14 @@ class Scenario:
     num_drafts: int = 1  # 0 is plain decoding
     kinds: tuple[RequestKind, ...] = (RequestKind(200, 200),)
     think_seconds: float = 0.0  # mean of an exponential distribution
-    gather: float = 1.0  # longest wait before a sweep, in sweeps, as the target's --gather
-    fixed: Size | None = None  # instead of choosing sizes
-    requests_each: int = 0  # of a user, known one by one: all begin at once, all are measured; 0 goes on by chance
+    gather: float = 1.0  # longest batch delay in sweeps, as the target's --gather
+    fixed: Size | None = None  # a fixed size, instead of choosing sizes
+    requests_each: int = 0  # of each user: all start at once, all are measured; 0 is random and without end
     seed: int = 1
-    max_rounds: int = 1_000_000  # of sessions, after which it is over whether or not enough requests were measured
+    max_rounds: int = 1_000_000  # rounds after which it stops, even with too few measured requests
 
     def check(self) -> None:
-        """Raises ConfigError where a request fits no target, naming what it would need."""
+        """Raises ConfigError if a kind of request does not fit a target."""
         target = self.profile.target
         for kind in self.kinds:
             name = f"--mix: {kind.prompt_tokens}:{kind.output_tokens}"
@@ -58,9 +58,9 @@ class Scenario:
         return max(1, int(self.profile.target.kv_tokens / mean))
 
     def sliced(self) -> tuple[Scenario, int]:
-        """The same for a share of all, where users, targets and drafts can be divided evenly, and how many shares.
+        """One of several equal shares of users, targets and drafts, and the number of shares; 1 if not divisible.
 
-        Identical shares do not wait for one another; a share keeps four targets or more, so that routing still counts.
+        Identical shares are independent; a share has at least four targets, so that routing still has an effect.
         """
         for shares in range(self.num_targets // 4, 1, -1):
             if not (self.num_users % shares or self.num_targets % shares or self.num_drafts % shares):
@@ -70,7 +70,7 @@ class Scenario:
 
 
 class Percentiles(NamedTuple):
-    """Of seconds, over measured requests."""
+    """Percentiles over measured requests, in seconds."""
 
     p50: float
     p95: float
@@ -79,7 +79,7 @@ class Percentiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CapacityReport:
-    """What a simulation found, after the beginning was left out."""
+    """The results of a simulation without its warm-up."""
 
     num_users: int
     num_targets: int
@@ -91,26 +91,24 @@ class CapacityReport:
     ttft: Percentiles
     tpot: Percentiles
     latency: Percentiles
-    link_busy: float  # share of the time that targets' links were at work
+    link_busy: float  # share of the time in which the targets' links were busy
     target_busy: float
     draft_busy: float
     link_bound: float  # share of sweep time in which the link was the slower
     rows_per_sweep: float
     riders_per_sweep: float
-    waiting_users: float  # for a place, on average
+    waiting_users: float  # mean number of users waiting for KV memory
     round_seconds: float
     tokens_per_round: float
     nodes: float  # of a round's tree, on average
     depth: float
-    preemptions: float  # times that a request had to leave its KV slot for older ones, on average
-    parts: dict[
-        str, float
-    ]  # shares of a request's time: waiting for a place, draft, network, waiting for a sweep, sweep
+    preemptions: float  # mean number of times that a request lost its KV slot to an older one
+    parts: dict[str, float]  # shares of a request's time: waiting for KV, draft, network, waiting for a sweep, sweep
     is_complete: bool  # enough requests were measured
 
     @property
     def bottleneck(self) -> str:
-        """What keeps this from being faster, in a few words."""
+        """The bottleneck in a few words."""
         parts = self.parts
         if self.target_busy >= 0.85:
             found = "the targets' link" if self.link_bound >= 0.5 else "the targets' computing"
@@ -130,7 +128,7 @@ class CapacityReport:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """For the JSON line: numbers to five digits."""
+        """The content of the JSON line, with numbers to five digits."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, Percentiles):
@@ -144,16 +142,16 @@ class CapacityReport:
 
 
 class Purchase(NamedTuple):
-    """One change, and what it changes; gains are shares, 0.1 is 10 % more or faster."""
+    """A change and its effect; gains are shares, so 0.1 is 10 % more or faster."""
 
     name: str
     tokens_per_second: float
-    throughput_gain: float  # of all together
-    user_gain: float  # of a user's tokens per second, waiting for the first included
-    p95_latency_gain: float  # by how much shorter the 95th percentile becomes
+    throughput_gain: float  # in tokens per second of all users
+    user_gain: float  # in tokens per second of one user, waiting included
+    p95_latency_gain: float  # relative reduction of the 95th percentile
 
     def as_json(self) -> dict[str, float | str]:
-        """For the JSON line."""
+        """The content of the JSON line."""
         return {
             name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in self._asdict().items()
         }

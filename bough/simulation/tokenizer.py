@@ -1,4 +1,4 @@
-"""A tokenizer for simulated models, made in memory: all bytes, so that any text can be encoded, and 512 words."""
+"""A byte-level tokenizer with 512 words for simulated models, built in memory; it can encode any text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SYLLABLES = ("ka", "lo", "mi", "ne", "ru", "sa", "to", "vi")
 NUM_WORDS = len(SYLLABLES) ** 3
 NUM_BYTES = 256
 BEGIN_TOKEN, END_TOKEN = NUM_BYTES, NUM_BYTES + 1
-FIRST_WORD = NUM_BYTES + 2  # tokens from here on are words with a blank before them
-_BLANK = "Ġ"  # how byte-level tokenizers spell it
+FIRST_WORD = NUM_BYTES + 2  # first of the tokens that are words with a leading space
+_BLANK = "Ġ"  # a space in byte-level spelling
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 @cache
 def simulated_tokenizer() -> TokenizerFiles:
-    """The same files at every call: a draft and a target that are simulated always fit together."""
+    """The tokenizer's files, the same in every process, so that simulated drafts and targets match."""
     begin, end = "<|begin|>", "<|end|>"
     words = ["".join((_BLANK, *parts)) for parts in itertools.product(SYLLABLES, repeat=3)]
     beginnings = {word[:length]: None for word in words for length in range(2, len(word))}

@@ -1,1 +1,1 @@
-"""Sizing trees: what sweeps and draft steps cost, what guesses are worth, and which size follows. Imports no torch."""
+"""Tree sizing: costs of sweeps and draft steps, values of guesses, best sizes, layer placement. Imports no torch."""

@@ -1,16 +1,16 @@
-"""What a draft's own probabilities are worth: a logistic calibration, learnt from what the target chose.
+"""Acceptance probabilities from a draft's probabilities, by an online logistic calibration (Platt scaling).
 
-For a guess that the draft gave the probability q, below an accepted node at some depth,
+For a child with draft probability q below an accepted node,
 
     logit P(accepted) = slope * logit(q) + bias + bias of the depth + bias of the session
 
-(Platt's scaling, as in vLLM's adaptive verification). All sessions of one pair of models and one kind of guess share
-the slope and the biases; a session adds one bias of its own. Each round is one step of Newton's method towards the
-likeliest values, of which old rounds count for less and the prior for what few rounds say.
+as in vLLM's adaptive verification. All sessions of one pair of models and one kind of guess share the slope and the
+biases; each session has one more bias. Each round makes one Newton step towards the maximum a posteriori, in which
+older rounds weigh less.
 
-The product of such probabilities along a path falls short: a draft goes on more surely where it was right, so what
-stands below a guess says something about the guess. The values of nodes at depth 2 and more are therefore multiplied by
-a ratio that is learnt too: tokens that were accepted there over those that were expected.
+Products of these probabilities along a path are too small, as acceptances on a path are correlated: a draft is more
+confident where it was right. Values at depth 2 and more are therefore multiplied by a learnt ratio of accepted to
+expected tokens.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from bough.trees.tree import Tree
 
 FloatArray = NDArray[np.float64]
 
-LEAST_PROB = 1e-4  # probabilities are taken for no smaller, and for no nearer to 1
-DEPTH_EDGES = (2, 3, 5, 9)  # depths from which on another bias applies; the first is that of children of the root
+LEAST_PROB = 1e-4  # probabilities are clipped to LEAST_PROB and 1 - LEAST_PROB
+DEPTH_EDGES = (2, 3, 5, 9)  # first depths of the ranges with their own bias; depth 1 has none
 NUM_WEIGHTS = 2 + len(DEPTH_EDGES)
-PRIOR_MEAN = np.array([1.0, *[0.0] * (NUM_WEIGHTS - 1)])  # the draft's probabilities as they are
+PRIOR_MEAN = np.array([1.0, *[0.0] * (NUM_WEIGHTS - 1)])  # the draft's probabilities unchanged
 PRIOR_PRECISION = np.diag([16.0, 1.0, *[10.0] * len(DEPTH_EDGES)])
-SESSION_PRECISION = 4.0  # a session's bias has a standard deviation of 0.5 beforehand
-LONGEST_STEP = 1.0  # of a weight in one round: where a draft was sure and wrong the slope of the likelihood is steep
+SESSION_PRECISION = 4.0  # prior of a session's bias: a standard deviation of 0.5
+LONGEST_STEP = 1.0  # of a weight in one round, as confident wrong guesses have steep gradients
 HALF_LIFE_ROUNDS = 200.0
 SESSION_HALF_LIFE_ROUNDS = 50.0
-PRIOR_DEEP_TOKENS = 10.0  # accepted at depth 2 and more as often as expected, before any were counted
+PRIOR_DEEP_TOKENS = 10.0  # pseudo-count of accepted and expected tokens at depth 2 and more
 LEAST_RATIO, MOST_RATIO = 0.5, 1.5
 
 
@@ -44,7 +44,7 @@ def _decay(half_life: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What is worked out once of a tree that is asked about several times in a round."""
+    """Cached features of the last tree, which is evaluated several times in a round."""
 
     tree: Tree
     depths: NDArray[np.int32]  # (num_nodes,)
@@ -58,14 +58,14 @@ class _View:
 
 @dataclass(slots=True)
 class SessionBias:
-    """How much better or worse one session's guesses are than others', as a logarithm of odds."""
+    """One session's bias: how much better its guesses are than others', in log-odds."""
 
     value: float = 0.0
-    information: float = 0.0  # Fisher's, in all guesses so far; old ones count for less
+    information: float = 0.0  # Fisher information of all its guesses; older ones weigh less
 
 
 class AcceptanceModel:
-    """Learns from verdicts of all sessions of a pair of models; estimates the worth of nodes."""
+    """Estimates acceptance probabilities of nodes, learning from the verdicts of all sessions of a pair of models."""
 
     def __init__(self) -> None:
         self.num_rounds = 0
@@ -81,23 +81,22 @@ class AcceptanceModel:
         return probs
 
     def values(self, tree: Tree, bias: SessionBias | None = None) -> FloatArray:
-        """(num_nodes,) probability that each node is accepted; 1 for the root. None is above its parent's."""
+        """(num_nodes,) probability that each node is accepted; 1 for the root, and never above the parent's."""
         values = self._products(tree, bias)
         return _capped(np.where(self._view(tree).depths > 1, self.deep_ratio * values, values), tree)
 
     @property
     def deep_ratio(self) -> float:
-        """Tokens that were accepted below the first level, over those that products of probabilities had expected."""
+        """Accepted over expected tokens below the first level, as expected from products of probabilities."""
         ratio = (self._deep_accepted + PRIOR_DEEP_TOKENS) / (self._deep_expected + PRIOR_DEEP_TOKENS)
         return min(MOST_RATIO, max(LEAST_RATIO, ratio))
 
     def observe(self, tree: Tree, chosen: Sequence[int], is_verified: NDArray[np.bool_], bias: SessionBias) -> None:
-        """Learns from one verdict on a tree that a draft has grown.
+        """Learn from one verdict on a drafted tree.
 
-        `chosen` are the nodes that spell what the target chose, from below the root on, as far as the tree has them;
-        `is_verified` (num_nodes,) tells which nodes the target was asked about. The children of the root and of
-        verified nodes that were chosen were right or wrong, whether they were verified or not; below a right guess that
-        was not verified nothing is known, and nothing is learnt.
+        `chosen` are the nodes, from below the root on, that spell the target's tokens; `is_verified` (num_nodes,) says
+        which nodes were sent to the target. The outcome is known for all children of the root and of verified chosen
+        nodes, verified or not; nothing is learnt below a chosen node that was not verified.
         """
         accepted = [node for node in chosen if is_verified[node]]
         known = np.isin(tree.parents, (0, *accepted))
@@ -119,7 +118,7 @@ class AcceptanceModel:
         self._precision += (features * variances[:, None]).T @ features
         step = np.linalg.solve(self._precision, features.T @ errors)
         self._weights = self._weights + np.clip(step, -LONGEST_STEP, LONGEST_STEP)
-        self._weights[0] = max(0.0, self._weights[0])  # a guess that the draft thinks better of is no worse
+        self._weights[0] = max(0.0, self._weights[0])  # acceptance must not decrease with q
         bias.information = _decay(SESSION_HALF_LIFE_ROUNDS) * bias.information + float(variances.sum())
         residual = float((accepted - _sigmoid(features @ self._weights + bias.value)).sum())
         change = (residual - SESSION_PRECISION * (1 - _decay(SESSION_HALF_LIFE_ROUNDS)) * bias.value) / (
@@ -141,7 +140,7 @@ class AcceptanceModel:
 
 
 def with_values(tree: Tree, values: FloatArray) -> Tree:
-    """The tree with log-probabilities that multiply to these values along its paths; of guesses alone."""
+    """The tree with log-probabilities whose products along paths are `values`; without draft_probs and draws."""
     least = np.finfo(np.float32).tiny
     above = np.maximum(values[np.maximum(tree.parents, 0)], least)
     ratios = np.clip(values / above, least, 1.0)
@@ -150,7 +149,7 @@ def with_values(tree: Tree, values: FloatArray) -> Tree:
 
 
 def _capped(values: FloatArray, tree: Tree) -> FloatArray:
-    """No node is worth more than its parent."""
+    """Values limited to those of the parents."""
     capped = [1.0]
     for parent, value in zip(tree.parents.tolist()[1:], values.tolist()[1:], strict=True):
         capped.append(min(value, capped[parent]))
@@ -158,7 +157,7 @@ def _capped(values: FloatArray, tree: Tree) -> FloatArray:
 
 
 def _features(log_probs: NDArray[np.float32], depths: NDArray[np.int32]) -> FloatArray:
-    """(num_nodes, NUM_WEIGHTS)"""
+    """(num_nodes, NUM_WEIGHTS) inputs of the regression."""
     probs = np.clip(np.exp(log_probs.astype(np.float64)), LEAST_PROB, 1 - LEAST_PROB)
     features = np.zeros((len(probs), NUM_WEIGHTS))
     features[:, 0] = np.log(probs / (1 - probs))

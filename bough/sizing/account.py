@@ -1,4 +1,4 @@
-"""What rounds came to against what was expected of them, and why their trees were as large as they were, in words."""
+"""Summaries of rounds: predictions against outcomes, and the reason for each tree's size in words."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ PART_NAMES = tuple(part.name for part in fields(Parts))
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Of the rounds of a session. A bias is expected over real, less 1: 0.1 is a tenth too much expected."""
+    """A summary of a session's rounds. A bias is expected over real minus 1: 0.1 means 10 % too much expected."""
 
     num_rounds: int
-    shares: Mapping[Mode, float]  # of rounds; modes that none was in are left out
-    mean_nodes: float  # verified, the root included
+    shares: Mapping[Mode, float]  # share of rounds by mode, without zeros
+    mean_nodes: float  # verified nodes of a round, the root included
     tokens: int
     seconds: float
-    num_predicted: int  # rounds of which something was expected
-    token_bias: float | None  # of these; None for none
+    num_predicted: int  # rounds with a prediction
+    token_bias: float | None  # over the predicted rounds; None if there are none
     seconds_bias: float | None
-    expected: Parts  # means of the same rounds
+    expected: Parts  # means over the predicted rounds
     real: Parts
-    rate: float  # tokens per second, of rounds whose plain rate is known, or else of all
-    plain_rate: float | None  # that the same tokens would have had without a draft, as expected; None where not known
+    rate: float  # tokens per second, over rounds with a known plain rate, or else over all
+    plain_rate: float | None  # expected tokens per second of the same tokens without a draft; None if unknown
 
 
 def account(decisions: Sequence[Decision]) -> Account:
-    """Sums up one round or more."""
+    """Summarise one or more rounds."""
     predicted = [decision for decision in decisions if decision.is_predicted]
     compared = [decision for decision in decisions if decision.plain_rate > 0] or decisions
     plain_seconds = sum(each.tokens / each.plain_rate for each in compared if each.plain_rate > 0)
@@ -53,7 +53,7 @@ def account(decisions: Sequence[Decision]) -> Account:
 
 
 def why(decision: Decision) -> str:
-    """The reason for a round's tree, in plain words."""
+    """The reason for the size of a round's tree."""
     reason = _reason(decision)
     return f"{reason}; read {decision.num_context} tokens of context" if decision.num_context else reason
 

@@ -1,8 +1,8 @@
-"""The decision itself: which size makes most tokens per second, and what a second is then worth.
+"""The choice of the tree size with the most tokens per second, and the price of a second.
 
-What is maximised is E[tokens] / E[round seconds]. At the best size that rate is the price of a second (lambda): a node
-is worth having while its chance to be accepted is above lambda times the seconds that it adds to the sweep. Numbers of
-rows are padded, so seconds are a staircase: all sizes are compared, not only the next larger one.
+It maximises E[tokens] / E[round seconds]. At the best size this rate is the price of a second (lambda): a node pays
+while its acceptance probability exceeds lambda times the seconds it adds to the sweep. As rows are padded, seconds are
+a staircase, so all sizes are compared.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SweepLoad:
-    """What is in a sweep beside a session's own tree, and what the round takes beside the sweep."""
+    """The load of a sweep besides a session's own tree, and the time of a round besides the sweep."""
 
     curve: CostCurve  # seconds of the sweep by rows
-    num_context: int = 0  # rows of the session's own that are no guesses
+    num_context: int = 0  # context rows of the session itself
     num_trees: int = 1  # sessions that share the sweep, this one included
-    other_rows: int = 0  # as many as the others have had, trees and contexts
-    fixed_seconds: float = 0.0  # network, queue, and whatever does not depend on the tree
+    other_rows: int = 0  # recent rows of the other sessions, trees and contexts
+    fixed_seconds: float = 0.0  # network, queue and other time that does not depend on the tree
 
     def seconds_if_all(self, num_nodes: NDArray[np.int64]) -> FloatArray:
-        """Of a round in which every session has a tree of so many nodes, the draft's time left out.
+        """(num_sizes,) seconds of a round, without drafting, if every session's tree has `num_nodes` nodes.
 
-        Sessions that share a sweep decide by the same rule at the same time. One that took the others' trees for given
-        would find the sweep full and do without, the next one would find it empty, and so on.
+        Sessions that share a sweep decide by the same rule at the same time. Taking the others' trees as given would
+        oscillate: a session would see a full sweep and send no tree, the next would see an empty one, and so on.
         """
         return self.fixed_seconds + self.curve.at(self.num_context + self.num_trees * num_nodes)
 
     def seconds_beside(self, num_nodes: NDArray[np.int64], num_others: int) -> FloatArray:
-        """Of a round with a tree of so many nodes, where every other session has one of `num_others`."""
+        """(num_sizes,) seconds of a round with a tree of `num_nodes`, if every other session's has `num_others`."""
         rows = self.num_context + (self.num_trees - 1) * num_others + num_nodes
         return self.fixed_seconds + self.curve.at(rows)
 
     def expected_sweep(self, num_nodes: int) -> float:
-        """Seconds of the sweep with a tree of so many nodes, if the others are as they have been."""
+        """Seconds of the sweep with a tree of `num_nodes` nodes and the recent rows of the others."""
         return self.curve(self.num_context + self.other_rows + num_nodes)
 
 
 class Size(NamedTuple):
-    """A size, and what is expected of it."""
+    """A tree size and its predicted outcome."""
 
     num_nodes: int  # the root included
-    tokens: float  # of a round, of the session's own
-    seconds: float  # of a round
-    price: float  # what a second is worth: tokens per second of all sessions in the sweep (lambda)
+    tokens: float  # expected tokens of a round, for this session
+    seconds: float  # expected seconds of a round
+    price: float  # lambda: tokens per second of all sessions in the sweep
 
     @property
     def rate(self) -> float:
-        """Tokens per second of the session alone."""
+        """Tokens per second of this session."""
         return self.tokens / self.seconds
 
 
 def best_size(
     profile: GainProfile, load: SweepLoad, draft_seconds: float, sizes: NDArray[np.int64], trust: float = 1.0
 ) -> Size:
-    """The size of most tokens per second, of equals the smallest; drafting takes `draft_seconds` whatever the size.
+    """The size with the most tokens per second, the smallest among equals.
 
-    Of the profile's gains a part is taken for true, `trust`.
+    Drafting takes `draft_seconds` for every size; the profile's gains are multiplied by `trust`.
     """
     tokens = 1.0 + trust * profile.gains(sizes)
     seconds = draft_seconds + load.seconds_if_all(sizes)
@@ -76,10 +76,10 @@ def best_size(
 
 
 def cut_size(values: FloatArray, load: SweepLoad, best: Size, share: float, most: int) -> int:
-    """Nodes of a grown tree that are worth their time, by `share` of the price at the best size; 1 or more.
+    """The number of nodes of a grown tree, at least 1, that pay at `share` of the price at the best size.
 
-    `values` (num_nodes,) descending are the nodes' chances to be accepted, the root's 1 first. Of the sizes that are
-    equally good the largest is taken: what is padded is free.
+    `values` (num_nodes,) are the nodes' acceptance probabilities, descending from the root's 1. The largest among
+    equally good sizes is taken, as padding is free.
     """
     sizes = np.arange(1, min(len(values), most) + 1)
     seconds = load.seconds_beside(sizes, best.num_nodes)

@@ -1,9 +1,9 @@
-"""What a sweep will cost, before there is one, and what more memory would buy. Sizes and speeds in, seconds out.
+"""Predicted seconds of a sweep from sizes and speeds, and the value of more memory.
 
-A sweep takes as long as the slower of two things that happen at once: the streamed layers cross the link, and every
-chunk of rows is multiplied with every layer. The first does not depend on the tree, but for experts that are read when
-rows choose them; the second grows with it, by as many rows at a time as are padded to. Where the second passes the
-first is the knee: up to there, nodes cost no more than what they read.
+A sweep takes the maximum of two concurrent activities: streamed layers cross the link, and each chunk of rows is
+multiplied with each layer. Link time does not depend on the tree, except for experts read on demand; compute time grows
+with the padded rows. The knee is the number of rows where compute time exceeds link time: below it, nodes are nearly
+free.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from bough.sizing.placement import Budgets, Placement, Tier
 from bough.sizing.row_counts import RowCounts
 
 GIGABYTE = 1000**3
-MOST_TOKENS = 1 << 20  # of a sweep: no knee is looked for beyond
-MORE_GIGABYTES = (1, 4)  # that the price list offers
+MOST_TOKENS = 1 << 20  # upper limit of the search for the knee
+MORE_GIGABYTES = (1, 4)  # amounts of added memory in the price list
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Bytes or operations per second, and how they are known."""
+    """Bytes or operations per second, and their origin."""
 
     per_second: float
-    origin: str  # "measured: ..." or the flag that says so
+    origin: str  # "measured: ...", or the flag that sets it
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of a machine. None is not known, and left out of the reckoning."""
+    """Speeds of a machine; None is unknown, and its time is ignored."""
 
     compute: Speed  # floating-point operations of matrix products
     disk: Speed | None = None  # bytes read from disk
-    host_link: Speed | None = None  # bytes from the host's memory to the accelerator's, where they are not the same
+    host_link: Speed | None = None  # bytes from host memory to an accelerator's own
     memory: Speed | None = None  # bytes between the accelerator and its own memory
-    unpack: Speed | None = None  # bytes of weights written out from 4 or 8 bits
+    unpack: Speed | None = None  # bytes of weights unpacked from 4 or 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +47,34 @@ class SweepModel:
     rows: RowCounts  # of a chunk
     work: Work
     speeds: Speeds
-    link_seconds: float  # of what crosses the link in every sweep
-    expert_seconds: float = 0.0  # of what crosses it besides if rows choose all experts that are not in memory
-    disk_seconds: float = 0.0  # of a disk behind that link, which reads at the same time
+    link_seconds: float  # of the bytes that cross the link in every sweep
+    expert_seconds: float = 0.0  # of all experts that are not in memory, which cross the link on demand
+    disk_seconds: float = 0.0  # of a disk behind the link, which reads concurrently
 
     def chunk_seconds(self, num_tokens: int) -> float:
-        """Of the products of a chunk, padding included, and what is written out for them."""
+        """Seconds of a chunk's products, padding and unpacking included."""
         seconds = step_seconds(self.work, self.rows.padded(num_tokens), num_tokens, self.speeds)
         unpack = self.speeds.unpack
         return seconds + (self.work.bytes_unpacked(num_tokens) / unpack.per_second if unpack else 0.0)
 
     def compute_seconds(self, num_tokens: int) -> float:
-        """One chunk after another, and before them, beside the link, what is written out once a sweep."""
+        """Compute seconds of a sweep: unpacking of weights once, then all chunks."""
         whole, rest = divmod(num_tokens, self.rows.most)
         seconds = whole * self.chunk_seconds(self.rows.most) + (self.chunk_seconds(rest) if rest else 0.0)
         return seconds + (self.work.bytes_unpacked_once / self.speeds.unpack.per_second if self.speeds.unpack else 0.0)
 
     def link_seconds_of(self, num_tokens: int) -> float:
-        """Of the link: what every sweep reads, and the experts that its rows choose."""
+        """Link seconds of a sweep: streamed layers, and the experts that its rows choose."""
         share = self.work.experts.share(num_tokens) if self.work.experts else 0.0
         return max(self.disk_seconds, self.link_seconds + share * self.expert_seconds)
 
     def seconds(self, num_tokens: int) -> float:
-        """Link and compute go on at the same time."""
+        """Seconds of a sweep: the maximum of link and compute, which are concurrent."""
         return max(self.link_seconds_of(num_tokens), self.compute_seconds(num_tokens))
 
     @property
     def knee(self) -> int:
-        """The most tokens whose computing costs no more than the link does; 0 where even the fewest cost more."""
+        """The most tokens whose compute time does not exceed the link's; 0 if there are none."""
         step, longest = self.rows.step, self.link_seconds_of(MOST_TOKENS)
         most = step * bisect_right(
             range(step, MOST_TOKENS, step), longest, key=lambda num_tokens: self.compute_seconds(num_tokens)
@@ -85,21 +85,18 @@ class SweepModel:
 
 
 def step_seconds(work: Work, num_rows: int, num_tokens: int, speeds: Speeds) -> float:
-    """One pass of so many rows, the tokens among them, through a model whose weights have arrived.
-
-    Arithmetic, or memory where it is slower.
-    """
+    """Seconds of one pass of `num_rows` padded rows through a resident model: arithmetic or memory, if slower."""
     compute = work.flops(num_rows, num_tokens) / speeds.compute.per_second
     return max(compute, work.bytes_read(num_tokens) / speeds.memory.per_second) if speeds.memory else compute
 
 
 def sweep_model(placement: Placement, work: Work, rows: RowCounts, speeds: Speeds) -> SweepModel:
-    """Of a model placed so, on a machine of these speeds.
+    """The cost model of a placed model on a machine with these speeds.
 
-    What is on disk crosses the disk's link and then, where there is one, the host's.
+    Layers on disk are read from disk and then cross the host link, if there is one.
     """
     disk_bytes, expert_bytes = placement.num_bytes(Tier.DISK), max(0, placement.expert_bytes - placement.fixed.experts)
-    assert speeds.disk or not disk_bytes, "whoever places layers on disk knows how fast it is"
+    assert speeds.disk or not disk_bytes, "layers on disk need a known disk speed"
     disk_seconds = disk_bytes / speeds.disk.per_second if speeds.disk else 0.0
     if speeds.host_link is None:
         expert_seconds = expert_bytes / speeds.disk.per_second if speeds.disk else 0.0
@@ -111,7 +108,7 @@ def sweep_model(placement: Placement, work: Work, rows: RowCounts, speeds: Speed
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What a number of tokens per round comes to."""
+    """The speed of decoding at a number of tokens per round."""
 
     tokens_per_round: float
     draft_seconds: float
@@ -119,12 +116,12 @@ class Rate:
 
     @property
     def tokens_per_second(self) -> float:
-        """The draft grows its tree, then the target sweeps: nothing is grown ahead."""
+        """Tokens per second if drafting and sweeps alternate, without draft-ahead."""
         return self.tokens_per_round / (self.draft_seconds + self.sweep_seconds)
 
 
 def rate(model: SweepModel, tokens_per_round: float, num_nodes: int, draft_seconds: float) -> Rate:
-    """Of rounds with trees of `num_nodes`. One token a round is plain decoding, without tree or draft."""
+    """The rate of rounds with trees of `num_nodes`; one token a round is plain decoding, without a draft."""
     if tokens_per_round <= 1:
         return Rate(tokens_per_round, 0.0, model.seconds(1))
     return Rate(tokens_per_round, draft_seconds, model.seconds(num_nodes))
@@ -132,13 +129,13 @@ def rate(model: SweepModel, tokens_per_round: float, num_nodes: int, draft_secon
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """More memory, and what it buys."""
+    """An amount of added memory and the time it saves."""
 
     kind: str  # "device" or "host"
     added_bytes: int
-    link_bytes: int  # that then cross the link in every sweep, at most
+    link_bytes: int  # most bytes that then cross the link in a sweep
     sweep_seconds: float
-    saved_seconds: float  # of every sweep
+    saved_seconds: float  # in each sweep
 
 
 def purchases(
@@ -147,7 +144,7 @@ def purchases(
     place: Callable[[Budgets], Placement],
     seconds: Callable[[Placement], float],
 ) -> list[Purchase]:
-    """The price list: `seconds` of a sweep once the layers are placed anew in more memory of each kind."""
+    """For each kind and amount of added memory, the sweep's `seconds` after `place` has placed the layers again."""
     before = seconds(place(budgets))
     bought = []
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Which nodes of many trees go into one sweep, when all of them together take longer than they are worth."""
+"""Selection of the nodes of several trees for one shared sweep, when not all of them pay."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Nodes = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rider:
-    """A tree in a sweep, by what its nodes are worth."""
+    """A tree in a sweep, with the values of its nodes."""
 
-    values: Floats  # (num_nodes,) expected tokens: the chance that a node is accepted, no more than its parent's
+    values: Floats  # (num_nodes,) acceptance probability, which is the expected tokens; never above the parent's
     parents: NDArray[np.int32]  # (num_nodes,) -1 at the root; parents come before children
     may_leave_out: bool = True
 
     @classmethod
     def of(cls, tree: Tree, may_leave_out: bool) -> Rider:
-        """With the draft's own probabilities, along the paths, for chances."""
+        """Take the draft's probabilities of the paths as values."""
         scores, parents = tree.log_probs.astype(np.float64).tolist(), tree.parents.tolist()
         for node in range(1, len(scores)):
             scores[node] = min(0.0, scores[node]) + scores[parents[node]]
         return cls(np.exp(scores), tree.parents, may_leave_out)
 
     def least(self) -> Nodes:
-        """What it keeps in any case: all nodes, or the root and the best of its children."""
+        """Nodes that are always kept: all, or the root and its best child."""
         if not self.may_leave_out:
             return np.arange(len(self.values))
         children = np.flatnonzero(self.parents == 0)
@@ -43,22 +43,22 @@ class Rider:
 
 
 class Price(NamedTuple):
-    """What a second is worth."""
+    """The value of a second."""
 
-    values_per_second: float  # that sweeps have brought, in such values as riders have
-    gap_seconds: float = math.inf  # between sweeps, in which they bring nothing; infinite is not known
+    values_per_second: float  # recent yield of sweeps, in the riders' values
+    gap_seconds: float = math.inf  # idle time between sweeps; infinite is unknown
 
 
 def divide(riders: Sequence[Rider], fixed_rows: int, cost: CostCurve, price: Price, most_rows: int) -> list[Nodes]:
-    """The nodes that each rider keeps, ascending, each with its parent: those by which the sweep pays best.
+    """The nodes that each rider keeps, ascending and closed under parents, so that the sweep pays best.
 
-    Of all sets this has the largest sum of values less what the sweep's seconds would bring elsewhere, with at most
-    `most_rows` rows, `fixed_rows` of contexts among them, and what riders keep in any case. Nodes are taken best first,
-    whoever's they are, so that parents come before children; every number of rows that pads nothing is compared, as
-    seconds grow by steps: behind a step that does not pay may be one that does. Of what is equal, the most nodes.
+    It maximises the sum of values minus the price of the sweep's seconds, with at most `most_rows` rows, of which
+    `fixed_rows` are contexts, and with each rider's `least` nodes. Nodes of all riders are taken best first, so parents
+    precede children. All numbers of rows without padding are compared, as seconds grow in steps and a step that pays
+    may follow one that does not. Among equals the most nodes are kept.
 
-    Seconds bring elsewhere what they have brought, or what they would in sweeps such as this one, divided best, with
-    the gap between them (Dinkelbach's ratio): sweeps that were too long would make the next ones too long as well.
+    The price is the larger of the recent yield and the best yield of sweeps like this one, their gaps included
+    (Dinkelbach's ratio): with the recent yield alone, overlong sweeps would perpetuate themselves.
     """
     least = [rider.least() for rider in riders]
     if not any(rider.may_leave_out for rider in riders):
@@ -81,6 +81,6 @@ def divide(riders: Sequence[Rider], fixed_rows: int, cost: CostCurve, price: Pri
 
 
 def _edges(least: int, all_rows: int, cost: CostCurve, most_rows: int) -> NDArray[np.int64]:
-    """Numbers of rows that are compared, ascending from the least."""
+    """Numbers of rows to compare, ascending from `least`."""
     edges = cost.steps(max(least, min(all_rows, most_rows)))
     return np.append(least, edges[edges > least])

@@ -1,5 +1,6 @@
-"""What a pass over a model computes, reads from memory and writes out of few bits. Matrix products only: attention,
-norms and drawing come on top.
+"""Floating-point operations, memory traffic and unpacked bytes of a model's matrix products.
+
+Attention, norms and sampling are not counted.
 """
 
 from __future__ import annotations
@@ -9,24 +10,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertWork:
-    """Of all layers' experts, when each row chooses some, with the same chance and for itself.
+    """Work of all layers' experts if rows choose experts uniformly and independently; real choices overlap more."""
 
-    Real rows choose more alike than that.
-    """
-
-    token_flops: float  # of those that one row chooses
-    weight_bytes: int  # of all
-    unpacked_bytes: int  # of all, what is written out when they are multiplied
-    num_experts: int  # of a layer
-    num_chosen: int  # of these, by each row
-    least_rows: int  # that an expert's products cost at least
+    token_flops: float  # of the experts that one row chooses
+    weight_bytes: int  # of all experts
+    unpacked_bytes: int  # of all experts, when unpacked from few bits
+    num_experts: int  # in a layer
+    num_chosen: int  # experts chosen by each row
+    least_rows: int  # fewest rows that an expert's products cost
 
     def share(self, num_tokens: int) -> float:
-        """Of a layer's experts, what so many rows choose together."""
+        """The expected share of a layer's experts that `num_tokens` rows choose together."""
         return 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
 
     def flops(self, num_tokens: int) -> float:
-        """At least: experts chosen by few rows cost as if by `least_rows`, and what pads more than that is left out."""
+        """A lower bound: experts chosen by few rows cost `least_rows` rows, and further padding is not counted."""
         num_experts = self.share(num_tokens) * self.num_experts
         if not num_experts:
             return 0.0
@@ -36,33 +34,33 @@ class ExpertWork:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of a whole model; experts that are computed for the rows that choose them are apart from the rest."""
+    """Work of a whole model; experts that only some rows choose are counted separately."""
 
     token_flops: float  # of one row, in all layers and the output head
-    weight_bytes: int  # that every chunk of rows reads from the accelerator's memory
-    unpacked_bytes: int = 0  # of these, what is first written out from 4 or 8 bits
+    weight_bytes: int  # read from the accelerator's memory by each chunk of rows
+    unpacked_bytes: int = 0  # of weights that are unpacked from 4 or 8 bits
     experts: ExpertWork | None = None
     is_unpacked_by_chunk: bool = False  # by every chunk of rows, not once in a sweep
 
     @property
     def flops_per_token(self) -> float:
-        """Of one row, with the experts that it chooses."""
+        """Operations of one row, its chosen experts included."""
         return self.token_flops + (self.experts.token_flops if self.experts else 0.0)
 
     def flops(self, num_rows: int, num_tokens: int) -> float:
-        """Of a chunk of rows of which so many are tokens and the others pad."""
+        """Operations of a chunk of `num_rows` rows, of which `num_tokens` are tokens and the rest padding."""
         return num_rows * self.token_flops + (self.experts.flops(num_tokens) if self.experts else 0.0)
 
     def bytes_read(self, num_tokens: int) -> float:
-        """From memory, by a chunk with so many tokens."""
+        """Bytes that a chunk with `num_tokens` tokens reads from memory."""
         return self.weight_bytes + (self.experts.share(num_tokens) * self.experts.weight_bytes if self.experts else 0.0)
 
     def bytes_unpacked(self, num_tokens: int) -> float:
-        """By a chunk with so many tokens, beside what a sweep writes out once."""
+        """Bytes unpacked for a chunk; `bytes_unpacked_once` is not included."""
         experts = self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0.0
         return experts + (self.unpacked_bytes if self.is_unpacked_by_chunk else 0)
 
     @property
     def bytes_unpacked_once(self) -> int:
-        """By a sweep, whatever its rows."""
+        """Bytes unpacked once for a sweep, whatever its rows."""
         return 0 if self.is_unpacked_by_chunk else self.unpacked_bytes

@@ -1,8 +1,7 @@
-"""Which layer lives where, within budgets of memory that are never exceeded. Sizes in, places out: reads nothing.
+"""Placement of layers in tiers of memory within budgets, computed from sizes alone.
 
-A byte that stays does not cross the link again, so layers stay resident as far as memory goes. What does not fit
-streams through a ring. The resident ones are spread evenly among the others: while they are computed, the link gets
-ahead, so that the ring neither starves in one place nor stands full in another.
+As many layers as fit stay resident; the others stream through a ring. Resident layers are spread evenly among the
+streamed ones: while they are computed, the link reads ahead, so that the ring is neither empty nor full for long.
 """
 
 from __future__ import annotations
@@ -13,48 +12,48 @@ from enum import Enum
 
 from bough.errors import ConfigError
 
-MIN_SLABS = 2  # one that is computed on, one that is filled
-ENOUGH_SLABS = 0.75  # of those that there is room for, where that brings layers to the same slabs again and again
-RING_SHARE = 0.25  # of the memory left for layers, where not all fit
-HOST_SLABS, HOST_RING_BYTES = 3, 512 * 1000**2  # of the ring from disk to pinned memory, whichever is more
-STAGED_LAYERS = 2  # whose KV is on the accelerator, where it is kept on the host: one computed on, one on its way
+MIN_SLABS = 2  # one in use, one being filled
+ENOUGH_SLABS = 0.75  # smallest share of the possible slabs, if each layer then always uses the same slab
+RING_SHARE = 0.25  # of the memory left for layers, if not all fit
+HOST_SLABS, HOST_RING_BYTES = 3, 512 * 1000**2  # size of the ring from disk to pinned memory, the larger of the two
+STAGED_LAYERS = 2  # layers whose host KV is staged on the accelerator: one in use, one being copied
 
 
 class Tier(Enum):
-    """Where a layer lives."""
+    """Where a layer is stored."""
 
-    RESIDENT = "resident"  # in the accelerator's own memory
-    ELSEWHERE = "elsewhere"  # in another accelerator's, which computes it
-    HOST = "host"  # in pinned memory of the host; only where that is not the accelerator's own
+    RESIDENT = "resident"  # in the accelerator's memory
+    ELSEWHERE = "elsewhere"  # in the memory of another accelerator, which computes it
+    HOST = "host"  # in pinned host memory; only for an accelerator with its own memory
     DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Bytes of memory that are taken whatever the placement: of the device's, where nothing else is said."""
+    """Bytes taken regardless of the placement; in device memory unless named host."""
 
     resident: int  # embeddings, final norm, output head
     kv: int
     activations: int
-    scratch: int  # for weights that are unpacked layer by layer
-    host_kv: int = 0  # of the host's memory, where slots are kept there; `kv` is then the stage
-    experts: int = 0  # room for those that come when rows choose them
-    host_experts: int = 0  # of the host's memory, from which they then come
-    host_embeddings: int = 0  # of the host's memory, where they are looked up there
+    scratch: int  # for weights unpacked layer by layer
+    host_kv: int = 0  # KV slots on the host; `kv` is then their stage
+    experts: int = 0  # cache for experts read on demand
+    host_experts: int = 0  # experts on the host, from which they are read
+    host_embeddings: int = 0  # embeddings looked up on the host
 
     @property
     def total(self) -> int:
-        """Of device memory."""
+        """Bytes of device memory."""
         return self.resident + self.kv + self.activations + self.scratch + self.experts
 
     @property
     def kept_on_host(self) -> int:
-        """Of the host's memory, where that is not the accelerator's, before any experts."""
+        """Bytes of host memory without experts."""
         return self.host_kv + self.host_embeddings
 
     @property
     def on_host(self) -> int:
-        """Of the host's memory in all."""
+        """Bytes of host memory."""
         return self.kept_on_host + self.host_experts
 
     def __str__(self) -> str:
@@ -75,27 +74,27 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A tier for each layer, and the slabs through which the others stream."""
+    """A tier for each layer, and the sizes of the rings for streamed layers."""
 
     tiers: tuple[Tier, ...]
     layer_bytes: tuple[int, ...]
     fixed: Fixed
-    num_slabs: int  # of the ring through which layers that are not resident reach the accelerator
-    num_host_slabs: int = 0  # of the ring between disk and host memory, where there are three tiers
-    expert_bytes: int = 0  # of experts that come when rows choose them, and are in no layer's bytes
-    others: tuple[int, ...] = ()  # by layer that is elsewhere, in order: which of the other accelerators has it
+    num_slabs: int  # of the ring through which streamed layers reach the accelerator
+    num_host_slabs: int = 0  # of the ring from disk to host memory, if there are three tiers
+    expert_bytes: int = 0  # of experts read on demand, which are not part of layer_bytes
+    others: tuple[int, ...] = ()  # for each layer that is elsewhere, in order: which other accelerator has it
 
     def layers(self, tier: Tier) -> tuple[int, ...]:
         """Layers of a tier, in order."""
         return tuple(index for index, where in enumerate(self.tiers) if where is tier)
 
     def num_bytes(self, tier: Tier) -> int:
-        """Of all layers of a tier."""
+        """Bytes of all layers of a tier."""
         return sum(self.layer_bytes[index] for index in self.layers(tier))
 
     @property
     def slab_bytes(self) -> int:
-        """The largest layer that streams."""
+        """Bytes of the largest streamed layer."""
         return max((self.layer_bytes[index] for index in self.streamed), default=0)
 
     @property
@@ -105,17 +104,17 @@ class Placement:
 
     @property
     def link_bytes(self) -> int:
-        """What crosses the link in every sweep; of experts those that find no room, if rows choose them all."""
+        """Most bytes that cross the link in a sweep, reached if rows choose all experts that are not cached."""
         return self.num_bytes(Tier.HOST) + self.num_bytes(Tier.DISK) + max(0, self.expert_bytes - self.fixed.experts)
 
     @property
     def device_bytes(self) -> int:
-        """What is taken of the accelerator's memory."""
+        """Bytes taken of the accelerator's memory."""
         return self.fixed.total + self.num_bytes(Tier.RESIDENT) + self.num_slabs * self.slab_bytes
 
     @property
     def host_bytes(self) -> int:
-        """What is taken of the host's memory, where that is not the accelerator's."""
+        """Bytes taken of host memory, for an accelerator with its own memory."""
         layers = self.num_bytes(Tier.HOST) + self.num_host_slabs * self.slab_bytes
         return self.fixed.on_host + layers
 
@@ -132,27 +131,27 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What may be taken, in bytes."""
+    """Memory limits in bytes."""
 
     device: int
-    host: int  # 0 where the host is the accelerator
-    ring: int  # at most, of the device budget
-    max_resident: int  # layers at most
+    host: int  # 0 if the CPU computes
+    ring: int  # largest ring, part of the device budget
+    max_resident: int  # most resident layers
 
 
 def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placement:
-    """Keeps as many layers resident as the budgets allow, and streams the rest.
+    """Keep as many layers resident as the budgets allow, and stream the rest.
 
     Raises:
-        ConfigError: the budget holds not even two layers beside what is always there.
+        ConfigError: a budget is too small for `fixed` and two layers; names its flag.
     """
     sizes, num_layers = tuple(layer_bytes), len(layer_bytes)
     if fixed.kept_on_host > budgets.host:
         kept = "KV slots" if fixed.host_kv else "embeddings"
-        less = ", or less --kv-memory," if fixed.host_kv else ""
+        less = "; or use a smaller --kv-memory" if fixed.host_kv else ""
         raise ConfigError(
-            f"--host-memory: {gigabytes(budgets.host)}; {kept} kept there take {gigabytes(fixed.kept_on_host)}: "
-            f"more{less} would do"
+            f"--host-memory: must be more than {gigabytes(fixed.kept_on_host)} for {kept} on the host, "
+            f"got {gigabytes(budgets.host)}{less}"
         )
     room = budgets.device - fixed.total
     if sum(sizes) <= room and num_layers <= budgets.max_resident:
@@ -161,11 +160,11 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
     ring = min(budgets.ring, max(least, int(room * RING_SHARE)))
     if room < least or ring < least:
         flag, have = ("--device-memory", room) if room < least else ("--ring-memory", ring)
-        less = ", or less --kv-memory," if room < least and fixed.kv > least else ""
+        less = "; or use a smaller --kv-memory" if room < least and fixed.kv > least else ""
         raise ConfigError(
-            f"{flag}: {gigabytes(budgets.device if room < least else budgets.ring)}; {gigabytes(max(have, 0))} are "
-            f"left for layers ({fixed}), but {MIN_SLABS} layers of {gigabytes(max(sizes))} must fit; "
-            f"{gigabytes((fixed.total if room < least else 0) + least)} or more{less} would do"
+            f"{flag}: must be at least {gigabytes((fixed.total if room < least else 0) + least)} for {MIN_SLABS} "
+            f"layers of {gigabytes(max(sizes))}, got {gigabytes(budgets.device if room < least else budgets.ring)}, of "
+            f"which {gigabytes(max(have, 0))} are left for layers ({fixed}){less}"
         )
     num_slabs = min(ring // max(sizes), num_layers)
     resident = _most_that_fit(sizes, range(num_layers), room - num_slabs * max(sizes), budgets.max_resident)
@@ -176,9 +175,9 @@ def place(layer_bytes: Sequence[int], fixed: Fixed, budgets: Budgets) -> Placeme
 
 
 def _in_step(most: int, num_layers: int) -> int:
-    """Slabs of a ring, a few fewer than the most where every layer then comes to the same slab in every sweep.
+    """The number of slabs, reduced a little if each layer then uses the same slab in every sweep.
 
-    What is made of a layer's bytes is made for a slab, so it is made once, and kept for no more places than layers.
+    Parameters are views of a slab, so they are then created only once for each layer.
     """
     most = min(most, num_layers)
     enough = (slabs for slabs in range(most, 0, -1) if slabs >= ENOUGH_SLABS * most)
@@ -187,21 +186,21 @@ def _in_step(most: int, num_layers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """Of the experts of a model."""
+    """Sizes of a model's experts."""
 
-    slab_bytes: int  # of the largest
-    most: int  # in a layer
-    num_experts: int  # in all layers
-    num_bytes: int  # of all
+    slab_bytes: int  # of the largest expert
+    most: int  # experts in a layer
+    num_experts: int  # experts in all layers
+    num_bytes: int  # of all experts
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A mixture of experts whose experts come when rows choose them."""
+    """A mixture-of-experts model whose experts are read on demand, apart from their layers."""
 
-    layer_bytes: Sequence[int]  # without them
+    layer_bytes: Sequence[int]  # without experts
     experts: ExpertSizes
-    scratch: int = 0  # as `Fixed.scratch`: of the largest layer without them, and of one expert's largest parameter
+    scratch: int = 0  # like `Fixed.scratch`, for the largest layer without experts and an expert's largest parameter
 
 
 def place_apart(
@@ -212,14 +211,14 @@ def place_apart(
     from_host: bool = False,
     is_forced: bool = False,
 ) -> Placement:
-    """As `place`, if everything stays; otherwise of layers without their experts, which get the room that is left.
+    """Like `place` if all layers fit; otherwise places layers without experts, which get a cache in the rest of memory.
 
-    That is for all experts of a layer at least, and where it is said how many layers stay, of so many, if there is
-    room. `from_host`: they come to an accelerator with memory of its own from the host's; where not all of them find
-    room there, layers are placed whole, unless `is_forced`. `layer_bytes` are with experts.
+    The cache has room for at least all experts of one layer, and for at most those of `budgets.max_resident` layers if
+    that is limited. With `from_host`, experts are read from host memory; if they do not all fit there, whole layers are
+    placed, unless `is_forced`. `layer_bytes` include experts.
 
     Raises:
-        ConfigError: as `place`.
+        ConfigError: like `place`; or, with `is_forced`, experts do not fit on the host.
     """
     experts, is_all = apart.experts, sum(layer_bytes) <= budgets.device - fixed.total
     on_host = experts.num_bytes if from_host else 0
@@ -229,14 +228,14 @@ def place_apart(
         if not is_forced:
             return place(layer_bytes, fixed, budgets)
         raise ConfigError(
-            f"--host-memory: {gigabytes(budgets.host)}; --experts chosen takes them from the host's memory, all "
-            f"{gigabytes(experts.num_bytes)}: {gigabytes(fixed.kept_on_host + on_host)} or more, or --experts all, "
-            "would do"
+            f"--host-memory: must be at least {gigabytes(fixed.kept_on_host + on_host)} for --experts chosen, which "
+            f"keeps {gigabytes(experts.num_bytes)} of experts on the host, got {gigabytes(budgets.host)}; or use "
+            "--experts all"
         )
     least = replace(fixed, experts=experts.most * experts.slab_bytes, host_experts=on_host, scratch=apart.scratch)
     placement = place(apart.layer_bytes, least, replace(budgets, host=budgets.host - on_host))
     if from_host and not is_forced and placement.layers(Tier.DISK) and not placement.num_host_slabs:
-        return place(layer_bytes, fixed, budgets)  # the rest, on its way from disk, would find no room on the host
+        return place(layer_bytes, fixed, budgets)  # there is no room on the host for a ring for layers on disk
     count = experts.most + (budgets.device - placement.device_bytes) // experts.slab_bytes
     if budgets.max_resident < len(layer_bytes):
         count = min(count, experts.most * max(1, budgets.max_resident))
@@ -245,19 +244,19 @@ def place_apart(
 
 
 def _place_on_host(sizes: Sequence[int], streamed: Sequence[int], budget: int) -> tuple[frozenset[int], int]:
-    """Layers for host memory, and slabs of a ring for those that find no room there."""
+    """Layers for host memory, and the number of ring slabs for those that do not fit."""
     if sum(sizes[index] for index in streamed) <= budget:
         return frozenset(streamed), 0
     slab = max(sizes[index] for index in streamed)
     if budget < MIN_SLABS * slab:
         return frozenset(), 0
-    enough = max(HOST_SLABS, HOST_RING_BYTES // slab)  # a layer that stays is worth more than one that is ahead
+    enough = max(HOST_SLABS, HOST_RING_BYTES // slab)  # a layer that stays saves more than a larger ring
     num_slabs = max(MIN_SLABS, min(enough, int(budget * RING_SHARE) // slab))
     return _most_that_fit(sizes, streamed, budget - num_slabs * slab, len(streamed)), min(num_slabs, len(streamed))
 
 
 def _most_that_fit(sizes: Sequence[int], among: Sequence[int], room: int, most: int) -> frozenset[int]:
-    """As many layers as fit, evenly spread."""
+    """As many layers as fit, spread evenly."""
     for count in range(min(most, len(among)), 0, -1):
         chosen = spread(count, among)
         if sum(sizes[index] for index in chosen) <= room:
@@ -266,10 +265,10 @@ def _most_that_fit(sizes: Sequence[int], among: Sequence[int], room: int, most: 
 
 
 def spread(count: int, among: Sequence[int]) -> list[int]:
-    """`count` of some layers, as evenly as can be."""
+    """`count` of the layers `among`, spread evenly."""
     return [among[(2 * i + 1) * len(among) // (2 * count)] for i in range(count)]
 
 
 def gigabytes(num_bytes: int) -> str:
-    """For people."""
+    """Format a size for display."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10_000_000 else f"{num_bytes / 1e6:.2f} MB"

@@ -1,4 +1,4 @@
-"""Running averages of a quantity that depends on the number of rows, and changes while it is watched."""
+"""Robust running averages of a quantity, such as seconds, that depends on the number of rows and drifts over time."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 from bough.protocol.cost_curve import CostCurve
 
 FLAT = CostCurve((1, 2), (1.0, 1.0))
-WINDOW = 32  # samples of a bucket
-TRUST = 3.0  # samples that a given shape is worth, and what the shape makes of a bucket's neighbours
-FADING = 4.0  # samples of a bucket after which these are worth one less
-FAR = 0.35  # from it, where even the nearest of two or more samples is, at which it is worth half; in logarithms
-NEAR = 0.25  # times as much a sample counts for a bucket that is one further
-KNOWN = 3  # samples of a bucket that can say that something has changed
-RUN = 3  # samples in a row, all too long or all too short, that say so
-STEP = math.log(1.15)  # too long or too short, where samples are not commonly so far off
-CLIP = 3.0  # times the median deviation, beyond which a sample counts as if it were there
+WINDOW = 32  # most samples of a bucket
+TRUST = 3.0  # weight, in samples, of a given shape, and of the estimate from neighbouring buckets
+FADING = 4.0  # samples of a bucket for which the neighbours' estimate loses a weight of 1
+FAR = 0.35  # log distance of the nearest sample from the neighbours' estimate at which its weight is halved
+NEAR = 0.25  # factor by which a sample's weight drops for each bucket of distance
+KNOWN = 3  # samples of a bucket from which a change can be detected
+RUN = 3  # consecutive samples with residuals of the same sign that indicate a change
+STEP = math.log(1.15)  # least residual that indicates a change
+CLIP = 3.0  # samples are clipped at this many median deviations
 LEAST_DEVIATION = 0.02
 
 
 class _Bucket:
-    """The last samples of rows that are alike: their rows, and what they are over the shape, both in logarithms."""
+    """Recent samples with similar numbers of rows: log rows, and log ratios of value to shape."""
 
     def __init__(self) -> None:
         self.samples: deque[tuple[float, float]] = deque(maxlen=WINDOW)
@@ -47,7 +47,7 @@ class _Bucket:
 
     @property
     def average(self) -> tuple[float, float]:
-        """Of rows and ratios; of these no sample is further from the median than so many median deviations."""
+        """Means of log rows and of log ratios, the latter clipped at CLIP median deviations."""
         if self._average is None:
             places, ratios = zip(*self.samples, strict=True)
             middle = median(ratios)
@@ -58,42 +58,39 @@ class _Bucket:
         return self._average
 
     def distance(self, ratio: float) -> float:
-        """From it to the nearest sample."""
+        """The distance from `ratio` to the nearest sample."""
         return min(abs(sample - ratio) for _, sample in self.samples)
 
 
 class RowAverages:
-    """Averages in buckets of a factor of two, taken of what samples are over a shape, so that they keep that shape.
+    """Averages of the ratio of samples to a shape, in buckets that double in rows.
 
-    Between buckets, and beyond them, what is known is the shape times the ratio of the nearest ones. Averages never
-    fall as rows grow: buckets that say so are averaged together.
+    Between and beyond buckets, the value is the shape times the interpolated ratio. Values never decrease with rows:
+    buckets that violate this are pooled.
 
-    When `RUN` samples in a row, of buckets that are known, are off alike, by `STEP` and by more than is common,
-    everything has become so much longer or shorter: all that was seen before is scaled by their median, keeps its
-    shape, and is soon outweighed by what comes. Outliers that happen to follow one another are not off alike.
+    When `RUN` consecutive samples of known buckets deviate alike, by at least `STEP` and by more than usual, the
+    quantity has changed as a whole: earlier samples are scaled by the median deviation and soon outweighed by new ones.
+    Consecutive outliers do not deviate alike.
     """
 
     def __init__(self, shape: CostCurve, rows: NDArray[np.int64], is_given: bool = False) -> None:
-        """`rows`, which ascend, are those that are asked for.
-
-        `is_given`: the shape is believed, scale included, as much as `TRUST` samples; else it is only assumed.
-        """
+        """`values` is for these ascending `rows`; with `is_given` the shape's scale counts as TRUST samples."""
         self._shape = shape
         self._log_rows, self._shape_values = np.log(rows), shape.at(rows)
         self._of_shape = TRUST if is_given else 0.0
-        self._anchor = 0.0  # logarithm of what the shape has been scaled by
+        self._anchor = 0.0  # log scale of the shape
         self._buckets: dict[int, _Bucket] = {}  # by log2 of rows
         self._residuals: deque[float] = deque(maxlen=WINDOW)
-        self._run: deque[tuple[int, float]] = deque(maxlen=RUN)  # bucket and residual of the last that are off
+        self._run: deque[tuple[int, float]] = deque(maxlen=RUN)  # bucket and residual of deviating samples
         self._fitted: tuple[list[float], list[float]] | None = None  # log rows, ascending, and log ratios
 
     @property
     def is_known(self) -> bool:
-        """Whether there was a sample, or the shape is believed."""
+        """Whether there is a sample or a given shape."""
         return bool(self._buckets or self._of_shape)
 
     def observe(self, rows: int, value: float) -> None:
-        """A sample, which is above 0."""
+        """Add a sample; `value` must be above 0."""
         where, number = math.log(rows), rows.bit_length()
         ratio = math.log(value) - self._log_shape(where)
         bucket = self._buckets.setdefault(number, _Bucket())
@@ -105,12 +102,12 @@ class RowAverages:
             self._step()
 
     def value(self, rows: int) -> float:
-        """Of any number of rows; something must be known."""
+        """The average for any number of rows; `is_known` must be true."""
         where = math.log(rows)
         return math.exp(self._log_shape(where) + self._ratio(where))
 
     def values(self) -> NDArray[np.float64]:
-        """Of all the numbers of rows that were given at the start; something must be known."""
+        """The averages for the `rows` given at creation; `is_known` must be true."""
         values = self._shape_values * np.exp(np.interp(self._log_rows, *self._fit()))
         rising: NDArray[np.float64] = np.maximum.accumulate(values)
         return rising
@@ -131,7 +128,7 @@ class RowAverages:
         return max(residuals) - min(residuals) <= 2 * self._least_step()
 
     def _step(self) -> None:
-        """What was before the run is scaled; of each bucket its average stays, as so many samples as make it known."""
+        """Scale the samples before the run; each bucket keeps its average, with a weight of KNOWN samples."""
         shift = median([residual for _, residual in self._run])
         later = [(number, self._buckets[number].pop()) for number, _ in reversed(self._run)]
         for bucket in self._buckets.values():
@@ -184,7 +181,7 @@ class RowAverages:
 
 
 def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The nearest values that never fall, by weighted squares: pools of adjacent violators."""
+    """Isotonic (non-decreasing) regression by pooling adjacent violators."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, number of values
     for value, weight in zip(values, weights, strict=True):
         mean, total, count = value, float(weight), 1

@@ -1,18 +1,18 @@
-"""How many rows go through a layer together."""
+"""The numbers of rows that go through a layer together."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-OWN_MOST = 256  # rows of a chunk whose products are bough's own: fewer calls for each row, and they still fit a cache
+OWN_MOST = 256  # rows of a chunk with bough's own products: few calls, and still within the processor's cache
 
 
 class RowCounts(NamedTuple):
-    """Numbers of rows that are allowed: multiples of `step`, itself a divisor of `most`."""
+    """Allowed numbers of rows: multiples of `step`, which divides `most`."""
 
     most: int
     step: int
 
     def padded(self, count: int) -> int:
-        """The least multiple of a step from `count` on, but at least one."""
+        """The smallest multiple of `step` that is at least `count`, and at least one step."""
         return max(1, -(-count // self.step)) * self.step

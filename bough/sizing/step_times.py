@@ -1,4 +1,4 @@
-"""How long a draft step takes by its rows, learnt from the steps that there are."""
+"""Seconds of a draft step by its rows, learnt from past steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from bough.sizing.sweep_times import ASSUMED, LEAST_SECONDS, grid, to_curve
 
 
 class StepTimes:
-    """Seconds of a draft step by the rows of all sessions in it, choosing candidates included.
+    """Learns the seconds of a draft step, candidate selection included, by the rows of all sessions in it.
 
-    Steps that also read context are no samples: their rows are no frontier's.
+    Steps that also compute context must not be observed.
     """
 
     def __init__(self, most_rows: int) -> None:
@@ -19,14 +19,14 @@ class StepTimes:
         self._curve: CostCurve | None = None
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+        """Add a step of `rows` rows that took `seconds`."""
         if rows < 1 or seconds <= 0:
             return
         self._seconds.observe(rows, max(seconds, LEAST_SECONDS))
         self._curve = None
 
     def curve(self) -> CostCurve | None:
-        """What steps take; None before the first."""
+        """The cost curve; None before the first step."""
         if self._curve is None and self._seconds.is_known:
             self._curve = to_curve(self._rows, self._seconds.values(), 1)
         return self._curve

@@ -1,4 +1,4 @@
-"""How long a sweep takes by its rows, learnt from the sweeps that there are."""
+"""Seconds of a sweep by its rows, learnt from past sweeps."""
 
 from __future__ import annotations
 
@@ -12,39 +12,37 @@ from numpy.typing import NDArray
 from bough.protocol.cost_curve import MAX_SECONDS, CostCurve
 from bough.sizing.row_averages import FLAT, RowAverages
 
-WAITED = 0.05  # of a sweep's time: who waited longer for weights saw all that the link can do
-SHORTER = (
-    0.9  # times what the link is taken to need: a sweep that did not wait, and was shorter, says that it needs less
-)
-LEAST_SECONDS = 1e-7  # of a sweep's computing
-# Where nobody has computed yet: as much for being there as for 32 rows. On two cores of a Zen 5 a sweep of resident
-# weights takes 0.13 s with one row and 1.18 s with 256.
+WAITED = 0.05  # share of a sweep spent waiting for weights above which the link was the bottleneck
+SHORTER = 0.9  # a sweep shorter than this share of the expected link time shows that the link is faster
+LEAST_SECONDS = 1e-7  # least compute time of a sweep
+# The assumed shape before any sweep: a fixed cost of 32 rows. On two cores of a Zen 5 a sweep of resident weights takes
+# 0.13 s with one row and 1.18 s with 256.
 ASSUMED = CostCurve((1, 257), (33.0, 289.0))
 
 
 class SweepPrior(NamedTuple):
-    """What is known of sweeps before the first, and worth three of them."""
+    """Prior knowledge of sweeps, with the weight of three of them."""
 
-    step: int  # rows are padded to multiples of it; 1 where what pads them costs little, as in mixtures of experts
-    compute: CostCurve | None = None  # what they compute for; None is not known
-    link_bytes: int = 0  # that cross the link in each; 0 where none do, or it is not known how many
-    link_seconds: float = 0.0  # that these take
-    volume: CostCurve | None = None  # bytes by rows, for their shape, where a sweep's rows choose what crosses the link
+    step: int  # rows are padded to multiples of it; 1 if padding costs little, as in mixtures of experts
+    compute: CostCurve | None = None  # compute seconds by rows; None is unknown
+    link_bytes: int = 0  # bytes that cross the link in each sweep; 0 is none or unknown
+    link_seconds: float = 0.0  # seconds that those bytes take
+    volume: CostCurve | None = None  # shape of the bytes by rows, if rows choose the experts that cross the link
 
 
 class SweepTimes:
-    """Seconds of a sweep: the link's or the computing's, whichever are more.
+    """Learns the seconds of a sweep: the maximum of link and compute time.
 
-    Computing is what a sweep did not wait, by its padded rows. Of the link only those sweeps say something that
-    waited for it: one that computed for longer than the link takes says only that it takes no longer. Taken for a
-    sample, it would make the link look slow, trees would grow, sweeps compute for longer still, and so on.
+    Compute time is the time not spent waiting, by padded rows. Link time is learnt only from sweeps that waited for the
+    link: a sweep that computed for longer gives only an upper bound. Used as a sample, it would make the link look
+    slow, trees would grow, sweeps would compute for longer still, and so on.
 
-    The link's seconds are those of a byte, of which all sweeps are samples alike, times the bytes of a sweep, which in
-    a mixture of experts grow with its rows: so the speed of the link is taken not to depend on the rows.
+    Link time is the seconds of a byte, averaged over all sweeps, times the bytes of a sweep, which in a mixture of
+    experts grow with its rows: the speed of the link is assumed not to depend on rows.
     """
 
     def __init__(self, step: int, most_rows: int, prior: SweepPrior | None = None) -> None:
-        """Rows are padded to multiples of `step`, where there is no prior to say so."""
+        """Without a `prior`, rows are padded to multiples of `step`."""
         prior = prior or SweepPrior(step)
         self._step = step = prior.step
         self._rows = grid(step, most_rows)
@@ -56,7 +54,7 @@ class SweepTimes:
         self._fit: _Fit | None = None
 
     def observe(self, rows: int, total_seconds: float, wait_seconds: float, link_bytes: int = 0) -> None:
-        """A sweep of so many rows took so long, of which it waited for weights; `link_bytes` crossed the link."""
+        """Add a sweep, which waited `wait_seconds` of its time for weights; `link_bytes` crossed the link."""
         if rows < 1 or total_seconds <= 0:
             return
         padded = -(-rows // self._step) * self._step
@@ -69,15 +67,13 @@ class SweepTimes:
         self._fit = None
 
     def curve(self) -> CostCurve | None:
-        """What sweeps take; None while nothing is known."""
+        """The cost curve; None while nothing is known."""
         fit = self._fitted()
         return fit.curve if fit is not None else None
 
     @property
     def knee(self) -> float:
-        """The most rows whose computing takes no longer than the link; infinite where none take longer, or no sweep
-        has waited.
-        """
+        """The most rows whose compute time is within the link time; infinite if no limit is known."""
         fit = self._fitted()
         return fit.knee if fit is not None else math.inf
 
@@ -95,9 +91,9 @@ class _Fit:
 
 
 def expert_volume(fixed_bytes: int, expert_bytes: int, chosen_share: float, most_rows: int) -> CostCurve:
-    """Bytes by rows, in place of seconds: those of every sweep, and of experts those that so many rows choose together.
+    """A curve of bytes (in place of seconds) by rows: fixed bytes, and the experts that the rows choose together.
 
-    Each row chooses `chosen_share` of them, as if for itself; real rows choose more alike, which sweeps will show.
+    Each row chooses `chosen_share` of the experts independently; real choices overlap more.
     """
     rows = grid(1, most_rows)
     num_bytes = fixed_bytes + expert_bytes * (1 - (1 - chosen_share) ** rows)
@@ -105,7 +101,7 @@ def expert_volume(fixed_bytes: int, expert_bytes: int, chosen_share: float, most
 
 
 def grid(step: int, most_rows: int) -> NDArray[np.int64]:
-    """Rows at which a curve has knots: multiples of a step up to `most_rows`, two in every factor of two."""
+    """The knots of a curve: multiples of `step` up to `most_rows`, two in every factor of two."""
     powers = 2.0 ** np.arange(math.ceil(math.log2(max(2, most_rows))) + 1)
     wanted = np.concatenate((powers, 1.5 * powers, [most_rows]))
     padded = (-(-np.minimum(wanted, most_rows) // step)).astype(np.int64) * step
@@ -114,7 +110,7 @@ def grid(step: int, most_rows: int) -> NDArray[np.int64]:
 
 
 def _fit(rows: NDArray[np.int64], compute: NDArray[np.float64], link: NDArray[np.float64] | None, step: int) -> _Fit:
-    """The larger of both, with a knot on either side of where one passes the other."""
+    """The maximum of compute and link, with a knot on either side of each crossing."""
     if link is None:
         return _Fit(to_curve(rows, compute, step), math.inf)
     is_longer = compute > link
@@ -133,5 +129,5 @@ def _fit(rows: NDArray[np.int64], compute: NDArray[np.float64], link: NDArray[np
 
 
 def to_curve(rows: NDArray[np.int64], seconds: NDArray[np.float64], step: int) -> CostCurve:
-    """Of arrays that ascend."""
+    """The cost curve of ascending arrays."""
     return CostCurve(tuple(rows.tolist()), tuple(np.clip(seconds, LEAST_SECONDS, MAX_SECONDS).tolist()), step)

@@ -1,1 +1,1 @@
-"""Tokenizers and chat templates of models, without torch or transformers."""
+"""Tokenizers and chat templates, without torch or transformers."""

@@ -1,4 +1,4 @@
-"""A model's chat template: how a conversation, or the next turn of one, is spelled as text."""
+"""A model's chat template, which renders a conversation, or its next turn, as text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from bough.errors import InvalidRequest
 
 Messages = Sequence[tuple[str, str]]  # role and content of each
 
-_MARK = "Zyx"  # an answer that no template takes to pieces, and that stands in no template
+_MARK = "Zyx"  # a placeholder answer that templates neither change nor contain
 _QUESTION, _OTHER_TURN = ("user", "Tsr"), [("user", "Wvu")]
 _CANNOT_CONTINUE = (
-    "continues: true, but this model's chat template spells a new turn differently from one history to another; the "
-    "full history, with continues false, would do"
+    "continues: must be false, with the full history: this model's chat template renders a new turn differently from "
+    "one history to another"
 )
 
 
 class ChatTemplate:
-    """Renders conversations. A template that cannot be read refuses them all, and says why."""
+    """Renders conversations; without a valid template, every call raises InvalidRequest with the reason."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
         self._special = {"bos_token": bos_token, "eos_token": eos_token}
@@ -39,9 +39,9 @@ class ChatTemplate:
                 self._problem = f"this model's chat template cannot be read: {exc}"
 
     def render(self, messages: Messages) -> str:
-        """A conversation, opened for the assistant's answer."""
+        """Render a conversation up to the start of the assistant's answer."""
         if self._template is None:
-            raise InvalidRequest(f"chat: {self._problem}; `text` or `token_ids` would do")
+            raise InvalidRequest(f"chat: {self._problem}; the prompt must be `text` or `token_ids`")
         try:
             return self._template.render(
                 messages=[{"role": role, "content": content} for role, content in messages],
@@ -49,16 +49,16 @@ class ChatTemplate:
                 **self._special,
             )
         except (jinja2.TemplateError, TypeError) as exc:
-            raise InvalidRequest(f"chat: the model's chat template refuses these messages: {exc}") from exc
+            raise InvalidRequest(f"chat: the model's chat template rejects these messages: {exc}") from exc
 
     def render_turn(self, messages: Messages) -> str:
-        """What comes after the text of an assistant's answer when these messages follow it, opened for the next one.
+        """Render the text between an assistant's answer and the next one, with `messages` in between.
 
-        It is read off a made-up conversation. That is right where what comes after an answer does not depend on the
-        history, and what comes before does not depend on the new messages.
+        It is extracted from a made-up conversation, which is correct if that text does not depend on the history and
+        the text before it does not depend on `messages`.
 
         Raises:
-            InvalidRequest: it does, or the template refuses the messages.
+            InvalidRequest: one of them does, or the template rejects the messages.
         """
         mark = _mark_beside([content for _, content in messages])
         once: Messages = [_QUESTION, ("assistant", mark)]
@@ -83,12 +83,12 @@ def _mark_beside(contents: Sequence[str]) -> str:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, by which some templates mark the assistant's part for training: its body stands as is."""
+    """Parses `{% generation %}`, which marks the assistant's part for training, as its body alone."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The nodes between the tag and its end."""
+        """The nodes between the tag and its end tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

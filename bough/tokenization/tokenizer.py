@@ -1,4 +1,4 @@
-"""A model's tokenizer at work: text to tokens and back, without torch or transformers."""
+"""Encoding and decoding with a model's tokenizer, without torch or transformers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bough.errors import InvalidRequest
 from bough.tokenization.chat_template import ChatTemplate, Messages
 from bough.tokenization.vocabulary import TokenizerFiles
 
-MAX_ID = 2**32 - 1  # that the library can be asked for
+MAX_ID = 2**32 - 1  # largest token id that the library accepts
 
 
 def _byte_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for: its own where that can be seen."""
+    """GPT-2's byte-level alphabet: the byte that each character of a token stands for."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -27,7 +27,7 @@ _BYTES = _byte_characters()
 
 
 class Tokenizer:
-    """Text to tokens and back."""
+    """Converts text to tokens and back."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         self.files = files
@@ -36,48 +36,48 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters that one token stands for, at most."""
+        """The length of the longest token, in characters."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a plain text, with the special tokens that the tokenizer adds by itself."""
+        """Tokens of a plain text, with the special tokens that the tokenizer adds."""
         return self._encode(text, add_special_tokens=True)
 
     def encode_more(self, text: str, before: str = "") -> list[int]:
-        """Tokens of a plain text that goes on: without what a tokenizer adds to a beginning.
+        """Tokens of a text that continues `before`, without added special tokens.
 
         Raises:
-            InvalidRequest: after the text `before` it would be other tokens.
+            InvalidRequest: tokens of `before` would change, as a token spans the boundary.
         """
         tokens = self._plain(before + text)
         known = self._plain(before)
         if tokens[: len(known)] != known:
             raise InvalidRequest(
-                f"continues: true, but the first token of what is new, {text[:20]!r}, would reach into what is held; "
-                "the full history, with continues false, would do"
+                "continues: must be false, with the full history: the first token of the new text "
+                f"{text[:20]!r} would begin in the session's text"
             )
         return tokens[len(known) :]
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Tokens of a conversation of (role, content), opened for the assistant's answer."""
+        """Tokens of a conversation of (role, content) pairs, up to the start of the assistant's answer."""
         return self._plain(self._template.render(messages))
 
     def encode_turn(self, messages: Messages) -> list[int]:
-        """Tokens that follow the text of an assistant's answer when the conversation goes on with these messages.
+        """Tokens that continue a conversation after an assistant's answer with these messages.
 
-        They begin with the token that ends an answer, where the template has one. Raises InvalidRequest where the
-        template cannot be continued.
+        They begin with the end-of-turn token, if the template has one. Raises InvalidRequest if the template cannot
+        render a turn by itself.
         """
         return self.encode_more(self._template.render_turn(messages), before="x")
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the tokens, special tokens left out; bytes that form no character become U+FFFD."""
+        """Text of the tokens without special tokens; incomplete characters become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for, special tokens spelled out; nothing for an id without a token.
+        """The bytes of one token, which may be part of a character; empty for an unused id.
 
-        A token may be a part of a character, which as a text of its own would be U+FFFD.
+        Special tokens are spelled out.
         """
         token = (self._tokenizer.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None) or ""
         if token in self._added:
@@ -90,12 +90,12 @@ class Tokenizer:
 
     @cached_property
     def _added(self) -> frozenset[str]:
-        """Tokens that stand beside the model's own, as they are spelled."""
+        """The spellings of added tokens, special ones included."""
         return frozenset(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether each character of a token stands for a byte."""
+        """Whether tokens are spelled in the byte-level alphabet."""
         decoder = json.loads(self._tokenizer.decoder.__getstate__()) if self._tokenizer.decoder else {}
         return "ByteLevel" in (decoder.get("type"), *(one.get("type") for one in decoder.get("decoders", ())))
 
@@ -103,5 +103,5 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """As a batch of one: for a batch, unlike for a text, the library lets other threads run meanwhile."""
+        """Encode as a batch of one, since only batch calls of the library release the GIL."""
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)

@@ -1,4 +1,4 @@
-"""A model's tokenizer as data that can be sent and compared."""
+"""A model's tokenizer files as a value that can be sent and compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a worker knows of its model's tokenizer, enough to rebuild it elsewhere."""
+    """A model's tokenizer files, enough to rebuild the tokenizer in another process."""
 
     tokenizer_json: bytes
     chat_template: str
@@ -21,8 +21,8 @@ class TokenizerFiles:
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
-        """Tokens in id order; ids without a token hold an empty text."""
-        import tokenizers  # not for clients, which never ask
+        """Tokens in id order; empty text for unused ids."""
+        import tokenizers  # here, as clients do not install it
 
         vocab = tokenizers.Tokenizer.from_buffer(self.tokenizer_json).get_vocab(with_added_tokens=True)
         tokens = [""] * (max(vocab.values()) + 1)
@@ -32,16 +32,16 @@ class TokenizerFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash over the vocabulary in id order: equal means that a token id means the same to both."""
+        """A hash over the vocabulary in id order; equal if each token id means the same."""
         data = json.dumps(self.vocabulary, ensure_ascii=True).encode()
         return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def first_difference(draft: Sequence[str], target: Sequence[str]) -> str | None:
-    """Names the first token id that means different things to a draft and a target, or None."""
+    """Describes the first token id that differs between a draft's and a target's vocabulary; None if equal."""
     for index, (drafted, wanted) in enumerate(zip(draft, target, strict=False)):
         if drafted != wanted:
-            return f"token {index} is {drafted!r} to the draft and {wanted!r} to the target"
+            return f"token {index} is {drafted!r} in the draft and {wanted!r} in the target"
     if len(draft) != len(target):
-        return f"the draft knows {len(draft)} tokens and the target {len(target)}"
+        return f"the draft has {len(draft)} tokens and the target {len(target)}"
     return None

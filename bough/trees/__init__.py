@@ -1,1 +1,1 @@
-"""Trees of guesses: as arrays, how they are to grow, which shape is best, and how likely guesses are accepted."""
+"""Draft trees: their arrays, growth plans, optimal shapes, acceptance estimates, and prompt lookup."""

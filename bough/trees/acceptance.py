@@ -1,8 +1,8 @@
-"""How often guesses are accepted, by depth and rank: read from lists, estimated from counts, smoothed. Knows no trees.
+"""Acceptance probabilities by depth and rank: read from lists, estimated from counts, smoothed.
 
-Row d of an acceptance holds, for accepted nodes at depth d, the probabilities that the child of each rank is accepted.
-The last row stands for all deeper nodes too, so that one row alone is the vector by rank of Sequoia (arXiv 2402.12374,
-section 3.1). By Scheme.MULTI_ROUND a rank is a draw: one that comes to the token of an earlier one is never accepted.
+Row d of an acceptance table holds, for accepted nodes at depth d, the probability that the child of each rank is
+accepted. The last row also applies to all deeper nodes, so a table of one row is the acceptance vector of Sequoia
+(arXiv 2402.12374, section 3.1). In Scheme.MULTI_ROUND a rank is a draw; a repeated token counts as not accepted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bough.trees.tree_plan import Scheme
 FloatArray = NDArray[np.float64]
 Acceptance = FloatArray  # (num_depths, num_ranks)
 
-SUM_SLACK = 1e-6  # rounded probabilities may come to a little more than 1
-PRIOR_NODES = 50.0  # what depths have in common is worth as much as so many nodes at each
+SUM_SLACK = 1e-6  # rounded probabilities may sum to slightly more than 1
+PRIOR_NODES = 50.0  # weight of the average over all depths in each depth's estimate, as a number of observed nodes
 
 
 @dataclass(frozen=True, slots=True)
 class DepthCounts:
-    """What became of the children of nodes at one depth; numbers of nodes, of which old ones count for less."""
+    """Outcomes for the children of nodes at one depth, as node counts in which older nodes may weigh less."""
 
     accepted: tuple[float, ...]  # (num_ranks,) [k]: the child of rank k was accepted
     rejected: tuple[float, ...]  # (num_ranks,) [k]: there were k + 1 children (or draws), and none was accepted
@@ -34,21 +34,21 @@ class DepthCounts:
 
 @dataclass(frozen=True, slots=True)
 class SchemeAcceptance:
-    """What a running system has counted of the trees verified by one scheme."""
+    """Acceptance counts that a running system collected for one verification scheme."""
 
     scheme: Scheme
-    num_rounds: int  # whose tree had more than its root, forgotten ones included
+    num_rounds: int  # rounds whose tree had more than its root, including rounds that no longer weigh in the counts
     by_depth: tuple[DepthCounts, ...]
 
 
 def acceptance_from(name: str, value: object) -> Acceptance:
-    """From a list of probabilities by rank, or a list of such lists by depth.
+    """Parse a list of probabilities by rank, or a list of such lists by depth.
 
     Raises:
-        ConfigError: saying which entry of `name` is at fault.
+        ConfigError: names the invalid entry of `name`.
     """
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{name}: a list of probabilities by rank would do, or a list of such lists by depth")
+        raise ConfigError(f"{name}: must be a list of probabilities by rank, or a list of such lists by depth")
     if all(isinstance(row, list) for row in value):
         rows = [_row(f"{name}[{depth}]", row) for depth, row in enumerate(value)]
     else:
@@ -61,21 +61,21 @@ def acceptance_from(name: str, value: object) -> Acceptance:
 
 def _row(name: str, row: list[object]) -> list[float]:
     if not row:
-        raise ConfigError(f"{name}: empty; at least one probability would do")
+        raise ConfigError(f"{name}: must have at least one probability, got an empty list")
     probs = []
     for rank, prob in enumerate(row):
         if not isinstance(prob, int | float) or isinstance(prob, bool) or not 0 <= prob <= 1:  # also catches NaN
-            raise ConfigError(f"{name}[{rank}]: {prob!r}; a probability from 0 to 1 would do")
+            raise ConfigError(f"{name}[{rank}]: must be a probability from 0 to 1, got {prob!r}")
         probs.append(float(prob))
     if (total := math.fsum(probs)) > 1 + SUM_SLACK:
-        raise ConfigError(f"{name}: sums to {total:.6g}; at most one child is accepted, so at most 1 would do")
+        raise ConfigError(f"{name}: must sum to at most 1, as at most one child is accepted, got {total:.6g}")
     return probs
 
 
 def smoothed(acceptance: Acceptance, weights: FloatArray | None = None) -> Acceptance:
-    """The non-increasing rows nearest in (weighted) least squares, by pooling adjacent violators.
+    """Isotonic (non-increasing) regression of each row in weighted least squares, by pooling adjacent violators.
 
-    `weights` has the shape of `acceptance` and is above 0; equal ones keep every row's sum.
+    `weights` has the shape of `acceptance` and is above 0; equal weights preserve each row's sum.
     """
     weights = np.ones_like(acceptance) if weights is None else weights
     return np.stack([_pooled(row, weight) for row, weight in zip(acceptance, weights, strict=True)])
@@ -94,15 +94,15 @@ def _pooled(row: FloatArray, weights: FloatArray) -> FloatArray:
 
 
 def by_rank(counted: SchemeAcceptance) -> Acceptance:
-    """(1, num_ranks): the same at every depth, non-increasing. There must be something counted."""
+    """Estimate one non-increasing row (1, num_ranks) for all depths; `counted` must not be empty."""
     accepted, rejected = _tables(counted)
     return _estimated(accepted.sum(axis=0, keepdims=True), rejected.sum(axis=0, keepdims=True))
 
 
 def by_depth_and_rank(counted: SchemeAcceptance) -> Acceptance:
-    """(num_depths, num_ranks): rows non-increasing, each drawn to what all depths have in common.
+    """Estimate non-increasing rows (num_depths, num_ranks), each shrunk towards the average over all depths.
 
-    The fewer nodes were counted at a depth, the more: few rounds go deep. There must be something counted.
+    Shrinkage is stronger where fewer nodes were counted, since few rounds go deep. `counted` must not be empty.
     """
     accepted, rejected = _tables(counted)
     common = by_rank(counted)[0]
@@ -111,7 +111,7 @@ def by_depth_and_rank(counted: SchemeAcceptance) -> Acceptance:
 
 
 def _tables(counted: SchemeAcceptance) -> tuple[FloatArray, FloatArray]:
-    """Accepted and rejected, each (num_depths, num_ranks) with as many ranks as any depth has."""
+    """Accepted and rejected counts, each (num_depths, num_ranks), padded with 0 to the largest number of ranks."""
     num_ranks = max(len(row) for depth in counted.by_depth for row in (depth.accepted, depth.rejected))
 
     def table(rows: Sequence[tuple[float, ...]]) -> FloatArray:
@@ -121,12 +121,12 @@ def _tables(counted: SchemeAcceptance) -> tuple[FloatArray, FloatArray]:
 
 
 def _estimated(accepted: FloatArray, rejected: FloatArray) -> Acceptance:
-    """Kaplan and Meier's estimate by rank, made non-increasing; both tables (num_depths, num_ranks).
+    """Kaplan-Meier estimate by rank, made non-increasing; both tables are (num_depths, num_ranks).
 
-    Nodes have different numbers of children. One that had three says nothing of the fourth's chances, and is left out
-    of the reckoning from there on; where all have as many it is accepted / nodes.
+    A node with three children is a censored observation from rank 4 on. Where all nodes have the same number of
+    children, the estimate is accepted / nodes.
     """
-    at_risk = (accepted + rejected)[:, ::-1].cumsum(axis=1)[:, ::-1]  # had this rank, and no earlier one was accepted
+    at_risk = (accepted + rejected)[:, ::-1].cumsum(axis=1)[:, ::-1]  # nodes with this rank and none accepted before
     hazard = np.divide(accepted, at_risk, out=np.zeros_like(accepted), where=at_risk > 0)
     survival = np.cumprod(1 - hazard, axis=1)
     survival = np.concatenate((np.ones_like(survival[:, :1]), survival[:, :-1]), axis=1)

@@ -1,4 +1,4 @@
-"""What a draft sampled from, sparse: the distributions that some ways of verifying need to know."""
+"""The draft's sparse sampling distributions, which the sampled verification schemes need."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from numpy.typing import NDArray
 
 from bough.errors import InvalidTree
 
-MOST_ENTRIES = 256  # of one node: several times what a draft of ours samples from
+MOST_ENTRIES = 256  # limit for one node; our drafts sample from several times fewer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbs:
-    """For each expanded node of a tree the tokens that its children were sampled from, and their probabilities.
+    """For each expanded node of a tree, the tokens that its children were sampled from and their probabilities.
 
-    Whoever samples and whoever verifies takes `of`, and so the same numbers to the last bit.
+    Sampling and verification both read probabilities through `of`, so they agree bit for bit.
     """
 
     nodes: NDArray[np.int32]  # (num_expanded,) ascending
-    offsets: NDArray[np.int32]  # (num_expanded + 1,) node i has entries offsets[i] to offsets[i + 1]
+    offsets: NDArray[np.int32]  # (num_expanded + 1,) nodes[i] has entries offsets[i] to offsets[i + 1]
     tokens: NDArray[np.int32]  # (num_entries,) distinct within a node
-    weights: NDArray[np.float32]  # (num_entries,) above 0; divided by their sum they are probabilities
+    weights: NDArray[np.float32]  # (num_entries,) above 0, unnormalised probabilities
 
     @classmethod
     def joined(cls, by_node: Mapping[int, tuple[NDArray[np.int32], NDArray[np.float32]]]) -> DraftProbs:
-        """From tokens and weights of each node."""
+        """Join the (tokens, weights) of each node."""
         nodes = sorted(by_node)
         sizes = [len(by_node[node][0]) for node in nodes]
         return cls(
@@ -39,7 +39,7 @@ class DraftProbs:
 
     @classmethod
     def of_rows(cls, nodes: NDArray[np.intp], tokens: NDArray[np.int32], weights: NDArray[np.float32]) -> DraftProbs:
-        """From (num_nodes, num_entries) tokens and weights; 0 is no entry. Nodes ascend."""
+        """Build from ascending nodes and their (num_nodes, num_entries) tokens and weights; weight 0 is no entry."""
         is_entry = weights > 0
         offsets = np.append(0, np.cumsum(is_entry.sum(1))).astype(np.int32)
         return cls(nodes.astype(np.int32), offsets, tokens[is_entry], weights[is_entry])
@@ -51,10 +51,10 @@ class DraftProbs:
         return all(np.array_equal(one, two) for one, two in zip(mine, theirs, strict=True))
 
     def of(self, node: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Tokens and probabilities, each (num_entries,), that the children of a node were sampled from.
+        """Tokens and probabilities, each (num_entries,), that the children of `node` were sampled from.
 
         Raises:
-            KeyError: nothing is known of the node.
+            KeyError: the node was not expanded.
         """
         index = int(np.searchsorted(self.nodes, node))
         if index == len(self.nodes) or self.nodes[index] != node:
@@ -63,7 +63,7 @@ class DraftProbs:
         return self.tokens[entries], normalised(self.weights[entries])
 
     def validate(self, num_nodes: int, vocab_size: int) -> None:
-        """Raises InvalidTree naming the first node at fault."""
+        """Check the arrays; raises InvalidTree naming the first invalid node."""
         sizes = np.diff(self.offsets)
         if (
             len(self.offsets) != len(self.nodes) + 1
@@ -73,29 +73,29 @@ class DraftProbs:
             or len(self.weights) != len(self.tokens)
         ):
             raise InvalidTree(
-                f"tree.draft_probs: {len(self.nodes)} nodes, {len(self.tokens)} tokens, {len(self.weights)} weights; "
-                "every node has at least one token, and every token a weight"
+                "tree.draft_probs: must have at least one token for each node and one weight for each token, "
+                f"got {len(self.nodes)} nodes, {len(self.tokens)} tokens, {len(self.weights)} weights"
             )
         if len(self.nodes) and sizes.max() > MOST_ENTRIES:
             raise InvalidTree(
-                f"tree.draft_probs: {sizes.max()} tokens of node {self.nodes[sizes.argmax()]}; at most {MOST_ENTRIES}, "
-                "the likeliest, would do"
+                f"tree.draft_probs: node {self.nodes[sizes.argmax()]} must have at most {MOST_ENTRIES} tokens, "
+                f"got {sizes.max()}"
             )
         if len(self.nodes) and (np.diff(self.nodes) < 1).any() | (self.nodes[0] < 0) | (self.nodes[-1] >= num_nodes):
-            raise InvalidTree(f"tree.draft_probs.nodes: ascending numbers from 0 to {num_nodes - 1} would do")
+            raise InvalidTree(f"tree.draft_probs.nodes: must ascend within 0 to {num_nodes - 1}")
         for index, node in enumerate(self.nodes.tolist()):
             entries = slice(self.offsets[index], self.offsets[index + 1])
             tokens, weights = self.tokens[entries], self.weights[entries]
             if tokens.min() < 0 or tokens.max() >= vocab_size or len(np.unique(tokens)) < len(tokens):
                 raise InvalidTree(
-                    f"tree.draft_probs: tokens of node {node}: distinct ones of the vocabulary of {vocab_size} would do"
+                    f"tree.draft_probs: tokens of node {node} must be distinct and from 0 to {vocab_size - 1}"
                 )
             if not ((weights > 0) & np.isfinite(weights)).all():
-                raise InvalidTree(f"tree.draft_probs: weights of node {node}: finite numbers above 0 would do")
+                raise InvalidTree(f"tree.draft_probs: weights of node {node} must be finite and above 0")
 
 
 def normalised(weights: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Weights (..., num_entries) divided by their sum, in double precision; zeros among them change no bit of it."""
+    """Weights (..., num_entries) divided by their sum, in float64; padding with zeros does not change the result."""
     probs: NDArray[np.float64] = weights.astype(np.float64)
-    probs /= probs.cumsum(-1)[..., -1:]  # one after another: `sum` adds in groups that depend on how many there are
+    probs /= probs.cumsum(-1)[..., -1:]  # adds sequentially; the order of additions in `sum` depends on the length
     return probs

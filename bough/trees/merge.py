@@ -1,4 +1,4 @@
-"""Two trees of guesses for the same root as one. Knows no models and no wires."""
+"""Merging two draft trees of the same root."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from bough.trees.tree import Tree
 
 
 def merged(tree: Tree, other: Tree, budget: int) -> Tree:
-    """The `budget` best-scoring nodes of both trees, best first; what both guess below the same path is one node.
+    """The `budget` best-scoring nodes of the union of both trees, best first.
 
-    Such a node has the larger of the two log-probabilities: either estimate may be blind to what the other one knows.
-    Where the first tree was sampled it stays as it is, and all of the other comes behind it: `draws` tells apart what
-    was drawn, by which the target judges, and what was added, where it may go on if it draws that itself.
+    A node in both trees gets the larger of its two log-probabilities. A sampled first tree is kept whole, with all
+    added nodes after it and no trimming: `draws` lists the sampled nodes, by which the scheme verifies; added nodes
+    count only if the target draws their tokens itself.
 
     Raises:
-        InvalidTree: the roots differ, or there is room for none.
+        InvalidTree: the roots differ, or `budget` is below 1.
     """
-    assert other.draft_probs is None, "only the first may be a sample"
+    assert other.draft_probs is None, "only the first tree may be sampled"
     if tree.tokens[0] != other.tokens[0]:
-        raise InvalidTree(f"tree.tokens[0]: {tree.tokens[0]} and {other.tokens[0]}; trees of the same root would do")
+        raise InvalidTree(f"tree.tokens[0]: must be the same in both trees, got {tree.tokens[0]} and {other.tokens[0]}")
     both = union(tree, other)
     if tree.draft_probs is None:
         return _best_first(both).trimmed(budget)
@@ -31,10 +31,10 @@ def merged(tree: Tree, other: Tree, budget: int) -> Tree:
 
 
 def union(tree: Tree, other: Tree) -> Tree:
-    """The first tree's nodes, then those that only the other has; what both have has the larger log-probability."""
+    """The first tree's nodes, then those only in the other; shared nodes get the larger log-probability."""
     tokens, parents, log_probs = (array.tolist() for array in (tree.tokens, tree.parents, tree.log_probs))
     children = tree.children()
-    places = [0]  # of the other's nodes in the union
+    places = [0]  # index in the union of each node of `other`
     for node in range(1, len(other)):
         token, parent = int(other.tokens[node]), places[other.parents[node]]
         log_prob = float(other.log_probs[node])
@@ -48,11 +48,11 @@ def union(tree: Tree, other: Tree) -> Tree:
         else:
             log_probs[place] = max(log_probs[place], log_prob)
         places.append(place)
-    return Tree.of(tokens, parents, np.minimum(log_probs, 0.0).tolist())  # a hair above is let pass at the wire
+    return Tree.of(tokens, parents, np.minimum(log_probs, 0.0).tolist())  # validation tolerates rounding above 0
 
 
 def _best_first(tree: Tree) -> Tree:
-    """The same tree with its nodes in order of score: parents still come first, for no child scores higher."""
+    """The same tree with nodes sorted by score; parents stay first, as no child scores higher than its parent."""
     order = np.argsort(-tree.scores(), kind="stable")
     places = np.argsort(order)
     parents = np.where(tree.parents[order] < 0, -1, places[tree.parents[order]]).astype(np.int32)

@@ -1,7 +1,7 @@
-"""Which shape of tree is worth most: acceptance by depth and rank in (`bough.trees.acceptance`), shapes out.
+"""Tree shapes that maximise expected tokens per round, given acceptance by depth and rank (`bough.trees.acceptance`).
 
-A node is worth f, the product of the acceptances along its path, and a tree the sum over its nodes, the root included
-with 1: the expected tokens of a round. Sizes count the root: `nodes` the nodes, `levels` the levels.
+The value f of a node is the product of the acceptances along its path, 1 at the root. The value of a tree is the sum
+over its nodes: the expected tokens of a round. `nodes` and `levels` are limits that include the root.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy as np
 from bough.trees.acceptance import Acceptance, FloatArray
 from bough.trees.tree_plan import Chains, StaticShape
 
-BLOCK_ROWS = 64  # of a maximum over splits, computed at once: they stay in the cache
+BLOCK_ROWS = 64  # rows of `_best_splits` computed at once, to stay in the processor's cache
 
 
 class Size(NamedTuple):
-    """The shape that makes most tokens per second."""
+    """The shape with the most expected tokens per second."""
 
     shape: StaticShape
     tokens_per_second: float
 
 
 def acceptance_below(acceptance: Acceptance, depth: int) -> FloatArray:
-    """(num_ranks,) of the children of a node at this depth."""
+    """(num_ranks,) acceptance of the children of a node at `depth`."""
     row: FloatArray = acceptance[min(depth, len(acceptance) - 1)]
     return row
 
 
 def node_values(shape: StaticShape, acceptance: Acceptance) -> FloatArray:
-    """(num_nodes,) f of every node: its probability of being accepted; 1 for the root."""
+    """(num_nodes,) f of each node: the probability that it is accepted."""
     values, depths = np.ones(shape.budget), shape.depths()
     rank = 0
     for index, parent in enumerate(shape.parents):
@@ -43,45 +43,48 @@ def node_values(shape: StaticShape, acceptance: Acceptance) -> FloatArray:
 
 
 def expected_tokens(shape: StaticShape, acceptance: Acceptance) -> float:
-    """Of a round, the bonus token included (Sequoia, arXiv 2402.12374, proposition 3.4)."""
+    """Expected tokens of a round, the bonus token included (Sequoia, arXiv 2402.12374, proposition 3.4)."""
     return float(node_values(shape, acceptance).sum())
 
 
 def expected_tokens_of_chains(chains: Chains, acceptance: Acceptance) -> float:
-    """Of a round of k chains of length L: for a vector p by rank 1 + (p1 + ... + pk) (1 - p1^L) / (1 - p1)."""
+    """Expected tokens of a round of k chains of length L.
+
+    With one acceptance vector p for all depths this is 1 + (p1 + ... + pk) (1 - p1^L) / (1 - p1).
+    """
     starts = float(acceptance[0, : chains.num].sum())
     onwards = [acceptance_below(acceptance, depth)[0] for depth in range(1, chains.length)]
     return 1 + starts * float(np.cumprod([1.0, *onwards]).sum())
 
 
 def best_chains(acceptance: Acceptance, nodes: int, levels: int) -> Chains:
-    """The k chains worth most within these sizes, of two or more nodes and levels."""
+    """The most valuable chains within `nodes` and `levels`, both at least 2."""
     lengths = range(1, min(levels, nodes))
     candidates = (Chains(min((nodes - 1) // length, acceptance.shape[1]), length) for length in lengths)
     return max(candidates, key=lambda chains: expected_tokens_of_chains(chains, acceptance))
 
 
 def best_shape(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
-    """The shape worth most within these sizes, no larger than it need be."""
+    """The most valuable shape within `nodes` and `levels`, without worthless nodes."""
     return best_first(acceptance, nodes, levels) if is_monotone(acceptance) else optimal(acceptance, nodes, levels)
 
 
 def is_monotone(acceptance: Acceptance) -> bool:
-    """Whether no child is likelier than a sibling before it, at any depth."""
+    """Whether acceptance never increases with rank, at any depth."""
     return bool((np.diff(acceptance, axis=1) <= 0).all())
 
 
 def best_first(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
     """The best shape for a monotone acceptance, in O(nodes log nodes).
 
-    A node is never worth more than its parent or an elder sibling, so that the nodes worth most make up a tree.
+    No node's value exceeds that of its parent or of an earlier sibling, so the most valuable nodes form a tree.
     """
-    taken = _taken(acceptance, nodes, levels)
+    taken = _most_valuable(acceptance, nodes, levels)
     return _shape([(node.parent, node.rank) for node in taken[1:]])
 
 
 class _Node(NamedTuple):
-    """Ordered by worth; among equals what was found first comes first."""
+    """A heap entry, ordered by descending value; ties go to the node found first."""
 
     negated_value: float
     found: int
@@ -90,8 +93,8 @@ class _Node(NamedTuple):
     depth: int
 
 
-def _taken(acceptance: Acceptance, nodes: int, levels: int) -> list[_Node]:
-    """Nodes of the best shape, those worth most first; parents are places in this list."""
+def _most_valuable(acceptance: Acceptance, nodes: int, levels: int) -> list[_Node]:
+    """Nodes of the best shape by descending value; `parent` is an index into this list."""
     rows = [acceptance_below(acceptance, depth).tolist() for depth in range(levels - 1)]
     taken: list[_Node] = []
     heap = [_Node(-1.0, 0, -1, 0, 0)]
@@ -113,13 +116,10 @@ def _taken(acceptance: Acceptance, nodes: int, levels: int) -> list[_Node]:
 
 
 def optimal(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
-    """The best shape for any acceptance, no larger than it need be.
-
-    By dynamic programming (Sequoia, arXiv 2402.12374, section 3.1).
-    """
+    """The best shape for any acceptance, by dynamic programming (Sequoia, arXiv 2402.12374, section 3.1)."""
     tables = _tables(acceptance, nodes, levels)
-    pairs: list[tuple[int, int]] = []  # parent and rank, parents first
-    waiting = [(0, 0, int(tables[0].best.argmax()))]  # node, depth and nodes of subtrees to be laid out
+    pairs: list[tuple[int, int]] = []  # (parent, rank), parents first
+    waiting = [(0, 0, int(tables[0].best.argmax()))]  # (node, depth, size) of subtrees still to be laid out
     while waiting:
         parent, depth, size = waiting.pop()
         child_sizes = _split(tables, acceptance, depth, size)
@@ -130,19 +130,19 @@ def optimal(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
 
 
 class _Table(NamedTuple):
-    """What subtrees are worth at most, whose root is at one depth and counts 1; -inf where there is none."""
+    """Largest values of subtrees whose root is at one depth and counts 1; -inf where no such subtree exists."""
 
-    values: FloatArray  # (num_ranks + 1, nodes + 1) [b, m]: m nodes, of which b are the root's children
-    best: FloatArray  # (nodes + 1,) [m]: with as many children as are best
+    values: FloatArray  # (num_ranks + 1, nodes + 1) [b, m]: m nodes, b children of the root
+    best: FloatArray  # (nodes + 1,) [m]: m nodes, any number of children
 
 
 def _tables(acceptance: Acceptance, nodes: int, levels: int) -> list[_Table]:
-    """One for each depth: T[m][l][b] = max over y of T[y][l][b-1] + p[b] max_j T[m-y][l-1][j]."""
+    """A table for each depth: T[m][l][b] = max over y of T[y][l][b-1] + p[b] max_j T[m-y][l-1][j]."""
     leaf = _leaf(nodes)
     tables = [_Table(leaf[None], leaf)]  # deepest first
     for depth in reversed(range(min(levels, nodes) - 1)):
         is_settled = len(tables) > 2 and np.array_equal(tables[-1].best, tables[-2].best)
-        if is_settled and depth >= len(acceptance) - 1:  # deeper subtrees are worth no more: the next is the same again
+        if is_settled and depth >= len(acceptance) - 1:  # deeper subtrees add nothing, so all further tables are equal
             tables.append(tables[-1])
         else:
             tables.append(_above(acceptance_below(acceptance, depth), tables[-1]))
@@ -150,7 +150,7 @@ def _tables(acceptance: Acceptance, nodes: int, levels: int) -> list[_Table]:
 
 
 def _above(row: FloatArray, below: _Table) -> _Table:
-    """The table of a depth whose nodes have children with the acceptance `row`, by that of the next depth."""
+    """The table of a depth whose nodes' children have acceptance `row`, from the table one level deeper."""
     values = [_leaf(len(below.best) - 1)]
     for prob in row:
         values.append(_best_splits(values[-1], _scaled(below.best, prob)))
@@ -159,19 +159,19 @@ def _above(row: FloatArray, below: _Table) -> _Table:
 
 
 def _leaf(nodes: int) -> FloatArray:
-    """(nodes + 1,) [m]: what m nodes are worth without children."""
+    """(nodes + 1,) [m]: value of a subtree of m nodes whose root has no children; -inf unless m is 1."""
     values = np.full(nodes + 1, -np.inf)
     values[1] = 1.0
     return values
 
 
 def _scaled(values: FloatArray, prob: float) -> FloatArray:
-    """Product, in which what cannot be stays -inf also at probability 0."""
+    """values * prob, with -inf kept also at probability 0."""
     return np.where(np.isfinite(values), values, 0.0) * prob + np.where(np.isfinite(values), 0.0, -np.inf)
 
 
 def _best_splits(first: FloatArray, second: FloatArray) -> FloatArray:
-    """[m]: the maximum over y of first[y] + second[m - y]; all of one length."""
+    """Max-plus convolution: [m] is the maximum over y of first[y] + second[m - y]; all of one length."""
     size = len(first)
     padded = np.concatenate((second[::-1], np.full(size, -np.inf)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, size)[size - 1 :: -1]  # [m, y]: second[m - y]
@@ -183,26 +183,26 @@ def _best_splits(first: FloatArray, second: FloatArray) -> FloatArray:
 
 
 def _split(tables: Sequence[_Table], acceptance: Acceptance, depth: int, size: int) -> list[int]:
-    """Nodes of the subtree below each child, of the best subtree of this size at this depth."""
+    """Sizes of the root's child subtrees in the best subtree of `size` nodes at `depth`."""
     values, row = tables[depth].values, acceptance_below(acceptance, depth)
     sizes = []
     for num_children in range(int(values[:, size].argmax()), 0, -1):
-        last = _scaled(tables[depth + 1].best[size:0:-1], row[num_children - 1])  # [y]: of size - y nodes
-        rest = int((values[num_children - 1, :size] + last).argmax())
-        sizes.append(size - rest)
-        size = rest
+        last = _scaled(tables[depth + 1].best[size:0:-1], row[num_children - 1])  # [y]: size - y nodes
+        remaining = int((values[num_children - 1, :size] + last).argmax())
+        sizes.append(size - remaining)
+        size = remaining
     return sizes[::-1]
 
 
 def _shape(pairs: Iterable[tuple[int, int]]) -> StaticShape:
-    """From parent and rank of node 1 and on, parents first: level by level, siblings by rank."""
+    """The shape, level by level and siblings by rank, of (parent, rank) pairs for node 1 and on, parents first."""
     children: list[list[tuple[int, int]]] = [[]]
     for node, (parent, rank) in enumerate(pairs, start=1):
         children.append([])
         children[parent].append((rank, node))
     parents: list[int] = []
     order = [0]
-    for place, node in enumerate(order):  # grows as it is walked
+    for place, node in enumerate(order):  # `order` grows during the loop
         for _, child in sorted(children[node]):
             parents.append(place)
             order.append(child)
@@ -210,9 +210,10 @@ def _shape(pairs: Iterable[tuple[int, int]]) -> StaticShape:
 
 
 def best_size(acceptance: Acceptance, verify_seconds: FloatArray, step_seconds: float, levels: int) -> Size:
-    """The shape with most expected tokens per second, a tree of one node included (Sequoia, section 3.3).
+    """The shape with the most expected tokens per second, possibly the root alone (Sequoia, section 3.3).
 
-    `verify_seconds` is (nodes,) for trees of 1 node and on. Every level below the root takes a draft step.
+    `verify_seconds` is (nodes,): seconds to verify a tree of 1 node and on. Each level below the root costs
+    `step_seconds`, one draft step.
     """
     best_rate, best_levels, best_nodes = 0.0, 1, 1
     by_levels = _expected_by_sizes(acceptance, len(verify_seconds), min(levels, len(verify_seconds)))
@@ -225,20 +226,23 @@ def best_size(acceptance: Acceptance, verify_seconds: FloatArray, step_seconds: 
 
 
 def _expected_by_sizes(acceptance: Acceptance, nodes: int, levels: int) -> Iterator[FloatArray]:
-    """[n - 1]: expected tokens of the best shape of n nodes; for 1 level and on, as far as more are worth anything."""
+    """Yields for 1 level and on, while more levels help, [n - 1]: expected tokens of the best shape of n nodes."""
     if not is_monotone(acceptance):
         yield from _optimal_by_sizes(acceptance, nodes, levels)
         return
     for num_levels in range(1, levels + 1):
-        taken = _taken(acceptance, nodes, num_levels)
+        taken = _most_valuable(acceptance, nodes, num_levels)
         yield np.cumsum([-node.negated_value for node in taken])
         if max(node.depth for node in taken) < num_levels - 1:
             return
 
 
 def _optimal_by_sizes(acceptance: Acceptance, nodes: int, levels: int) -> Iterator[FloatArray]:
-    """The same by dynamic programming: what the rows but the last make of subtrees that know only the last."""
-    lower = _tables(acceptance[-1:], nodes, levels)[::-1]  # [l - 1]: of l levels
+    """The same by dynamic programming for any acceptance.
+
+    Tables for the last acceptance row, which repeats for all deeper levels, are shared; earlier rows go on top.
+    """
+    lower = _tables(acceptance[-1:], nodes, levels)[::-1]  # [l - 1]: the table for l levels
     for num_levels in range(1, levels + 1):
         num_upper = min(len(acceptance), num_levels) - 1
         below = num_levels - num_upper - 1

@@ -1,6 +1,6 @@
-"""What followed before where a text now ends: a suffix automaton, and small trees of such continuations.
+"""Prompt lookup: a suffix automaton over a session's tokens, and draft trees of earlier continuations.
 
-Knows no models: tokens are numbers, and how likely a continuation is to be right is for the caller to say.
+The caller estimates how likely a continuation is.
 """
 
 from __future__ import annotations
@@ -13,102 +13,103 @@ from typing import NamedTuple
 
 from bough.trees.tree import Tree
 
-MAX_BRANCH = 4  # continuations of a node that are considered
+MAX_BRANCH = 4  # continuations considered for each node
 
 
 class Match(NamedTuple):
-    """Some `length` tokens that stand in the text, as the automaton knows them."""
+    """A string of `length` tokens that occurs in the text, and its automaton state."""
 
     state: int
     length: int
 
 
 class Follower(NamedTuple):
-    """A token that has followed."""
+    """A token that followed an earlier occurrence of a match."""
 
     token: int
-    match_length: int  # tokens before it that were the same
-    times: int  # that it has followed those
-    match: Match  # those tokens and it
+    match_length: int  # tokens in the match
+    times: int  # occurrences of the match followed by this token
+    match: Match  # the match extended by this token
 
 
 class Draft(Enum):
-    """What a draft's tree says of a guess."""
+    """What the draft model's tree says about a guess from lookup."""
 
-    SILENT = 0  # it has guessed nothing below the parent
-    OTHERWISE = 1  # it has guessed other tokens there
-    UNLIKELY = 2  # it has guessed the token too, with a probability below 0.1,
-    POSSIBLE = 3  # below 0.5,
-    LIKELY = 4  # or more
+    SILENT = 0  # the draft has no children below the same parent
+    OTHERWISE = 1  # the draft has only other tokens there
+    UNLIKELY = 2  # the draft has the same token, with a probability below 0.1
+    POSSIBLE = 3  # the same token, with a probability from 0.1 to below 0.5
+    LIKELY = 4  # the same token, with a probability of 0.5 or more
 
 
 class GuessKind(NamedTuple):
-    """What is known of a guess before it is verified."""
+    """Features of a guess that predict whether it is accepted."""
 
-    match_length: int  # tokens before it that were the same where it stood before
-    rank: int  # 0 is the first choice below its parent: longest match, then most frequent, then most recent
-    depth: int  # below the root
+    match_length: int  # tokens in the match before the guess
+    rank: int  # among its siblings, from 0: longest match, then most frequent, then most recent
+    depth: int  # levels below the root
     draft: Draft = Draft.SILENT
 
 
 class Context(NamedTuple):
-    """A node of a tree in the making: the text with the path to it."""
+    """A node of a growing tree, with the match of the text followed by the node's path."""
 
     node: int
     depth: int
     score: float  # log-probability of the path
     match: Match
-    drafted: dict[int, int]  # what the draft has guessed below it: token to the draft's node
+    drafted: dict[int, int]  # the draft's children of the same node: token to node in the draft's tree
 
 
 class Guesses(NamedTuple):
-    """A tree of continuations, and of each of its nodes but the root the kind."""
+    """A tree of continuations, and the kind of each node but the root."""
 
     tree: Tree
     kinds: tuple[GuessKind, ...]  # (num_nodes - 1,)
 
 
 class Limits(NamedTuple):
-    """What a tree of continuations may be."""
+    """Limits of a tree of continuations."""
 
-    max_nodes: int  # beside the root
+    max_nodes: int  # not counting the root
     max_depth: int
-    closed: frozenset[int] = frozenset()  # tokens that nothing follows
+    stop_tokens: frozenset[int] = frozenset()  # nodes with these tokens get no children
 
 
 class SuffixAutomaton:
-    """All that stands in a text, to be asked what followed (Blumer et al., 1985: states are sets of places of endings).
+    """An online suffix automaton (Blumer et al., 1985) with occurrence counts.
 
-    A token takes amortised constant time for the automaton and at most `max_match` steps for the counts. There are at
-    most two states and three transitions for each token.
+    A state is the set of strings that end at the same positions. Appending a token takes amortised constant time for
+    the automaton and at most `max_match` steps for the counts; there are at most two states and three transitions for
+    each token.
     """
 
     def __init__(self, max_match: int = 24) -> None:
         self.num_tokens = 0
-        self._max_match = max_match  # tokens; longer repetitions are told apart by their last ones only
+        self._max_match = max_match  # tokens; longer matches are cut to their last max_match
         self._next: list[dict[int, int]] = [{}]  # by state: token to state
-        self._link = [-1]  # by state: the state of its longest suffix that ends in more places
+        self._link = [-1]  # by state: the suffix link, the state of its longest suffix with more end positions
         self._length = [0]  # by state: tokens of its longest string
-        self._count = [0]  # by state: how often its strings stand in the text; up to max_match + 1 tokens
-        self._last = [0]  # by state: where they stood last
+        self._count = [0]  # by state: occurrences, counted for strings of up to max_match + 1 tokens
+        self._last = [0]  # by state: the latest end position
         self._whole = 0  # the state of the whole text
-        self._counted = Match(0, 0)  # the end of the text, as far as it is counted
+        self._counted = Match(0, 0)  # the longest counted suffix of the text
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Appends to the text."""
+        """Append tokens to the text."""
         for token in tokens:
             self._append(token)
             self._count_end(token)
 
     def longest_match(self) -> Match:
-        """The longest end of the text, up to `max_match` tokens, that something has followed before."""
+        """The longest suffix of the text, up to `max_match` tokens, that also occurs earlier."""
         match = self._shortened(self._counted)
         while match.state and not self._next[match.state]:
             match = self._parent(match)
         return match
 
     def followers(self, match: Match, limit: int) -> list[Follower]:
-        """What has followed a match and its own ends: longest first, then most frequent, then most recent."""
+        """Tokens that followed a match or its suffixes: longest match first, then most frequent, then most recent."""
         found: dict[int, Follower] = {}
         while match.state and len(found) < limit:
             fresh = [(token, state) for token, state in self._next[match.state].items() if token not in found]
@@ -127,10 +128,10 @@ class SuffixAutomaton:
             self._next[state][token] = new
             state = self._link[state]
         if state >= 0:
-            self._link[new] = self._ending(state, token)
+            self._link[new] = self._extended_state(state, token)
 
-    def _ending(self, state: int, token: int) -> int:
-        """The state of the longest string of `state` with `token`; split off where its state has longer strings."""
+    def _extended_state(self, state: int, token: int) -> int:
+        """The state of the longest string of `state` plus `token`, cloned if that state has longer strings too."""
         target = self._next[state][token]
         if self._length[target] == self._length[state] + 1:
             return target
@@ -151,7 +152,7 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _count_end(self, token: int) -> None:
-        """Counts every end of the text up to max_match + 1 tokens: what follows a match is one longer than it."""
+        """Count every suffix of the text up to max_match + 1 tokens: a match and the token after it."""
         state, length = self._counted
         self._counted = self._within(Match(self._next[state][token], length + 1), self._max_match + 1)
         state = self._counted.state
@@ -164,7 +165,7 @@ class SuffixAutomaton:
         return self._within(match, self._max_match)
 
     def _within(self, match: Match, max_length: int) -> Match:
-        """The last tokens of a match, in the state that has them now."""
+        """The last `max_length` tokens of a match, with their current state."""
         state, length = match.state, min(match.length, max_length)
         while state and self._length[self._link[state]] >= length:
             state = self._link[state]
@@ -181,19 +182,19 @@ _BOUNDS = ((Draft.UNLIKELY, math.log(0.1)), (Draft.POSSIBLE, math.log(0.5)))
 def grow_continuations(
     text: SuffixAutomaton, drafted: Tree, limits: Limits, log_prob: Callable[[GuessKind], float]
 ) -> Guesses:
-    """The likeliest continuations of a text, by the estimate of each kind of guess; the root is the text's last token.
+    """A tree of the likeliest continuations of `text`, by `log_prob` of each kind; the root is the text's last token.
 
-    Below every node stands what has followed the text with the path to that node. The best path is always extended
-    first, so that siblings are best first and the nodes are the `max_nodes` best of those that were considered. What
-    the draft has guessed adds no nodes; it is part of a guess's kind.
+    A node's children are the tokens that followed an earlier occurrence of the text plus the node's path. Growth is
+    best-first, so siblings are best first and the tree holds the `max_nodes` best nodes considered. The draft's tree
+    adds no nodes; it is a feature of a guess's kind.
     """
     tokens, parents, log_probs = [int(drafted.tokens[0])], [-1], [0.0]
     kinds: list[GuessKind] = []
     children = drafted.children()
-    heap: list[tuple[float, int, int, GuessKind, Follower, Context]] = []  # parent and rank settle every order
+    heap: list[tuple[float, int, int, GuessKind, Follower, Context]] = []  # (parent, rank) breaks ties
 
     def consider(parent: Context) -> None:
-        if parent.depth >= limits.max_depth or tokens[parent.node] in limits.closed:
+        if parent.depth >= limits.max_depth or tokens[parent.node] in limits.stop_tokens:
             return
         for rank, follower in enumerate(text.followers(parent.match, MAX_BRANCH)):
             draft = _draft(drafted, parent.drafted, follower.token)

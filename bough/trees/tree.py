@@ -1,7 +1,4 @@
-"""A tree of guessed tokens, as flat arrays.
-
-Knows nothing of models, workers or wires. Masks, depths and paths are derived here and stored nowhere.
-"""
+"""A tree of guessed tokens as flat arrays; masks, depths and paths are derived on demand."""
 
 from __future__ import annotations
 
@@ -22,18 +19,18 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """Node 0 is the root, the last committed token; parents come before children, siblings best first."""
+    """A draft tree: node 0 is the root, the last committed token; parents precede children, siblings are best first."""
 
     tokens: IntArray  # (num_nodes,)
     parents: IntArray  # (num_nodes,) index of the parent; -1 at the root
-    log_probs: FloatArray  # (num_nodes,) draft's conditional log-probability; 0 at the root
-    draft_probs: DraftProbs | None = None  # what children were sampled from, where verification asks for it
-    # (num_draws,) nodes in the order in which they were sampled, one as often as it was; None is all in their own
+    log_probs: FloatArray  # (num_nodes,) log-probability given the path, by the draft; 0 at the root
+    draft_probs: DraftProbs | None = None  # sampling distributions of the children; only for sampled schemes
+    # (num_draws,) nodes in sampling order, repeated if drawn repeatedly; None: every node once, in its own order
     draws: IntArray | None = None
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> Tree:
-        """From lists, in the layout of the fields."""
+        """Build from one token, parent and log-probability for each node."""
         return cls(
             np.asarray(tokens, dtype=np.int32),
             np.asarray(parents, dtype=np.int32),
@@ -42,7 +39,7 @@ class Tree:
 
     @classmethod
     def root(cls, token: int) -> Tree:
-        """A tree without guesses: verifying it is plain decoding."""
+        """A tree of its root alone; verifying it is plain decoding."""
         return cls.of([token], [-1], [0.0])
 
     def __len__(self) -> int:
@@ -50,7 +47,7 @@ class Tree:
 
     @property
     def num_places(self) -> int:
-        """Nodes, or as many as there would be if equal draws did not share one."""
+        """Nodes, counting a node drawn several times as several."""
         return max(len(self), 1 + len(self.draws)) if self.draws is not None else len(self)
 
     def __eq__(self, other: object) -> bool:
@@ -82,7 +79,7 @@ class Tree:
         return nodes[::-1]
 
     def path_table(self) -> IntArray:
-        """(num_nodes, max_depth + 1): row i lists the path to node i from the root; unused places hold 0."""
+        """(num_nodes, max_depth + 1): row i is the path from the root to node i, padded with 0."""
         depths, parents = self.depths().tolist(), self.parents.tolist()
         table = np.zeros((len(self), max(depths) + 1), dtype=np.int32)
         for node in range(1, len(self)):
@@ -98,14 +95,14 @@ class Tree:
         return mask
 
     def children(self) -> list[dict[int, int]]:
-        """For each node its children: token to node."""
+        """For each node, its children as a map from token to node."""
         children: list[dict[int, int]] = [{} for _ in range(len(self))]
         for node in range(1, len(self)):
             children[self.parents[node]][int(self.tokens[node])] = node
         return children
 
     def along(self, tokens: Iterable[int]) -> list[int]:
-        """Nodes below the root that spell the leading tokens, as far as the tree has them."""
+        """The nodes of the longest path from the root (excluded) that spells a prefix of `tokens`."""
         children, nodes = self.children(), [0]
         for token in tokens:
             node = children[nodes[-1]].get(token)
@@ -115,31 +112,28 @@ class Tree:
         return nodes[1:]
 
     def scores(self) -> FloatArray:
-        """(num_nodes,) log-probability of the whole path from the root."""
+        """(num_nodes,) log-probability of the path from the root to each node."""
         scores = self.log_probs.copy()
         for node in range(1, len(self)):
             scores[node] += scores[self.parents[node]]
         return scores
 
     def trimmed(self, budget: int) -> Tree:
-        """The `budget` best-scoring nodes in their old order."""
+        """The tree of the `budget` best-scoring nodes, in their old order; raises InvalidTree if `budget` < 1."""
         if budget < 1:
-            raise InvalidTree(f"budget: {budget} is no tree size; 1 or more would do")
+            raise InvalidTree(f"budget: must be at least 1, got {budget}")
         return self if len(self) <= budget else self.only(best_nodes(self.scores(), budget))
 
     def only(self, nodes: NDArray[np.intp]) -> Tree:
-        """These nodes, which ascend, each with its parent; of a tree that was sampled what is left is no sample."""
-        assert self.draft_probs is None, "a sample cannot be trimmed"
+        """The tree of these ascending nodes, whose parents must be among them; sampled trees cannot be cut."""
+        assert self.draft_probs is None, "a sampled tree cannot be cut: the rest would not be a sample"
         new_index = np.full(len(self), -1, dtype=np.int32)
         new_index[nodes] = np.arange(len(nodes), dtype=np.int32)
         parents = np.where(self.parents[nodes] < 0, -1, new_index[self.parents[nodes]]).astype(np.int32)
         return Tree(self.tokens[nodes], parents, self.log_probs[nodes])
 
     def drawn_below(self, node: int, scheme: Scheme) -> IntArray:
-        """Children of a node in the order in which they were drawn; one that equal draws share as often as that.
-
-        Those that were not drawn, but added to a sample, are none of them.
-        """
+        """Children of `node` in sampling order, repeated if drawn repeatedly; without nodes added after sampling."""
         drawn = np.arange(len(self), dtype=np.int32)
         if scheme is not Scheme.TARGET and self.draws is not None:
             drawn = self.draws
@@ -147,19 +141,19 @@ class Tree:
         return below
 
     def validate(self, vocab_size: int, max_nodes: int, scheme: Scheme = Scheme.TARGET) -> None:
-        """Checks every rule, also those of the scheme by which it is to be verified; once at each process boundary.
+        """Check every invariant, those of `scheme` included; called once at each process boundary.
 
         Raises:
-            InvalidTree: naming the first node at fault.
+            InvalidTree: names the first invalid node.
         """
         size = len(self)
         if size == 0 or len(self.parents) != size or len(self.log_probs) != size:
             raise InvalidTree(
-                f"tree: {size} tokens, {len(self.parents)} parents and {len(self.log_probs)} log_probs; "
-                "a tree has a root, and one of each for every node"
+                "tree: must have at least one node, and one token, parent and log_prob for each, "
+                f"got {size} tokens, {len(self.parents)} parents and {len(self.log_probs)} log_probs"
             )
         if size > max_nodes:
-            raise InvalidTree(f"tree.tokens: {size} nodes; at most {max_nodes} are verified at once")
+            raise InvalidTree(f"tree.tokens: must have at most {max_nodes} nodes, got {size}")
         for node in range(size):
             self._validate_node(node, vocab_size)
         self._validate_siblings()
@@ -173,13 +167,13 @@ class Tree:
     def _validate_node(self, node: int, vocab_size: int) -> None:
         token, parent, log_prob = int(self.tokens[node]), int(self.parents[node]), float(self.log_probs[node])
         if not 0 <= token < vocab_size:
-            raise InvalidTree(f"tree.tokens[{node}]: {token} is outside the vocabulary of {vocab_size}")
+            raise InvalidTree(f"tree.tokens[{node}]: must be 0 to {vocab_size - 1}, got {token}")
         if node == 0 and parent != -1:
-            raise InvalidTree(f"tree.parents[0]: {parent}; the root has no parent (-1)")
+            raise InvalidTree(f"tree.parents[0]: must be -1, as the root has no parent, got {parent}")
         if node > 0 and not 0 <= parent < node:
-            raise InvalidTree(f"tree.parents[{node}]: {parent}; a parent comes before its child, so 0 to {node - 1}")
+            raise InvalidTree(f"tree.parents[{node}]: must be 0 to {node - 1}, before its child, got {parent}")
         if not log_prob <= 1e-6:  # also catches NaN
-            raise InvalidTree(f"tree.log_probs[{node}]: {log_prob}; a log-probability is a number not above 0")
+            raise InvalidTree(f"tree.log_probs[{node}]: must be at most 0, got {log_prob}")
 
     def _validate_siblings(self) -> None:
         first_with: dict[tuple[int, int], int] = {}
@@ -187,54 +181,54 @@ class Tree:
             key = (int(self.parents[node]), int(self.tokens[node]))
             if key in first_with:
                 raise InvalidTree(
-                    f"tree.tokens[{node}]: {key[1]} is already the token of its sibling {first_with[key]}; "
-                    "siblings have distinct tokens"
+                    f"tree.tokens[{node}]: must differ from the tokens of its siblings, got {key[1]}, "
+                    f"the token of node {first_with[key]}"
                 )
             first_with[key] = node
 
     def _validate_draws(self, draws: IntArray, max_nodes: int) -> None:
         if len(draws) >= max_nodes:
-            raise InvalidTree(f"tree.draws: {len(draws)}; a tree of at most {max_nodes} nodes has {max_nodes - 1}")
+            raise InvalidTree(f"tree.draws: must be at most {max_nodes - 1} draws, got {len(draws)}")
         drawn = {*draws.tolist()}
-        if not drawn <= {*range(1, len(self))}:
-            raise InvalidTree(f"tree.draws: nodes from 1 to {len(self) - 1} would do")
+        if strangers := drawn - {*range(1, len(self))}:
+            raise InvalidTree(f"tree.draws: must be nodes from 1 to {len(self) - 1}, got {min(strangers)}")
         for node in sorted(drawn):
             if self.parents[node] != 0 and int(self.parents[node]) not in drawn:
-                raise InvalidTree(f"tree.draws: node {node}, but not its parent {self.parents[node]}; both would do")
+                raise InvalidTree(
+                    f"tree.draws: must include the parent of each node, got node {node} without {self.parents[node]}"
+                )
 
     def _validate_sample(self, scheme: Scheme) -> None:
-        """Whether all that was drawn can have been sampled as the scheme says."""
+        """Check that the drawn nodes can have been sampled as the scheme requires."""
         if scheme is Scheme.MULTI_ROUND and self.draws is None and len(self) > 1:
             raise InvalidTree(
-                f"tree.draws: missing, but node 0 has children; {scheme.value} verification would do with all "
-                "nodes in the order in which they were drawn"
+                f"tree.draws: must list all nodes in sampling order for {scheme.value} verification, got none"
             )
         if scheme.is_without_replacement and self.draws is not None and len({*self.draws.tolist()}) < len(self.draws):
-            raise InvalidTree(f"tree.draws: a node twice; for {scheme.value} verification each once would do")
+            raise InvalidTree(f"tree.draws: must have each node at most once for {scheme.value} verification")
         for node in range(len(self)):
             drawn = self.drawn_below(node, scheme)
             if len(drawn) == 0:
                 continue
             if self.draft_probs is None or node not in self.draft_probs.nodes:
                 raise InvalidTree(
-                    f"tree.draft_probs: missing for node {node}; {scheme.value} verification would do with what its "
-                    "children were sampled from"
+                    f"tree.draft_probs: must have the distribution that the children of node {node} were sampled from "
+                    f"for {scheme.value} verification, got none"
                 )
             possible = self.draft_probs.of(node)[0]
-            # Without replacement, what comes after all that was possible is drawn from the other tokens.
+            # Without replacement, draws after the support is exhausted come from the other tokens.
             num_possible = len(possible) if scheme.is_without_replacement else len(drawn)
             for child in drawn[:num_possible].tolist():
                 if self.tokens[child] not in possible:
                     raise InvalidTree(
-                        f"tree.tokens[{child}]: {self.tokens[child]} cannot have been sampled from tree.draft_probs of "
-                        f"node {node}; one of its tokens would do"
+                        f"tree.tokens[{child}]: must be a token of tree.draft_probs of node {node}, "
+                        f"got {self.tokens[child]}"
                     )
 
 
 def best_nodes(scores: FloatArray, budget: int) -> NDArray[np.intp]:
     """(budget,) the best-scoring nodes, ascending.
 
-    A node never scores above its parent (log-probabilities are not positive) and ties go to the earlier node, so that
-    parents of these are among them.
+    Their parents are among them: no node scores above its parent, and ties go to the earlier node.
     """
     return np.sort(np.argsort(-scores, kind="stable")[:budget])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import compiled
+from bough.model.cpu.jit import strict
 from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights, require_numbers
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
@@ -89,7 +89,7 @@ class Answer(Protocol):
         ...
 
 
-@compiled
+@strict
 def _log_probs(scores, num):  # type: ignore[no-untyped-def]
     """(num_nodes, num) of the first tokens, by the softmax of all scores of a node; -inf where there is no chance."""
     log_probs = np.full((len(scores), num), -np.inf, np.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import compiled
+from bough.model.cpu.jit import strict
 from bough.model.sampling.sampler import gumbel
 
 # Constants of Philox 4x64 (Salmon et al., 2011): multipliers, and by what the key grows from round to round.
@@ -27,7 +27,7 @@ def noise_at(seed: int, positions: NDArray[np.int32], tokens: NDArray[np.int32])
     return gumbel(raw)
 
 
-@compiled
+@strict
 def _high(a, b):  # type: ignore[no-untyped-def]
     """The upper 64 of the 128 bits of a product."""
     a_low, a_high, b_low, b_high = a & LOW, a >> HALF, b & LOW, b >> HALF
@@ -35,7 +35,7 @@ def _high(a, b):  # type: ignore[no-untyped-def]
     return a_high * b_high + (middle >> HALF) + ((a_low * b_high + (middle & LOW)) >> HALF)
 
 
-@compiled
+@strict
 def _raw_at(seed, positions, tokens, out, multipliers, key_steps):  # type: ignore[no-untyped-def]
     """Four numbers come of one count, which begins with 1."""
     for row in range(tokens.shape[0]):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import compiled
+from bough.model.cpu.jit import strict
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.growth.grower import Candidates
 
@@ -84,7 +84,7 @@ def sharpened(log_probs: NDArray[np.float32], power: float) -> NDArray[np.float3
     return log_probs if power == 1.0 else _sharpened(log_probs, power)
 
 
-@compiled
+@strict
 def _log_rest(log_probs):  # type: ignore[no-untyped-def]
     """Logarithm of what candidates leave for other tokens."""
     total = 0.0
@@ -93,7 +93,7 @@ def _log_rest(log_probs):  # type: ignore[no-untyped-def]
     return np.log(max(1.0 - total, LEAST_CHANCE))
 
 
-@compiled
+@strict
 def _log_total(log_probs, log_rest, power):  # type: ignore[no-untyped-def]
     """Logarithm of the sum by which powers of probabilities are probabilities again."""
     total = np.exp(power * log_rest)
@@ -102,7 +102,7 @@ def _log_total(log_probs, log_rest, power):  # type: ignore[no-untyped-def]
     return np.log(total)
 
 
-@compiled
+@strict
 def _sharpened(log_probs, power):  # type: ignore[no-untyped-def]
     result = np.empty_like(log_probs)
     for node in range(len(log_probs)):
@@ -112,7 +112,7 @@ def _sharpened(log_probs, power):  # type: ignore[no-untyped-def]
     return result
 
 
-@compiled
+@strict
 def _slope(tokens, log_probs, right, power):  # type: ignore[no-untyped-def]
     """Derivative by the power of the log-likelihood of what was right, and Fisher's information about the power."""
     slope, information = 0.0, 0.0

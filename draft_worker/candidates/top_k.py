@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bough.model.cpu.jit import strict, strict_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.simd import all_lanes, at_least, larger, load, lowest, store
 
@@ -39,7 +40,7 @@ def _by_torch(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDAr
     return top.values.cpu().numpy(), top.indices.cpu().numpy().astype(np.int32)
 
 
-@numba.njit(fastmath=False, cache=True)
+@strict
 def _note(found, count, bits, token):  # type: ignore[no-untyped-def]
     """Puts a logit where there is room: a whole number by which larger ones come first, and of equals the lower token.
 
@@ -51,7 +52,45 @@ def _note(found, count, bits, token):  # type: ignore[no-untyped-def]
     return count + 1
 
 
-@numba.njit(fastmath=False, cache=True)
+# Few numbers are put in order here: numpy's functions for it take seconds to compile.
+
+
+@strict
+def _nth_largest(numbers, num):  # type: ignore[no-untyped-def]
+    """Puts numbers in another order, by which it is found (Hoare's FIND)."""
+    place, first, last = len(numbers) - num, 0, len(numbers) - 1
+    while first < last:
+        pivot, low, high = numbers[place], first, last
+        while low <= high:
+            while numbers[low] < pivot:
+                low += 1
+            while pivot < numbers[high]:
+                high -= 1
+            if low <= high:
+                numbers[low], numbers[high] = numbers[high], numbers[low]
+                low, high = low + 1, high - 1
+        if high < place:
+            first = low
+        if place < low:
+            last = high
+    return numbers[place]
+
+
+@strict
+def _sort(numbers):  # type: ignore[no-untyped-def]
+    """Ascending, in place (Shell's sort)."""
+    gap = len(numbers) // 2
+    while gap > 0:
+        for i in range(gap, len(numbers)):
+            number, place = numbers[i], i
+            while place >= gap and numbers[place - gap] > number:
+                numbers[place] = numbers[place - gap]
+                place -= gap
+            numbers[place] = number
+        gap //= 2
+
+
+@strict
 def _find_in_row(numbers, bits, num_spans, num, found):  # type: ignore[no-untyped-def]
     """The logits not below the `num`-th largest maximum, as `_note` puts them; how many these are."""
     maxima, in_lanes = np.empty(num_spans * LANES, np.float32), len(numbers) // LANES * LANES
@@ -60,7 +99,7 @@ def _find_in_row(numbers, bits, num_spans, num, found):  # type: ignore[no-untyp
         for place in range(span * SPAN, (span + 1) * SPAN, LANES):
             most = larger(most, load(numbers, place))
         store(maxima, span * LANES, most)
-    threshold = np.partition(maxima, len(maxima) - num)[len(maxima) - num]
+    threshold = _nth_largest(maxima, num)
     least, count = all_lanes(threshold), 0
     for place in range(0, in_lanes, LANES):
         which = at_least(load(numbers, place), least)
@@ -74,7 +113,7 @@ def _find_in_row(numbers, bits, num_spans, num, found):  # type: ignore[no-untyp
     return count
 
 
-@numba.njit(fastmath=False, cache=True, parallel=True)
+@strict_parallel
 def _find(logits, bits, num_spans, values, tokens, num_found):  # type: ignore[no-untyped-def]
     """Puts each row's largest in their order into values and tokens, (num_rows, num), and how many could have been.
 
@@ -86,7 +125,7 @@ def _find(logits, bits, num_spans, values, tokens, num_found):  # type: ignore[n
         count = _find_in_row(logits[row], bits[row], num_spans, num, found)
         num_found[row] = count
         kept = min(count, num)
-        found[: min(count, len(found))].sort()
+        _sort(found[: min(count, len(found))])
         for place in range(kept):
             token = np.int32(found[place] & 0xFFFFFFFF)
             values[row, place], tokens[row, place] = logits[row, token], token

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import compiled
+from bough.model.cpu.jit import strict
 from draft_worker.expansions.expansion_cache import Explored
 from draft_worker.growth.grower import NO_NODES, Grower
 
@@ -51,7 +51,7 @@ class Walk:
         return places
 
 
-@compiled
+@strict
 def _places_of(nodes, parents, expansions, tokens, root_parent):  # type: ignore[no-untyped-def]
     """The expansions above nodes, and their tokens."""
     above, own = np.empty(len(nodes), np.int32), np.empty(len(nodes), np.int32)

@@ -7,10 +7,10 @@ of int32: `first[1 + i]` begins the chain below expansion i, `first[0]` that bel
 
 from __future__ import annotations
 
-from bough.model.cpu.jit import compiled
+from bough.model.cpu.jit import strict
 
 
-@compiled
+@strict
 def _child(first, following, tokens, parent, token):  # type: ignore[no-untyped-def]
     number = first[1 + parent]
     while number > 0 and tokens[number - 1] != token:
@@ -18,7 +18,7 @@ def _child(first, following, tokens, parent, token):  # type: ignore[no-untyped-
     return number - 1
 
 
-@compiled
+@strict
 def link(first, following, parents, begin):  # type: ignore[no-untyped-def]
     """Expansions from number `begin` on stand below these parents, each -1 or an expansion."""
     for i in range(len(parents)):
@@ -26,7 +26,7 @@ def link(first, following, parents, begin):  # type: ignore[no-untyped-def]
         first[1 + parents[i]] = 1 + begin + i
 
 
-@compiled
+@strict
 def place(depths, paths, parents, begin):  # type: ignore[no-untyped-def]
     """Puts down the depths and paths of expansions from number `begin` on; how many levels these reach down to.
 
@@ -45,14 +45,14 @@ def place(depths, paths, parents, begin):  # type: ignore[no-untyped-def]
     return num_levels
 
 
-@compiled
+@strict
 def find(first, following, tokens, parents, wanted, found):  # type: ignore[no-untyped-def]
     """The expansions that tokens are below these parents, each -1 or an expansion; -1 where there is none."""
     for i in range(len(wanted)):
         found[i] = _child(first, following, tokens, parents[i], wanted[i])
 
 
-@compiled
+@strict
 def find_tree(first, following, tokens, parents, wanted, found):  # type: ignore[no-untyped-def]
     """Those that a tree's nodes are, whose parents are nodes before them, or -1 of a root; -1 where there is none."""
     for node in range(len(wanted)):

@@ -1,4 +1,4 @@
-"""Growing the best nodes first. What is chosen of thousands of nodes in every draft step is chosen in compiled code."""
+"""Growing the best nodes first."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import compiled
 from bough.trees.tree import Tree, best_nodes
 from bough.trees.tree_plan import BestFirst
 from draft_worker.growth.grower import NO_NODES, Candidates, GrowingTree
+
+Scores = NDArray[np.float32]
+Nodes = NDArray[np.intp]
 
 
 class BestFirstGrower:
@@ -48,7 +50,7 @@ class BestFirstGrower:
         self._is_open[frontier] = False
         scores, room = self.tree.scores[: self.tree.num_nodes], self.tree.num_free
         limits = self._branch, self._limits.budget, self._least_score, room
-        new = self.tree.append(*_promising(scores, frontier, *candidates, *limits))
+        new = self.tree.append(*_promising(scores, frontier, candidates, *limits))
         self._is_open[new] = ~np.isin(self.tree.tokens[new], self._closed) if len(self._closed) else True
 
     def finished(self) -> Tree:
@@ -56,15 +58,13 @@ class BestFirstGrower:
         return self.tree.tree().only(best_nodes(self.tree.scores[: self.tree.num_nodes], self._limits.budget))
 
 
-@compiled
-def _largest(scores, number):  # type: ignore[no-untyped-def]
-    """The so manieth largest score; -inf where there are fewer."""
+def _largest(scores: Scores, number: int) -> float:
+    """The `number`-th largest score; -inf where there are fewer."""
     place = len(scores) - number
-    return np.partition(scores, place)[place] if place >= 0 else np.float32(-np.inf)
+    return float(np.partition(scores, place)[place]) if place >= 0 else -np.inf
 
 
-@compiled
-def _best_open(scores, is_open, budget, width):  # type: ignore[no-untyped-def]
+def _best_open(scores: Scores, is_open: NDArray[np.bool_], budget: int, width: int) -> tuple[Nodes, float]:
     """Open nodes, ascending, and how many expected tokens it can add at most to expand them.
 
     One that is no better than the `budget`-th best cannot have children in the tree. All children of another are
@@ -72,24 +72,23 @@ def _best_open(scores, is_open, budget, width):  # type: ignore[no-untyped-def]
     """
     last = _largest(scores, budget)
     nodes = np.flatnonzero(is_open[: len(scores)] & (scores > last))
-    nodes = np.sort(nodes[np.argsort(-scores[nodes], kind="mergesort")[:width]])  # of equals the first
-    return nodes, (np.exp(scores[nodes]) - np.exp(last)).sum()
+    nodes = np.sort(nodes[np.argsort(-scores[nodes], kind="stable")[:width]])  # of equals the first
+    return nodes, float((np.exp(scores[nodes]) - np.exp(last)).sum())
 
 
-@compiled
-def _promising(scores, frontier, tokens, log_probs, branch, budget, least_score, room):  # type: ignore[no-untyped-def]
+def _promising(
+    scores: Scores,
+    frontier: Nodes,
+    candidates: Candidates,
+    branch: int,
+    budget: int,
+    least_score: float,
+    room: int,
+) -> tuple[Nodes, NDArray[np.int32], Scores]:
     """Parents, tokens and log-probabilities, each (num_new,), of children that could be in the tree: at most `room`."""
-    num_rows, num_ranks = len(frontier), min(branch, log_probs.shape[1])
-    of_children = np.empty(num_rows * num_ranks, np.float32)
-    for row in range(num_rows):
-        for rank in range(num_ranks):
-            of_children[row * num_ranks + rank] = scores[frontier[row]] + log_probs[row, rank]
+    tokens, log_probs = candidates.tokens[:, :branch], candidates.log_probs[:, :branch]
+    of_children = (scores[frontier, None] + log_probs).ravel()
     enough = _largest(of_children, min(budget, len(of_children)))  # more than `budget` are never needed
     least = max(_largest(scores, budget), enough, least_score)
     places = np.flatnonzero(np.isfinite(of_children) & (of_children >= least))[:room]
-    parents, new_tokens = np.empty(len(places), np.intp), np.empty(len(places), np.int32)
-    new_log_probs = np.empty(len(places), np.float32)
-    for i in range(len(places)):
-        row, rank = places[i] // num_ranks, places[i] % num_ranks
-        parents[i], new_tokens[i], new_log_probs[i] = frontier[row], tokens[row, rank], log_probs[row, rank]
-    return parents, new_tokens, new_log_probs
+    return frontier[places // log_probs.shape[1]], tokens.ravel()[places], log_probs.ravel()[places]

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import compiled
+from bough.model.cpu.jit import strict
 from bough.trees.tree import Tree
 
 NO_NODES = np.zeros(0, np.intp)
@@ -68,7 +68,7 @@ class GrowingTree:
         return Tree(self.tokens[cut].copy(), self.parents[cut].copy(), self.log_probs[cut].copy())
 
 
-@compiled
+@strict
 def _append(tokens, parents, log_probs, scores, depths, begin, new_parents, new_tokens, new_log_probs):  # type: ignore[no-untyped-def]
     """Puts new nodes from number `begin` on."""
     for i in range(len(new_parents)):

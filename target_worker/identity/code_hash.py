@@ -28,8 +28,8 @@ DECIDING = _modules(
     ("bough.model.batch", "batch gpu_paths path_spans"),
     ("bough.model.checkpoint", "tensor_source"),
     ("bough.model.cpu",
-     "amx amx_tiles atomics attention_cpu attention_scores attention_tiles float_bits gemm gemm_few_outputs "
-     "gemm_few_rows gemm_int8 gemm_parallel linear llvm_vectors operands simd threads work_stealing"),
+     "atomics attention_cpu attention_scores attention_tiles float_bits gemm gemm_few_outputs "
+     "gemm_int8 gemm_parallel jit kv_rows linear llvm_vectors operands simd threads work_stealing"),
     ("bough.model.gpu", "attention_triton kernels unpack_triton"),
     ("bough.model.kv", "segment session_kv slot split_layers"),
     ("bough.model.llama", "layer rows weights workspace"),
@@ -47,6 +47,7 @@ DECIDING = _modules(
 )  # fmt: skip
 OTHERS = _modules(
     ("bough", "errors"),
+    ("bough.model", "architecture cpu gpu"),  # the rooms themselves
     ("bough.concurrency", "futures"),
     ("bough.config", "cache_paths parsers processes reader service_links"),
     ("bough.model.checkpoint", "atomic_files checkpoint content_samples hub pack_manifest shared_weights"),

@@ -13,7 +13,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from bough.model.cpu.atomics import APART, compiled, hold, let_go
+from bough.model.cpu.atomics import APART, hold, let_go
+from bough.model.cpu.jit import strict
 from target_worker.link.disk_stats import Traffic, read_begins, read_ends
 
 Ints = NDArray[np.int64]
@@ -76,13 +77,13 @@ class Link(NamedTuple):
         return cls(lock, counts, missing, numbers, num_reads, memory, slab_bytes, room, arrived, one, traffic)
 
 
-@compiled
+@strict
 def _layer_of(link, number):  # type: ignore[no-untyped-def]
     """Which of all layers a read is for."""
     return number // len(link.reads) * len(link.num_reads) + link.reads[number % len(link.reads), 0]
 
 
-@compiled
+@strict
 def _begin(link):  # type: ignore[no-untyped-def]
     """Number of the next read, -1 if none may begin."""
     hold(link.lock)
@@ -97,7 +98,7 @@ def _begin(link):  # type: ignore[no-untyped-def]
     return number
 
 
-@compiled
+@strict
 def end_read(link, number, is_well):  # type: ignore[no-untyped-def]
     """After a read; one that went wrong stops all others until `restart`."""
     hold(link.lock)
@@ -113,7 +114,7 @@ def end_read(link, number, is_well):  # type: ignore[no-untyped-def]
         _write(link.arrived, link.one.ctypes.data, 8)
 
 
-@compiled
+@strict
 def read_on(link):  # type: ignore[no-untyped-def]
     """Reads as long as all goes well: CLOSED, or the number of a read that did not bring what it should, under way."""
     byte = np.empty(1, np.uint8)
@@ -130,7 +131,7 @@ def read_on(link):  # type: ignore[no-untyped-def]
             end_read(link, number, True)
 
 
-@compiled
+@strict
 def has_arrived(link, sequence):  # type: ignore[no-untyped-def]
     """Whether a layer that is not consumed is there."""
     hold(link.lock)
@@ -139,7 +140,7 @@ def has_arrived(link, sequence):  # type: ignore[no-untyped-def]
     return there
 
 
-@compiled
+@strict
 def consume(link):  # type: ignore[no-untyped-def]
     """Gives the oldest layer's slab to the next that has none; with how many reads it comes."""
     hold(link.lock)
@@ -152,7 +153,7 @@ def consume(link):  # type: ignore[no-untyped-def]
     return num_reads
 
 
-@compiled
+@strict
 def stop(link):  # type: ignore[no-untyped-def]
     """Lets no read begin until `restart`; how many are under way."""
     hold(link.lock)
@@ -162,7 +163,7 @@ def stop(link):  # type: ignore[no-untyped-def]
     return num_reads
 
 
-@compiled
+@strict
 def restart(link):  # type: ignore[no-untyped-def]
     """Begins with the first layer, while no read is under way; how many reads there is room for."""
     hold(link.lock)

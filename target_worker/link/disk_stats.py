@@ -8,7 +8,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from bough.model.cpu.atomics import APART, compiled, hold, let_go
+from bough.model.cpu.atomics import APART, hold, let_go
+from bough.model.cpu.jit import strict
 
 NUM_BYTES, IN_FLIGHT, BUSY_NS, BUSY_SINCE_NS = range(4)
 _CLOCK_MONOTONIC = 1  # which time.perf_counter_ns reads
@@ -27,14 +28,14 @@ class Traffic(NamedTuple):
         return cls(np.zeros(2 * APART, np.int64), np.zeros(4, np.int64))
 
 
-@compiled
+@strict
 def _now():  # type: ignore[no-untyped-def]
     time = np.empty(2, np.int64)  # seconds, nanoseconds
     _clock_gettime(_CLOCK_MONOTONIC, time.ctypes.data)
     return time[0] * 1_000_000_000 + time[1]
 
 
-@compiled
+@strict
 def read_begins(traffic):  # type: ignore[no-untyped-def]
     """Before a read."""
     hold(traffic.lock)
@@ -44,7 +45,7 @@ def read_begins(traffic):  # type: ignore[no-untyped-def]
     let_go(traffic.lock)
 
 
-@compiled
+@strict
 def read_ends(traffic, num_bytes):  # type: ignore[no-untyped-def]
     """After it, whether or not it went well."""
     hold(traffic.lock)
@@ -55,7 +56,7 @@ def read_ends(traffic, num_bytes):  # type: ignore[no-untyped-def]
     let_go(traffic.lock)
 
 
-@compiled
+@strict
 def bytes_and_busy_ns(traffic):  # type: ignore[no-untyped-def]
     """Read so far, and with at least one read under way."""
     hold(traffic.lock)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from bough.model.batch.batch import Batch
-from bough.model.cpu.gemm_parallel import Alike
+from bough.model.cpu.jit import pointer
 from bough.model.cpu.linear import numbers
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters
-from bough.model.llama.layer import LOOPS, LayerWeights, run_layer
+from bough.model.llama.layer import LOOPS, LayerWeights, run_layer, share_layer
 from bough.model.llama.rows import Floats, collect, spread
 from bough.model.llama.weights import Matrices, Vectors, sizes_of, window
 from bough.model.llama.workspace import Rooms, num_blocks, word_rows
@@ -46,6 +46,7 @@ class CompiledLayers:
         self._vectors: dict[int, Vectors] = {}
         self._weights: dict[LayerAt, LayerWeights] = {}
         self._states: list[_State] = []
+        self._share: Any = None  # a pointer to `share_layer`, for these arrays
 
     def run(
         self,
@@ -67,8 +68,11 @@ class CompiledLayers:
         for chunk, state in zip(batch.chunks, self._states, strict=True):
             room = self._rooms.of(len(state.hidden))._replace(hidden=state.hidden)
             spans, number = chunk.spans(index)
-            taken, num_rows = counters(num_threads, LOOPS), Alike.of(chunk.num_tokens, len(state.hidden))
-            run_layer(taken, num_threads, num_rows, number, weights, self._sizes, room, spans, state.cos, state.sin)
+            arguments = num_threads, chunk.num_tokens, number, weights, self._sizes, room, spans, state.cos, state.sin
+            taken = counters(num_threads, LOOPS)
+            if self._share is None:
+                self._share = pointer(share_layer, taken, 0, *arguments)
+            run_layer(self._share, taken, *arguments)
         return self._end(hidden, batch) if is_last else hidden
 
     def _begin(self, hidden: torch.Tensor, batch: Batch, rotary: tuple[torch.Tensor, torch.Tensor]) -> None:

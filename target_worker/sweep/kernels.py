@@ -1,6 +1,6 @@
 """Compiles what a sweep calls on a CPU, in a process of its own (see `bough.processes.compile_once`).
 
-python -m target_worker.sweep.kernels bfloat16
+python -m target_worker.sweep.kernels bfloat16 whole plain
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from target_worker.link.layer_extents import plan_layer
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.tiers import Tiers
 
-PACKED_BITS = (4, 8)
+LAYERS = {"whole": WHOLE, "attention": ATTENTION}  # compiled whole, or of those of transformers' attention and products
+WEIGHTS: dict[str, tuple[int, ...]] = {"plain": (), "packed": (4, 8)}  # bits of bough's own packing
 
 
-def compile_here(dtype: torch.dtype) -> None:
-    """What targets in numbers of a type call, but for what only mixtures of experts do."""
-    for config in (WHOLE, ATTENTION):
-        with tempfile.TemporaryDirectory() as name:
-            whole = write_small(config, Path(name) / "whole")
-            _warm_up(whole, dtype)
-            for bits in PACKED_BITS if config is WHOLE else ():
-                pack(str(whole), bits, whole.with_name(f"packed{bits}"))
-                _warm_up(whole.with_name(f"packed{bits}"), dtype)
+def compile_here(dtype: torch.dtype, layers: str, weights: str) -> None:
+    """What targets in numbers of a type call that are of one of LAYERS and WEIGHTS; not what only experts do."""
+    with tempfile.TemporaryDirectory() as name:
+        plain = write_small(LAYERS[layers], Path(name) / "plain")
+        for bits in WEIGHTS[weights]:
+            pack(str(plain), bits, plain.with_name(f"packed{bits}"))
+            _warm_up(plain.with_name(f"packed{bits}"), dtype)
+        if not WEIGHTS[weights]:
+            _warm_up(plain, dtype)
 
 
 def _warm_up(folder: Path, dtype: torch.dtype) -> None:
@@ -52,4 +53,4 @@ def _warm_up(folder: Path, dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     disable_progress_bar()
-    compile_here(DTYPES[sys.argv[1]])
+    compile_here(DTYPES[sys.argv[1]], *sys.argv[2:])

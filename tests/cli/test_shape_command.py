@@ -100,12 +100,12 @@ def test_parents_stand_above_the_middle_of_their_children() -> None:
         ("0.5, 0.2", "is no JSON"),
         ("[" * 100_000, "is no JSON"),
         ("\xff", "is no JSON"),
-        ("[]", "a list of probabilities by rank would do"),
-        ("[0.5, -0.1]", "[1]: -0.1; a probability"),
-        ("[0.5, NaN]", "[1]: nan; a probability"),
-        ("[0.9, 0.2]", "sums to 1.1"),
-        ("[[0.5], [0.9, 0.2]]", "[1]: sums to 1.1"),
-        ('["0.5"]', "[0]: '0.5'"),
+        ("[]", "must be a list of probabilities by rank"),
+        ("[0.5, -0.1]", "[1]: must be a probability from 0 to 1, got -0.1"),
+        ("[0.5, NaN]", "[1]: must be a probability from 0 to 1, got nan"),
+        ("[0.9, 0.2]", "is accepted, got 1.1"),
+        ("[[0.5], [0.9, 0.2]]", "[1]: must sum to at most 1"),
+        ('["0.5"]', "[0]: must be a probability from 0 to 1, got '0.5'"),
     ],
 )
 def test_bad_files_are_refused_by_name(
@@ -123,17 +123,26 @@ def test_bad_files_are_refused_by_name(
     [
         (["--vector", "nowhere.json", "--nodes", "4"], "--vector: nowhere.json cannot be read: No such file"),
         (["--vector", str(DATA), "--nodes", "4"], "cannot be read: Is a directory"),
-        (["--vector", MEASURED, "--nodes", "0"], "--nodes: 0; 1 to 4096"),
-        (["--vector", MEASURED, "--nodes", "5000"], "--nodes: 5000"),
-        (["--vector", MEASURED, "--nodes", "4", "--levels", "0"], "--levels: 0"),
-        (["--vector", MEASURED, "--nodes", "4", "--branch", "-1"], "--branch: -1"),
+        (["--vector", MEASURED, "--nodes", "0"], "--nodes: must be 1 to 4096, got 0"),
+        (["--vector", MEASURED, "--nodes", "5000"], "--nodes: must be 1 to 4096, got 5000"),
+        (["--vector", MEASURED, "--nodes", "4", "--levels", "0"], "--levels: must be 1 to 4096, got 0"),
+        (["--vector", MEASURED, "--nodes", "4", "--branch", "-1"], "--branch: must be 1 to 4096, got -1"),
         (["--vector", MEASURED, "--nodes", "4", "--by-depth"], "--by-depth: "),
-        (["--vector", MEASURED, "--nodes", "4", "--scheme", "target"], "--scheme: target"),
-        (["--vector", MEASURED, "--nodes", "4", "--step-seconds", "1"], "--step-seconds: of no use"),
-        (["--vector", MEASURED, "--nodes", "4", "--step-seconds", "nan"], "--step-seconds: nan"),
-        (["--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "1=-1"], "--sweep-seconds: 1=-1.0"),
-        (["--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "1=1", "--sweep-seconds", "3=1"], "for 1, 3 nodes"),
-        (["--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "4=1"], "for 4 nodes; from 1 to at least 4"),
+        (["--vector", MEASURED, "--nodes", "4", "--scheme", "target"], "--scheme: must be given with --from-live only"),
+        (
+            ["--vector", MEASURED, "--nodes", "4", "--step-seconds", "1"],
+            "--step-seconds: must be given with --sweep-seconds",
+        ),
+        (["--vector", MEASURED, "--nodes", "4", "--step-seconds", "nan"], "--step-seconds: must be 0 or more, got nan"),
+        (
+            ["--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "1=-1"],
+            "--sweep-seconds: must be nodes of 1 or more and seconds above 0, got 1=-1.0",
+        ),
+        (
+            ["--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "1=1", "--sweep-seconds", "3=1"],
+            "must cover 1 to 4 nodes (--nodes), got 1, 3",
+        ),
+        (["--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "4=1"], "must cover 1 to 4 nodes (--nodes), got 4"),
     ],
 )
 def test_bad_flags_are_named(flags: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +152,7 @@ def test_bad_flags_are_named(flags: Sequence[str], message: str, capsys: pytest.
 def test_a_size_that_is_no_pair_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         argument_parser().parse_args(["shape", "--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "many"])
-    assert "'many'; nodes and seconds, such as 64=1.3" in capsys.readouterr().err
+    assert "must be nodes and seconds, such as 64=1.3, got 'many'" in capsys.readouterr().err
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,15 +63,24 @@ def test_what_bough_shape_prints_is_a_shape(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--growth", "chains:4"], r"--growth: chains:4; a chain such as chain:5, or chains such as chains:4x5"),
-        (["--growth", "chains:0x4"], r"--growth chains:0x4\.num: 0; 1 to 4096"),
-        (["--growth", "chains:99x99"], "--growth chains:99x99: 9802 nodes; at most 4096"),
-        (["--growth", "bestfirst"], "--growth: bestfirst cannot be read: No such file or directory; best-first,"),
-        (["--growth", "chain:4", "--budget", "9"], "--budget: 9, but --growth chain:4 says already how large"),
-        (["--scheme", "multi-round"], "--scheme: multi-round verifies samples, and growing best first takes none"),
+        (
+            ["--growth", "chains:4"],
+            "--growth: must be a chain such as chain:5, or chains such as chains:4x5, got chains:4",
+        ),
+        (["--growth", "chains:0x4"], r"--growth chains:0x4\.num: must be 1 to 4096, got 0"),
+        (["--growth", "chains:99x99"], "--growth chains:99x99: must have at most 4096 nodes, got 9802"),
+        (
+            ["--growth", "bestfirst"],
+            "--growth: must be best-first, .*, got bestfirst, which cannot be read: No such file or directory",
+        ),
+        (
+            ["--growth", "chain:4", "--budget", "9"],
+            "--budget: must not be given with --growth chain:4, which sets the size of a tree, got 9",
+        ),
+        (["--scheme", "multi-round"], "--scheme: must be target with best-first growth, .*, got multi-round"),
         (
             ["--scheme", "multi-round", "--growth", "chain:4", "--guess", "sample"],
-            "--guess: sample, but by --scheme multi-round a draft samples",
+            "--guess: must be given with --scheme target only, got sample with multi-round",
         ),
     ],
 )
@@ -84,9 +93,9 @@ def test_flags_that_cannot_be_used_are_refused_by_name(flags: list[str], message
     ("content", "message"),
     [
         ("{", "is no JSON"),
-        ("[0, 0, 1]", "has no list `parents` of nodes"),
-        ('{"parents": [0, true]}', "has no list `parents` of nodes"),
-        ('{"parents": [0, 2]}', r"parents\[1\]: 2; level by level a parent comes before its children"),
+        ("[0, 0, 1]", "must have a list `parents` of nodes"),
+        ('{"parents": [0, true]}', "must have a list `parents` of nodes"),
+        ('{"parents": [0, 2]}', r"parents\[1\]: must be 0 to 1, .*, got 2"),
     ],
 )
 def test_a_file_that_holds_no_shape_is_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -99,4 +108,4 @@ def test_a_file_that_holds_no_shape_is_refused(tmp_path: Path, content: str, mes
 def test_a_command_ends_with_one_line_that_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "hello", "--scheme", "multi-round"])
-    assert capsys.readouterr().err.startswith("error: --scheme: multi-round verifies samples")
+    assert capsys.readouterr().err.startswith("error: --scheme: must be target with best-first growth")

@@ -148,7 +148,7 @@ def test_more_calls_than_may_wait_are_refused(tiny: Path) -> None:
     with worker(tiny, "--max-waiting", "1") as draft:
         text = np.random.default_rng(0).integers(0, 256, 400).tolist()
         first = draft.grow(grow_call(text, session_id="a"))
-        with pytest.raises(Exhausted, match="1 calls wait already"):
+        with pytest.raises(Exhausted, match="1 calls are waiting already"):
             draft.grow(grow_call(text, session_id="b")).result(0)
         first.result(20)
 

@@ -85,13 +85,17 @@ def unwanted(root: int) -> Tree:
         (
             lambda root: drawn(chain(root, 1), [1], sampled_from(MOST_ENTRIES + 1)),
             Scheme.MULTI_ROUND,
-            f"tree.draft_probs: {MOST_ENTRIES + 1} tokens of node 0; at most {MOST_ENTRIES}",
+            f"tree.draft_probs: node 0 must have at most {MOST_ENTRIES} tokens, got {MOST_ENTRIES + 1}",
         ),
-        (lambda root: drawn(chain(root, 1), [1] * 20_000, sampled_from(8)), Scheme.MULTI_ROUND, "tree.draws: 20000;"),
+        (
+            lambda root: drawn(chain(root, 1), [1] * 20_000, sampled_from(8)),
+            Scheme.MULTI_ROUND,
+            "tree.draws: must be at most",
+        ),
         (
             lambda root: drawn(chain(root, 2), [2], sampled_from(8, 2)),
             Scheme.MULTI_ROUND,
-            "tree.draws: node 2, but not its parent 1",
+            "tree.draws: must include the parent of each node, got node 2 without 1",
         ),
     ],
 )

@@ -216,10 +216,10 @@ def test_the_command(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--bits", "5"], "error: --bits: 5; 4 or 8 would do, or --draft"),
-        (["--drop-layers", "3"], "error: --drop-layers: 3; of a draft only"),
-        (["--whole"], "error: --whole: of a draft only"),
-        (["--draft", "--drop-layers", "x"], "error: --drop-layers: 'x': layers such as 12-15,20 would do"),
+        (["--bits", "5"], "error: --bits: must be 4 or 8, or given with --draft for mixed bits, got 5"),
+        (["--drop-layers", "3"], "error: --drop-layers: must be given with --draft only, got 3"),
+        (["--whole"], "error: --whole: must be given with --draft only"),
+        (["--draft", "--drop-layers", "x"], "error: --drop-layers: must be layers such as 12-15,20, got 'x'"),
     ],
 )
 def test_flags_that_do_not_fit(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint, TensorPlac
 from bough.model.checkpoint.pack_manifest import MANIFEST_NAME
 from bough.model.checkpoint.tensor_source import FreshMemory, Source
 from bough.model.cpu.float_bits import from_half
-from bough.model.cpu.gemm import compiled
+from bough.model.cpu.jit import strict
 from bough.model.loading import loading
 from bough.model.loading.loading import bind_all, build_skeleton, read_place
 from bough.model.loading.weight_map import Quantization, logical_sources
@@ -506,7 +506,7 @@ def test_scales_are_what_they_are_in_float16() -> None:
     assert np.array_equal(_floats(halves).view(np.uint32), expected.view(np.uint32))
 
 
-@compiled
+@strict
 def _floats(halves):  # type: ignore[no-untyped-def]
     out = np.empty(len(halves), np.float32)
     for i in range(len(halves)):

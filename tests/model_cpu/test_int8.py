@@ -17,7 +17,6 @@ from bough.errors import ConfigError
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.cpu import gemm_int8, llvm_vectors
-from bough.model.cpu.gemm_parallel import project
 from bough.model.cpu.llvm_vectors import LANES, MOST_SIGNED
 from bough.model.cpu.operands import LINE, LINE_WORDS, MOST, MOST_TOGETHER, PART, PARTS, ZERO, put
 from bough.model.cpu.work_stealing import counters
@@ -29,6 +28,7 @@ from bough.trees.tree import Tree
 from draft_worker.model import sources
 from draft_worker.model.sources import load_draft
 from tests.conftest import TINY, save_model
+from tests.fakes.products import project
 from tests.model_cpu.test_llama import CONTEXT, CPU, FAMILIES, SIZES, TREE, perturbed
 
 Numbers = NDArray[np.float64]
@@ -155,7 +155,7 @@ def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pyt
 
     @numba.njit
     def run(rows, matrix, bias, out):  # type: ignore[no-untyped-def]
-        tile(rows, rows, 8, 8, matrix, 0, bias, out)
+        tile(rows, 8, 8, matrix, 0, bias, out)
 
     rows, matrix = rows_of(random_numbers(0, LANES, 2 * LINE)), matrix_of(random_numbers(1, LANES, 2 * LINE))
     out = np.zeros((LANES, LANES), np.float32)

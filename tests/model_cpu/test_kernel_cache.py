@@ -32,8 +32,8 @@ def test_a_package_is_known_by_what_it_compiles_in_any_room(tmp_path: Path) -> N
     """A compiled function of one room calls those of another."""
     paths = []
     for name, text in (
-        ("first", "@compiled\ndef f(): ..."),
-        ("second", "@compiled\ndef f(): return 1"),
+        ("first", "from bough.model.cpu.jit import strict\n\n@strict\ndef f(): ..."),
+        ("second", "from bough.model.cpu.jit import strict\n\n@strict\ndef f(): return 1"),
         ("words", "A = 1"),
     ):
         room = folder_of(tmp_path / name, neighbour="A = 1\n").parent

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.model.cpu import gemm, gemm_few_rows, llvm_vectors
+from bough.model.cpu import gemm, gemm_few_outputs, llvm_vectors
 from bough.model.cpu.gemm import GROUP
-from bough.model.cpu.gemm_parallel import Alike, project
 from bough.model.cpu.linear import numbers
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters, take
+from tests.fakes.products import project
 
 
 def random_numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -48,15 +48,14 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
     bias, bits = random_numbers(seed + 2, outputs).float(), matrix.view(torch.uint16).numpy()
     right = (rows.double() @ matrix.double().t()).numpy()
     blocks, whole_blocks = blocks_of(rows), -(-num_rows // LANES) * LANES
-    for count in (num_rows, Alike.of(num_rows, len(blocks))):  # few as a draft's, and as a target's
-        out = np.full((whole_blocks, outputs), np.nan, np.float32)
-        project(counters(2)[0], 2, blocks, count, bits, bias.numpy(), out)
-        np.testing.assert_allclose(out[:num_rows], right + bias.numpy(), rtol=1e-4, atol=1e-3)
-        whole = outputs // GROUP * GROUP
-        lanes = np.ones((len(blocks), whole, LANES), np.float32)
-        project(counters(2)[0], 2, blocks, count, bits[:whole], None, lanes)
-        sums = lanes.transpose(0, 2, 1).reshape(-1, whole)[:num_rows]
-        np.testing.assert_allclose(sums, 1 + right[:, :whole], rtol=1e-4, atol=1e-3)
+    out = np.full((whole_blocks, outputs), np.nan, np.float32)
+    project(counters(2)[0], 2, blocks, num_rows, bits, bias.numpy(), out)
+    np.testing.assert_allclose(out[:num_rows], right + bias.numpy(), rtol=1e-4, atol=1e-3)
+    whole = outputs // GROUP * GROUP
+    lanes = np.ones((len(blocks), whole, LANES), np.float32)
+    project(counters(2)[0], 2, blocks, num_rows, bits[:whole], None, lanes)
+    sums = lanes.transpose(0, 2, 1).reshape(-1, whole)[:num_rows]
+    np.testing.assert_allclose(sums, 1 + right[:, :whole], rtol=1e-4, atol=1e-3)
 
 
 @settings(max_examples=40)
@@ -69,11 +68,11 @@ def test_few_rows_have_the_bits_of_many(seed: int, num_rows: int, outputs: int, 
     whole = outputs // GROUP * GROUP
     for kind in (np.float32, np.uint16):
         few, many = (np.zeros((LANES, outputs), kind) for _ in range(2))
-        for out, count in ((few, Alike.of(num_rows, 1)), (many, Alike(LANES))):
+        for out, count in ((few, num_rows), (many, LANES)):
             project(counters(2)[0], 2, blocks, count, bits, bias, out)
         assert (few[:num_rows] == many[:num_rows]).all()
     few, many = (np.ones((1, whole, LANES), np.float32) for _ in range(2))
-    for out, count in ((few, Alike.of(num_rows, 1)), (many, Alike(LANES))):
+    for out, count in ((few, num_rows), (many, LANES)):
         project(counters(2)[0], 2, blocks, count, bits[:whole], None, out)
     assert (few[:, :, :num_rows] == many[:, :, :num_rows]).all()
 
@@ -94,11 +93,10 @@ def test_nothing_is_read_beyond_the_matrix(words: int, num_rows: int) -> None:
     matrix = random_numbers(1, GROUP, 2 * words)
     guarded, bits = before_a_wall(numbers(matrix).tobytes()).view(np.uint16).reshape(GROUP, 2 * words), numbers(matrix)
     blocks, bias = blocks_of(random_numbers(2, num_rows, 2 * words)), np.zeros(GROUP, np.float32)
-    for count in (num_rows, Alike.of(num_rows, len(blocks))):
-        out, right = (np.zeros((len(blocks) * LANES, GROUP), np.float32) for _ in range(2))
-        project(counters(2)[0], 2, blocks, count, guarded, bias, out)
-        project(counters(2)[0], 2, blocks, count, bits, bias, right)
-        assert (out == right).all()
+    out, right = (np.zeros((len(blocks) * LANES, GROUP), np.float32) for _ in range(2))
+    project(counters(2)[0], 2, blocks, num_rows, guarded, bias, out)
+    project(counters(2)[0], 2, blocks, num_rows, bits, bias, right)
+    assert (out == right).all()
 
 
 def before_a_wall(content: bytes) -> np.ndarray:
@@ -115,19 +113,18 @@ def before_a_wall(content: bytes) -> np.ndarray:
 @pytest.mark.parametrize("is_few", [False, True])
 def test_products_on_processors_without_an_instruction_for_them(is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llvm_vectors, "has_feature", lambda _name: False)
-    tile, few = gemm.tile_of(1, GROUP), gemm_few_rows._tile_of(8)
+    tile, few = gemm.tile_of(1, GROUP), gemm_few_outputs._tile_of(8)
 
     @numba.njit
     def run(rows, matrix, sums):  # type: ignore[no-untyped-def]
         if is_few:
-            for output in range(0, GROUP, 2):
-                few(rows, matrix, output, None, sums)
+            few(rows, matrix, 0, None, sums)
         else:
             tile(rows, 0, matrix, 0, None, sums)
 
     matrix, rows = random_numbers(0, GROUP, 64), random_numbers(1, 8, 64)
     sums = np.ones((1, GROUP, LANES), np.float32)
-    run(words_of(rows) if is_few else blocks_of(rows), matrix.view(torch.uint16).numpy(), sums)
+    run(rows.float().numpy() if is_few else blocks_of(rows), matrix.view(torch.uint16).numpy(), sums)
     expected = (matrix.double() @ rows.double().T).numpy()
     np.testing.assert_allclose(sums[0, :, :8], 1 + expected, rtol=1e-4, atol=1e-4)
 

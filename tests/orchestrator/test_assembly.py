@@ -179,11 +179,11 @@ async def test_a_caller_that_reads_in_time_is_left_alone(stage: Stage) -> None:
 async def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
     orchestrator: Orchestrator, prompt: Prompt, changes: dict[str, object], name: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{name}: .* is not UTF-8"):
+    with pytest.raises(InvalidRequest, match=f"^{name}: must be UTF-8"):
         await finish(orchestrator.callers.tenant(()), prompt, replace(SHORT, **changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "why"), [("\ud800", "is not UTF-8"), ("s" * 257, "257 characters")])
+@pytest.mark.parametrize(("name", "why"), [("\ud800", "must be UTF-8"), ("s" * 257, "257 characters")])
 async def test_a_session_whose_name_cannot_be_is_refused_and_no_fault_of_the_index(
     orchestrator: Orchestrator, name: str, why: str
 ) -> None:

@@ -301,7 +301,7 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
         (TokenPrompt((1,) * MAX_CONTEXT), {}, "prompt: 100000 tokens; .* at most 99999 tokens can fit"),
         (TextPrompt("x" * MAX_CONTEXT), {}, "prompt: 100000 tokens; the context holds 100000"),
         (PROMPT, {"stop": ("x",) * 65}, "stop: value had 65 entries; must have at most 64"),
-        (PROMPT, {"stop": ("a", "x" * 1025)}, r"stop\[1\]: 1025 characters; at most 1024 would do"),
+        (PROMPT, {"stop": ("a", "x" * 1025)}, r"stop\[1\]: must be at most 1024 characters, got 1025"),
         (
             PROMPT,
             {"stop_token_ids": tuple(range(1025))},
@@ -312,7 +312,7 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
             {"logit_bias": dict.fromkeys(range(1025), 1.0)},
             "logit_bias: value had 1025 entries; must have at most 1024",
         ),
-        (PROMPT, {"logprobs": 65}, "logprobs: 65; 0 to 64 would do"),
+        (PROMPT, {"logprobs": 65}, "logprobs: must be 0 to 64, got 65"),
         (PROMPT, {"session_id": "s" * 257}, "session_id: 257 characters; at most 256 would do"),
         (PROMPT, {"model": "m" * 257}, "model: 257 characters; at most 256 would do"),
         (PROMPT, {"request_id": "r" * 257}, "request_id: 257 characters; at most 256 would do"),

@@ -72,9 +72,9 @@ async def test_what_becomes_known_later_is_taken_into_account(fakes: Fleet, capl
     targets["t1"][0].weights_hash = "h2"
     async with client:
         await until(lambda: requests.directory._targets["t1"].info.weights_hash == "h2")
-        await until(lambda: "t0 and t1 pass for one model and have different weights: h1 and h2" in caplog.text)
+        await until(lambda: "t0 and t1 claim the same model but have different weights: h1 and h2" in caplog.text)
         problems = find_problems(await client.server_info())
-        assert any("t0 and t1 pass for one model and have different weights: h1 and h2;" in each for each in problems)
+        assert any("t0 and t1 claim the same model but have different weights: h1 and h2;" in each for each in problems)
         for _ in range(3):  # both go on serving what is new
             await read(client, replace(OPTIONS, request_id=""))
     assert caplog.text.count("sessions do not move between them") == 1
@@ -147,5 +147,7 @@ async def test_a_target_that_starts_is_refused_beside_other_weights(
         await refuse_misfits(fakes.registry, info, fakes.tokenizer)
         return
     await refuse_misfits(fakes.registry, replace(info, model_fingerprint="other"), fakes.tokenizer)
-    with pytest.raises(PairingError, match=r"t-mine and t-theirs pass for one model .*: h1 and h2; the same files"):
+    with pytest.raises(
+        PairingError, match=r"t-mine and t-theirs claim the same model .*: h1 and h2; must be the same files"
+    ):
         await refuse_misfits(fakes.registry, info, fakes.tokenizer)

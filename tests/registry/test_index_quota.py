@@ -69,7 +69,7 @@ async def test_of_too_many_bytes_as_many_go_as_one_more_needs(server: Server) ->
         assert await known(registry, *"abc") == ["b", "c"], "one that grows makes room too"
         await record(registry, "d", 20_000)
         assert await known(registry, *"abcd") == ["d"]
-        with pytest.raises(Unavailable, match="no room for session e: all may take 100000 bytes"):
+        with pytest.raises(Unavailable, match="no room for session e: the quota is 100000 bytes"):
             await record(registry, "e", 30_000)
         assert await known(registry, *"abcde") == ["d"] or await known(registry, *"abcde") == []
         await record(registry, "f")

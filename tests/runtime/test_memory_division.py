@@ -66,9 +66,7 @@ def test_without_a_draft_the_target_has_its_part() -> None:
 
 
 def test_too_little_memory_is_refused_with_the_figures() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^--device-memory: of 1\.50 GB that are free .* must have 0\.10 GB or more; "
-    ):
+    with pytest.raises(ConfigError, match=r"^--device-memory: must be at least 0\.10 GB, got .*: of 1\.50 GB free, "):
         divide(int(1.5 * GB), target_of(), draft_of(), NEEDS, has_index=True)
 
 

@@ -139,5 +139,5 @@ def test_one_variable_names_a_file_for_all_processes(files: CertificateFiles) ->
     flagged = parse(OrchestratorConfig, "orchestrator", ["--tls-cert", "own"], {})
     assert certificate_files(with_shared(flagged, everywhere)) == replace(files, cert="own")
     assert Access.of(parse(TargetConfig, "t", ["--model", "m", *flags_of(files)], {})).tls is not None
-    with pytest.raises(ConfigError, match="BOUGH_TLS_PEER_NAMES: 'a,,b': names such as a,b would do"):
+    with pytest.raises(ConfigError, match="BOUGH_TLS_PEER_NAMES: must be names such as a,b, got 'a,,b'"):
         parse(OrchestratorConfig, "orchestrator", [], everywhere | {"BOUGH_TLS_PEER_NAMES": "a,,b"})

@@ -34,16 +34,16 @@ def test_sizes_that_pad_nothing() -> None:
 @pytest.mark.parametrize(
     ("curve", "named"),
     [
-        (CostCurve((), ()), "cost: 0 rows"),
-        (CostCurve((1, 2), (1.0,)), "cost: 2 rows and 1 seconds"),
-        (CostCurve(tuple(range(1, MAX_KNOTS + 2)), (1.0,) * (MAX_KNOTS + 1)), "cost: 65 rows"),
-        (CostCurve((1,), (1.0,), 0), r"cost\.step: 0"),
-        (CostCurve((0,), (1.0,)), r"cost\.rows\[0\]: 0; must be 1"),
-        (CostCurve((4, 4), (1.0, 1.0)), r"cost\.rows\[1\]: 4; must be 5"),
-        (CostCurve((1,), (0.0,)), r"cost\.seconds\[0\]: 0"),
-        (CostCurve((1,), (math.nan,)), r"cost\.seconds\[0\]: nan"),
-        (CostCurve((1,), (math.inf,)), r"cost\.seconds\[0\]: inf"),
-        (CostCurve((1, 2), (1.0, 0.9)), r"cost\.seconds\[1\]: 0\.9; must be 1\.0 or more"),
+        (CostCurve((), ()), "cost: .* got 0 rows"),
+        (CostCurve((1, 2), (1.0,)), "cost: must have .* got 2 rows and 1 seconds"),
+        (CostCurve(tuple(range(1, MAX_KNOTS + 2)), (1.0,) * (MAX_KNOTS + 1)), "cost: .* got 65 rows"),
+        (CostCurve((1,), (1.0,), 0), r"cost\.step: must .* got 0"),
+        (CostCurve((0,), (1.0,)), r"cost\.rows\[0\]: must be 1 .* got 0"),
+        (CostCurve((4, 4), (1.0, 1.0)), r"cost\.rows\[1\]: must be 5 .* got 4"),
+        (CostCurve((1,), (0.0,)), r"cost\.seconds\[0\]: must .* got 0"),
+        (CostCurve((1,), (math.nan,)), r"cost\.seconds\[0\]: must .* got nan"),
+        (CostCurve((1,), (math.inf,)), r"cost\.seconds\[0\]: must .* got inf"),
+        (CostCurve((1, 2), (1.0, 0.9)), r"cost\.seconds\[1\]: must be at least 1\.0, .* got 0\.9"),
     ],
 )
 def test_what_is_no_curve_is_refused_by_name(curve: CostCurve, named: str) -> None:

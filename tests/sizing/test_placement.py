@@ -77,14 +77,14 @@ def test_the_number_of_resident_layers_can_be_limited() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        (budgets(350), r"--device-memory: 0\.00 MB; .* 2 layers of 0\.00 MB must fit"),
-        (budgets(1_000, ring=150), r"--ring-memory: 0\.00 MB"),
+        (budgets(350), r"--device-memory: must be .* for 2 layers of 0\.00 MB, got 0\.00 MB"),
+        (budgets(1_000, ring=150), r"--ring-memory: must be .* got 0\.00 MB"),
     ],
 )
 def test_a_budget_that_is_too_small_says_what_would_do(limits: Budgets, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         place([100] * 80, Fixed(100, 100, 0, 0), limits)
-    with pytest.raises(ConfigError, match=r"or more, or less --kv-memory, would do"):
+    with pytest.raises(ConfigError, match=r"; or use a smaller --kv-memory"):
         place([100] * 80, Fixed(100, 300, 0, 0), budgets(500))
 
 

@@ -83,7 +83,7 @@ def test_it_is_kept_for_the_next_start_and_found_anew_where_files_differ(
     monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(code_hash, "ROOT", tmp_path / "repository")
     monkeypatch.setattr(code_hash, "DECIDING", frozenset({"target_worker.verification.verdict"}))
-    file = tmp_path / "repository" / "target_worker" / "judge.py"
+    file = tmp_path / "repository" / "target_worker" / "verification" / "verdict.py"
     file.parent.mkdir(parents=True)
 
     def found(content: bytes) -> str:

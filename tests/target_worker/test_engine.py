@@ -345,7 +345,7 @@ def test_more_calls_than_may_wait_are_refused_at_once(model: FakeModel, clock: C
     with running(model, new_pool(clock), max_waiting=2) as engine:
         model.gate.clear()
         calls = [engine.verify(verify_call(session, [1])) for session in ("a", "b")]
-        with pytest.raises(Exhausted, match="2 calls wait already; try again, or start with a larger --max-waiting"):
+        with pytest.raises(Exhausted, match="2 calls are waiting already; try again, or use a larger --max-waiting"):
             engine.verify(verify_call("c", [1])).result(0)
         model.gate.set()
         assert [call.result(5).verdict.bonus_token for call in calls] == [2, 2]

@@ -181,7 +181,9 @@ def test_experts_that_the_host_holds_come_when_they_are_chosen() -> None:
         assert place_apart(*MIXTURE, fixed, too_little, from_host=True).expert_bytes == 0
     whole = place_apart(*MIXTURE, fixed, little, from_host=True)
     assert (whole.expert_bytes, whole.layer_bytes) == (0, tuple(MIXTURE[0]))
-    with pytest.raises(ConfigError, match=r"--host-memory.*--experts chosen.*or more, or --experts all, would do"):
+    with pytest.raises(
+        ConfigError, match=r"--host-memory: must be at least .* for --experts chosen.*or use --experts all"
+    ):
         place_apart(*MIXTURE, fixed, little, from_host=True, is_forced=True)
 
 

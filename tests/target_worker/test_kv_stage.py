@@ -182,5 +182,5 @@ def test_on_the_cpu_there_is_no_other_place_for_it(tiny: Path) -> None:
         TargetWorker(parse(TargetConfig, "t", flags, {}), "t")
     with pytest.raises(ConfigError, match="--kv-tier: host; on the CPU host and device have one memory"):
         make_plan(parse(PlanConfig, "plan", flags, {}))
-    with pytest.raises(ConfigError, match="--kv-tier: 'disk': device, host"):
+    with pytest.raises(ConfigError, match="--kv-tier: must be device, host, got 'disk'"):
         parse(TargetConfig, "t", [*flags[:-1], "disk"], {})

@@ -115,7 +115,7 @@ def test_a_request_without_a_name_carries_none() -> None:
     ("flags", "message"),
     [
         (["--log-level", "LOUD"], "--log-level: value was 'LOUD'; must be DEBUG, INFO, WARNING or ERROR"),
-        (["--log-format", "xml"], "--log-format: 'xml': text, json would do"),
+        (["--log-format", "xml"], "--log-format: must be text, json, got 'xml'"),
     ],
 )
 def test_what_a_log_cannot_be_is_refused_by_name(flags: list[str], message: str) -> None:

@@ -82,9 +82,9 @@ def test_what_users_say_may_be_anything() -> None:
 @pytest.mark.parametrize(
     ("source", "messages", "reason"),
     [
-        (NUMBERED, TURN, "continues: true, but this model's chat template spells a new turn differently"),
-        (SYSTEM_FIRST, [("system", "Be brief."), *TURN], "continues: true, but this model's chat template spells"),
-        (USER_ONLY, TURN, "the full history, with continues false, would do"),
+        (NUMBERED, TURN, "continues: must be false, .* renders a new turn differently"),
+        (SYSTEM_FIRST, [("system", "Be brief."), *TURN], "continues: must be false, .* renders a new turn differently"),
+        (USER_ONLY, TURN, "continues: must be false, with the full history"),
         (GEMMA, [("assistant", "I go on."), *TURN], "roles must alternate"),
         ("", TURN, "this model has no chat template"),
     ],

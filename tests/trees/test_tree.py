@@ -75,7 +75,7 @@ def test_tokens_are_followed_as_far_as_the_tree_goes(tree: Tree, data: st.DataOb
 
 
 def test_trimming_to_nothing_is_refused() -> None:
-    with pytest.raises(InvalidTree, match="budget: 0"):
+    with pytest.raises(InvalidTree, match="budget: must be at least 1, got 0"):
         Tree.root(1).trimmed(0)
 
 
@@ -94,18 +94,18 @@ def test_a_256_node_tree_is_small_on_the_wire() -> None:
 @pytest.mark.parametrize(
     ("tokens", "parents", "log_probs", "message"),
     [
-        ([], [], [], "a tree has a root"),
-        ([1, 2], [-1], [0.0, -1.0], "one of each for every node"),
-        ([1, 2, 3], [-1, 2, 1], [0, -1, -1], r"parents\[1\]: 2; a parent comes before its child"),
-        ([1, 2], [-1, 1], [0, -1], r"parents\[1\]: 1"),
-        ([1, 2], [-1, -1], [0, -1], r"parents\[1\]: -1"),
-        ([1, 2], [0, 0], [0, -1], r"parents\[0\]: 0; the root has no parent"),
-        ([1, VOCAB], [-1, 0], [0, -1], rf"tokens\[1\]: {VOCAB} is outside the vocabulary"),
-        ([-1], [-1], [0], r"tokens\[0\]: -1"),
-        ([1, 5, 5], [-1, 0, 0], [0, -1, -1], r"tokens\[2\]: 5 is already the token of its sibling 1"),
-        ([1, 5], [-1, 0], [0, float("nan")], r"log_probs\[1\]: nan"),
-        ([1, 5], [-1, 0], [0, 0.5], r"log_probs\[1\]: 0.5"),
-        ([1, 2, 3, 4, 5], [-1, 0, 1, 2, 3], [0] * 5, "5 nodes; at most 4"),
+        ([], [], [], "tree: must have at least one node"),
+        ([1, 2], [-1], [0.0, -1.0], "got 2 tokens, 1 parents and 2 log_probs"),
+        ([1, 2, 3], [-1, 2, 1], [0, -1, -1], r"parents\[1\]: must be 0 to 0, before its child, got 2"),
+        ([1, 2], [-1, 1], [0, -1], r"parents\[1\]: must be .* got 1"),
+        ([1, 2], [-1, -1], [0, -1], r"parents\[1\]: must be .* got -1"),
+        ([1, 2], [0, 0], [0, -1], r"parents\[0\]: must be -1, as the root has no parent, got 0"),
+        ([1, VOCAB], [-1, 0], [0, -1], rf"tokens\[1\]: must be 0 to {VOCAB - 1}, got {VOCAB}"),
+        ([-1], [-1], [0], r"tokens\[0\]: must be .* got -1"),
+        ([1, 5, 5], [-1, 0, 0], [0, -1, -1], r"tokens\[2\]: must differ .* got 5, the token of node 1"),
+        ([1, 5], [-1, 0], [0, float("nan")], r"log_probs\[1\]: must be at most 0, got nan"),
+        ([1, 5], [-1, 0], [0, 0.5], r"log_probs\[1\]: must be at most 0, got 0.5"),
+        ([1, 2, 3, 4, 5], [-1, 0, 1, 2, 3], [0] * 5, "must have at most 4 nodes, got 5"),
     ],
 )
 def test_broken_trees_are_refused_naming_the_node(
@@ -118,10 +118,10 @@ def test_broken_trees_are_refused_naming_the_node(
 @pytest.mark.parametrize(
     ("draws", "message"),
     [
-        ([0], r"tree\.draws: nodes from 1 to 3 would do"),
-        ([4], r"tree\.draws: nodes from 1 to 3 would do"),
-        ([1] * 4, r"tree\.draws: 4; a tree of at most 4 nodes has 3"),
-        ([2], r"tree\.draws: node 2, but not its parent 1; both would do"),
+        ([0], r"tree\.draws: must be nodes from 1 to 3, got 0"),
+        ([4], r"tree\.draws: must be nodes from 1 to 3, got 4"),
+        ([1] * 4, r"tree\.draws: must be at most 3 draws, got 4"),
+        ([2], r"tree\.draws: must include the parent of each node, got node 2 without 1"),
     ],
 )
 def test_draws_that_cannot_be_are_refused(draws: list[int], message: str) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numba
 import numpy as np
-from numba import carray  # type: ignore[attr-defined]
-from numba.core import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -81,24 +78,3 @@ def _tasks(
         tasks += [(piece, *rows, head) for rows in itertools.pairwise(cuts)]
         done += end - begin
     return tasks
-
-
-def _typed_pointer(_context, address, kind, index):  # type: ignore[no-untyped-def]
-    """Address of a number with an index, all of one kind."""
-    signature = types.CPointer(kind)(address, kind, index)
-
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        first = builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-        return builder.gep(first, [arguments[2]])
-
-    return signature, codegen
-
-
-_pointer: Any = intrinsic(_typed_pointer)
-
-
-@numba.njit(fastmath=False, cache=True, error_model="numpy")
-def layer_rows(address, kind, layer, num_rows, num_kv_heads, width):  # type: ignore[no-untyped-def]
-    """A slot's keys or values of one layer, (num_rows, num_kv_heads, width), of the type of the number `kind`."""
-    first = _pointer(address, kind, layer * num_rows * num_kv_heads * width)
-    return carray(first, (num_rows, num_kv_heads, width))

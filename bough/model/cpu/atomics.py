@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import I32, I64, call, has_feature
 
 APART = 8  # int64 from one counter to the next: two of them do not share a line of memory
@@ -56,10 +57,9 @@ add_one: Any = intrinsic(_add_one)  # to the first of an array
 seen: Any = intrinsic(_read)  # likewise
 _pause_once: Any = intrinsic(_pause)
 _yield: Any = intrinsic(_let_others_run)
-compiled = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True)
 
 
-@compiled
+@strict_inner
 def wait_a_moment(spins):  # type: ignore[no-untyped-def]
     """Between two looks at a counter, the `spins`th time; how often it has been then."""
     _pause_once()
@@ -68,7 +68,7 @@ def wait_a_moment(spins):  # type: ignore[no-untyped-def]
     return spins + 1
 
 
-@compiled
+@strict_inner
 def hold(lock):  # type: ignore[no-untyped-def]
     """Waits for a lock, (2 * APART,) int64 of zeros when new; those who wait get it in turn.
 
@@ -79,7 +79,7 @@ def hold(lock):  # type: ignore[no-untyped-def]
         spins = wait_a_moment(spins)
 
 
-@compiled
+@strict_inner
 def let_go(lock):  # type: ignore[no-untyped-def]
     """The next one's turn; what was written under the lock is seen by it."""
     add_one(lock[APART:])

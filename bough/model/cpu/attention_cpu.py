@@ -14,32 +14,35 @@ import numpy as np
 import torch
 
 from bough.model.batch.batch import Chunk, Piece
-from bough.model.batch.path_spans import Place, Spans, layer_rows
+from bough.model.batch.path_spans import Place, Spans
 from bough.model.cpu.attention_scores import KEYS_AHEAD, WIDTH, put_scores, rows_of, whole
 from bough.model.cpu.attention_tiles import lanes_of, put_head, weigh_scores, weigh_values
-from bough.model.cpu.gemm import GROUP, compiled, parallel
+from bough.model.cpu.gemm import GROUP
+from bough.model.cpu.jit import pointer, strict, strict_inner, strict_parallel
+from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import as_thread, counters, take, take_next, wait_for_all
 
 # The types of numbers that the kernel reads; bfloat16 comes as its bits.
 KINDS: dict[torch.dtype, np.uint16 | np.float32] = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
+_shares: dict[torch.dtype, Any] = {}  # pointers to `share_attention`, by these types
 
 
-@compiled
+@strict_inner
 def _reach(spans, row, window):  # type: ignore[no-untyped-def]
     """The positions that a row sees, [first, end)."""
     end = np.int64(spans.lengths[row])
     return max(0, end - window) if window > 0 else 0, end
 
 
-@compiled
+@strict_inner
 def _tail_of(spans, piece, row):  # type: ignore[no-untyped-def]
     """Where in `spans.tails` a row's position 0 would be."""
     first_row, _, base, begin_tail, width, _ = spans.ranges[piece]
     return begin_tail + (row - first_row) * width - base
 
 
-@compiled
+@strict_inner
 def _gather(spans, piece, begin, end, start, count, kept, place_of):  # type: ignore[no-untyped-def]
     """Slot rows beyond the base that some row of [begin, end) sees, onto the `count` that are kept; how many then.
 
@@ -57,7 +60,7 @@ def _gather(spans, piece, begin, end, start, count, kept, place_of):  # type: ig
     return count
 
 
-@compiled
+@strict_inner
 def _hide(spans, piece, begin, end, window, group, start, num_committed, place_of, scores):  # type: ignore[no-untyped-def]
     """-inf for whatever a row does not see, of num_committed keys from `start` on and all that follow them.
 
@@ -82,13 +85,15 @@ def _hide(spans, piece, begin, end, window, group, start, num_committed, place_o
                 scores[block, num_committed + j, lane] += hidden[block, j, lane]
 
 
-@compiled
+@strict_inner
 def _find_keys(spans, piece, begin, end, window, place_of):  # type: ignore[no-untyped-def]
     """Slot rows of the keys that some of the rows [begin, end) see, and the last of them over and over beyond these.
 
     Returns them with where they start, how many of them are committed, one after another, and how many there are.
     """
-    longest, shortest = np.int64(spans.lengths[begin:end].max()), np.int64(spans.lengths[begin:end].min())
+    longest = shortest = np.int64(spans.lengths[begin])  # loops are compiled sooner than numpy's functions of arrays
+    for row in range(begin + 1, end):
+        longest, shortest = max(longest, np.int64(spans.lengths[row])), min(shortest, np.int64(spans.lengths[row]))
     start = max(0, shortest - window) if window > 0 else 0
     num_committed = max(0, min(spans.ranges[piece, 2], longest) - start)
     most = num_committed + spans.ranges[piece, 4] * (end - begin)
@@ -96,11 +101,12 @@ def _find_keys(spans, piece, begin, end, window, place_of):  # type: ignore[no-u
     for j in range(num_committed):
         kept[j] = start + j
     num_kept = _gather(spans, piece, begin, end, start, num_committed, kept, place_of)
-    kept[num_kept:] = kept[num_kept - 1]
+    for j in range(num_kept, len(kept)):
+        kept[j] = kept[num_kept - 1]
     return kept, start, num_committed, num_kept
 
 
-@compiled
+@strict_inner
 def _in_whole_lines(numbers, kept, num_kept):  # type: ignore[no-untyped-def]
     """The rows that are kept, with zeros behind them, of numbers (rows, head_dim)."""
     copies = np.zeros((num_kept, whole(numbers.shape[1], WIDTH)), numbers.dtype)
@@ -110,7 +116,7 @@ def _in_whole_lines(numbers, kept, num_kept):  # type: ignore[no-untyped-def]
     return copies
 
 
-@compiled
+@strict_inner
 def _attend_together(queries, keys, values, spans, task, scale, window, softcap, sinks, place_of, out):  # type: ignore[no-untyped-def]
     """The query heads of one KV head, for some rows; `place_of` is -1 everywhere, and is left so."""
     piece, begin, end, kv_head = spans.tasks[task]
@@ -128,7 +134,9 @@ def _attend_together(queries, keys, values, spans, task, scale, window, softcap,
         own_values, order = values[:, kv_head], kept
         put_scores(asked, keys[:, kv_head], kept, scores)
     else:  # nothing may be read beyond them
-        order = np.minimum(np.arange(len(kept)), num_kept - 1)
+        order = np.empty(len(kept), np.int64)
+        for j in range(len(order)):
+            order[j] = min(j, num_kept - 1)
         put_scores(asked, _in_whole_lines(keys[:, kv_head], kept, num_kept), order, scores)
         own_values = _in_whole_lines(values[:, kv_head], kept, num_kept)
     _hide(spans, piece, begin, end, window, group, start, num_committed, place_of, scores)
@@ -146,13 +154,15 @@ def _attend_together(queries, keys, values, spans, task, scale, window, softcap,
         put_head(heads[i, :head_dim], total, begin + i // group, place, out)
 
 
-@compiled
+@strict
 def share_attention(  # type: ignore[no-untyped-def]
     taken, thread, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out
 ):
     """A thread's part of `attend`."""
     num_tasks, head_dim = len(spans.tasks), out.shape[1] // len(sinks)  # of rows, or of blocks
-    most_keys = spans.ranges[:, 5].max()  # of a slot: its memory may be far more
+    most_keys = 0  # of a slot: its memory may be far more
+    for piece in range(len(spans.ranges)):
+        most_keys = max(most_keys, spans.ranges[piece, 5])
     place_of = np.full(most_keys, -1, np.int32)
     task = take(taken, thread, num_threads, num_tasks)
     while task < num_tasks:
@@ -164,10 +174,13 @@ def share_attention(  # type: ignore[no-untyped-def]
     wait_for_all(taken, num_threads, num_tasks)
 
 
-@parallel
-def attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out):  # type: ignore[no-untyped-def]
+@strict_parallel
+def attend(  # type: ignore[no-untyped-def]
+    share, taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out
+):
     """Attention of all rows over their slots, a few rows and one KV head at a time.
 
+    `share` is a pointer to `share_attention` (`bough.model.cpu.jit.pointer`).
     queries (rows, words of all heads) as words of the kind that slots hold: float32, or bfloat16 two to an int32.
     `kind` is a number of it. `out` is (rows, num_heads * head_dim) of that kind, bfloat16 as its bits; or (blocks,
     num_heads * head_dim, LANES) float32. Window 0 and softcap 0 are off; sinks (num_heads,) are scores that weigh
@@ -176,12 +189,10 @@ def attend(taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale,
     """
     for number in numba.prange(num_threads):
         thread = as_thread(number)
-        share_attention(
-            taken, thread, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out
-        )
+        share(taken, thread, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out)
 
 
-@compiled
+@strict
 def _store(spans, kind, layer, keys, values):  # type: ignore[no-untyped-def]
     """Puts new keys and values, (rows, num_kv_heads, head_dim) each, into the slot rows that take them."""
     _, num_kv_heads, head_dim = keys.shape
@@ -212,8 +223,7 @@ def _attend_over(
     flat, kind, num_threads = queries.reshape(num_rows, -1).contiguous(), KINDS[queries.dtype], numba.get_num_threads()
     out = torch.zeros_like(flat)
     words, bits = (flat.view(torch.int32), out.view(torch.uint16)) if kind.nbytes == 2 else (flat, out)
-    attend(
-        counters(num_threads)[0],
+    arguments = (
         num_threads,
         words.numpy(),
         spans,
@@ -226,6 +236,10 @@ def _attend_over(
         np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.numpy(),
         bits.numpy(),
     )
+    taken = counters(num_threads)[0]
+    if queries.dtype not in _shares:
+        _shares[queries.dtype] = pointer(share_attention, taken, 0, *arguments)
+    attend(_shares[queries.dtype], taken, *arguments)
     return out.view(queries.shape)
 
 

@@ -15,7 +15,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from bough.model.cpu.float_bits import widened as widened_number
-from bough.model.cpu.gemm import GROUP, LINE_BYTES, WORD_BYTES, by_lanes, compiled
+from bough.model.cpu.gemm import GROUP, LINE_BYTES, WORD_BYTES, by_lanes
+from bough.model.cpu.jit import strict, strict_inner
 from bough.model.cpu.llvm_vectors import (
     FIRST_LEVEL,
     FLOATS,
@@ -156,13 +157,13 @@ def _rows_of(queries, begin, end, kv_head, group, num_words, width):  # type: ig
     return as_floats if are_pairs and not multiplies_pairs() else as_words
 
 
-@compiled
+@strict_inner
 def whole(number, step):  # type: ignore[no-untyped-def]
     """The next multiple."""
     return (number + step - 1) // step * step
 
 
-@compiled
+@strict
 def put_scores(asked, keys, kept, scores):  # type: ignore[no-untyped-def]
     """Puts the products of all rows of `asked` with the keys that are `kept` onto scores (blocks, keys, lanes).
 

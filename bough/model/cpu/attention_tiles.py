@@ -14,7 +14,8 @@ from numba.extending import intrinsic, overload
 
 from bough.model.cpu.attention_scores import INDEX_BYTES, KEYS_AHEAD, ROWS
 from bough.model.cpu.float_bits import rounded
-from bough.model.cpu.gemm import WORD_BYTES, compiled
+from bough.model.cpu.gemm import WORD_BYTES
+from bough.model.cpu.jit import strict, strict_inner
 from bough.model.cpu.llvm_vectors import (
     FIRST_LEVEL,
     FLOATS,
@@ -76,7 +77,7 @@ def _weigher_of(num_lanes: int) -> Any:
 _weigh_4, _weigh_8, _weigh_16 = map(_weigher_of, (4, 8, LANES))
 
 
-@compiled
+@strict_inner
 def lanes_of(num_rows):  # type: ignore[no-untyped-def]
     """So many lanes have the keys of some rows: no more than LANES, where rows then fill several blocks."""
     lanes = LANES
@@ -85,7 +86,7 @@ def lanes_of(num_rows):  # type: ignore[no-untyped-def]
     return lanes
 
 
-@compiled
+@strict
 def weigh_scores(scores, scale, softcap, sinks, totals):  # type: ignore[no-untyped-def]
     """Scores (keys, lanes) become weights; `totals` (lanes,) takes their sums, key by key after the sinks' weights.
 
@@ -109,7 +110,8 @@ def weigh_scores(scores, scale, softcap, sinks, totals):  # type: ignore[no-unty
         peaks[place] = peaks[place % lanes]
     weights_of_sinks = np.empty(LANES, np.float32)
     put(weights_of_sinks, 0, exp(load(sinks, 0) - load(peaks, 0)))
-    totals[:] = weights_of_sinks[:lanes]
+    for lane in range(lanes):  # a slice to a slice has a check of shapes, which takes seconds to compile
+        totals[lane] = weights_of_sinks[lane]
     if lanes == 4:
         _weigh_4(flat, peaks, totals)
     elif lanes == 8:
@@ -197,7 +199,7 @@ def _weigh_keys(num_rows: int, context: Any, builder: ir.IRBuilder, signature: A
 _weigh, _weigh_few = map(_tile_of, (_MANY, _FEW))
 
 
-@compiled
+@strict
 def weigh_values(weights, values, kept, num_first, num_keys, num_rows, out):  # type: ignore[no-untyped-def]
     """out = weights times the values that are `kept`, key by key: where a weight is 0, nothing changes.
 

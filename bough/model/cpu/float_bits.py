@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-_compiled = numba.njit(fastmath=False, cache=True, error_model="numpy", inline="always")
+from bough.model.cpu.jit import strict_inline
 
 
-@_compiled
+@strict_inline
 def rounded(value):  # type: ignore[no-untyped-def]
     """The upper half of a float32's bits, rounded to nearest and even: bfloat16."""
     bits = np.float32(value).view(np.uint32)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@_compiled
+@strict_inline
 def widened(bits):  # type: ignore[no-untyped-def]
     """bfloat16's bits as float32."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
-@_compiled
+@strict_inline
 def from_half(bits):  # type: ignore[no-untyped-def]
     """float16's bits as float32. Of finite numbers: where those have their largest exponent, float16 has no end."""
     shifted = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13))

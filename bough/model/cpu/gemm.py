@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from bough.model.cpu.jit import strict, strict_inner
 from bough.model.cpu.llvm_vectors import (
     FLOATS,
     I32,
@@ -175,7 +176,7 @@ class Tile:
             store(b, b.fadd(b.load(place, typ=FLOATS, align=4), total), place)
 
 
-def tile_of(num_blocks: int, num_outputs: int, kind: type[Tile] = Tile) -> Any:
+def tile_of(num_blocks: int, num_outputs: int) -> Any:
     """A function that compiled code may call; see `multiply_groups`."""
 
     def tile(_context, blocks, block, matrix, output, bias, out):  # type: ignore[no-untyped-def]
@@ -195,7 +196,7 @@ def tile_of(num_blocks: int, num_outputs: int, kind: type[Tile] = Tile) -> Any:
             (rows, (block_bytes, *_), (_, num_words, _)), (weights, (row_step, _), _) = array(0), array(2)
             result, steps, _ = array(5)
             row_bytes = _times(builder, WORD_BYTES, num_words)
-            made = kind(builder, num_blocks, num_outputs, kind_of_matrix.dtype == numba.types.uint16)
+            made = Tile(builder, num_blocks, num_outputs, kind_of_matrix.dtype == numba.types.uint16)
             matrix = entry(weights, row_step, output)
             sums = made.sums(entry(rows, block_bytes, block), block_bytes, matrix, row_step, row_bytes)
             if kind_of_out.ndim == 3:
@@ -216,13 +217,9 @@ def tile_of(num_blocks: int, num_outputs: int, kind: type[Tile] = Tile) -> Any:
 _NUM_SUMS, _LEAST_OUTPUTS = NUM_VECTORS // 2, 4
 _OF_1, _OF_2, _OF_4 = (_NUM_SUMS // num_blocks for num_blocks in (1, 2, 4))  # outputs
 _tile_1, _tile_2, _tile_4 = tile_of(1, _OF_1), tile_of(2, _OF_2), tile_of(4, _OF_4)
-# "fastmath" is said everywhere: where it is not, numba takes it over from whichever function is compiled first of those
-# that call, and sums whose order must not change would be put in another.
-compiled = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True)
-parallel = numba.njit(fastmath=False, cache=True, error_model="numpy", nogil=True, parallel=True)
 
 
-@compiled
+@strict
 def lay_out(words, block, blocks):  # type: ignore[no-untyped-def]
     """A block of rows, word by word for all of them, from words (rows, words); beyond the last row zeros."""
     begin, num_rows = block * LANES, len(words)
@@ -232,7 +229,7 @@ def lay_out(words, block, blocks):  # type: ignore[no-untyped-def]
             blocks[block, word, lane] = words[row, word] if row < num_rows else 0
 
 
-@compiled
+@strict_inner
 def multiply_groups(blocks, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
     """Rows times groups [begin, end) of a matrix's rows, GROUP in each.
 

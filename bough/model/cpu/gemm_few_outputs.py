@@ -2,7 +2,7 @@
 
 Outputs are the lanes: lines of the matrix are turned in registers, so that a vector has the same input of some outputs.
 Each sum is added up number by number as it is there. For processors on which bfloat16 is multiplied one by one; where
-an instruction takes pairs, or tiles, sixteen rows cost less than reading the matrix.
+an instruction takes pairs, sixteen rows cost less than reading the matrix.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from bough.model.cpu.float_bits import widened as widened_number
-from bough.model.cpu.gemm import GROUP, compiled
-from bough.model.cpu.gemm_few_rows import MOST, num_few
+from bough.model.cpu.gemm import GROUP
+from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import (
     FLOATS,
     I32,
@@ -38,6 +38,7 @@ from bough.model.cpu.llvm_vectors import (
     widened,
 )
 
+MOST = 8  # rows that are few
 _SHORTS, _SHORT_WORDS = ir.VectorType(ir.FloatType(), SHORT), ir.VectorType(I32, SHORT)
 _WORD_BYTES, _FLOAT_BYTES = 4, 4
 
@@ -126,13 +127,15 @@ def _tile_of(num_rows: int) -> Any:
 _tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
 
 
-@compiled
+@strict_inner
 def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
     """The rows themselves, 1, 2, 4 or 8 of them, (rows, inputs) float32; none where they are not few.
 
-    `blocks` are those of bfloat16 that `bough.model.cpu.gemm` has.
+    Their inputs must fill SHORT words, too. `blocks` are those of bfloat16 that `bough.model.cpu.gemm` has.
     """
-    count = num_few(num_rows, blocks.shape[1] % SHORT == 0)
+    count = 1 if 0 < num_rows <= MOST and blocks.shape[1] % SHORT == 0 else 0
+    while 0 < count < num_rows:
+        count *= 2
     rows = np.empty((count, 2 * blocks.shape[1]), np.float32)
     for word in range(blocks.shape[1] if count else 0):
         for row in range(count):
@@ -142,7 +145,7 @@ def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
     return rows
 
 
-@compiled
+@strict_inner
 def multiply_few(rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
     """As `bough.model.cpu.gemm.multiply_groups`, of 1, 2, 4 or 8 rows as `few_of` makes them."""
     for group in range(begin, end):

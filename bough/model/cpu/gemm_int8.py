@@ -15,7 +15,8 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bough.model.cpu.gemm import WORD_BYTES, by_lanes, compiled
+from bough.model.cpu.gemm import WORD_BYTES, by_lanes
+from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import (
     ADDS_TWOS,
     FLOATS,
@@ -44,9 +45,7 @@ _WORD = LANES * WORD_BYTES  # bytes from one word of a block, or of a group, to 
 _CODES = LINE // 4 * _WORD  # bytes of a line's codes
 
 
-def _sums(
-    b: ir.IRBuilder, num_rows: int, _count: Any, words: Any, _codes: Any, group: Any, group_bytes: Any
-) -> list[Any]:
+def _sums(b: ir.IRBuilder, num_rows: int, _count: Any, words: Any, group: Any, group_bytes: Any) -> list[Any]:
     """A vector of sums for each of some rows, the first of which stands at `words`, with a group of outputs."""
     rows, inputs_end = range(num_rows), b.sub(group_bytes, ir.Constant(I64, _WORD))
 
@@ -92,9 +91,7 @@ def _sums(
     return [b.fmul(total, scales_of_outputs) for total in line_totals]
 
 
-def _sums_by_twos(
-    b: ir.IRBuilder, num_rows: int, count: Any, words: Any, _codes: Any, group: Any, group_bytes: Any
-) -> list[Any]:
+def _sums_by_twos(b: ir.IRBuilder, num_rows: int, count: Any, words: Any, group: Any, group_bytes: Any) -> list[Any]:
     """As `_sums`, where products are added by twos: a part of a line's in 16 bits, and one row after another.
 
     A part of the matrix stays in registers for all rows, whose sums are put aside. Of rows that do not count the sums
@@ -157,12 +154,11 @@ def _add_lanes(b: ir.IRBuilder, sums: Sequence[Any], out: Any) -> None:
 def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
     """A function that compiled code may call: some rows with one group of outputs; see `multiply_int8`.
 
-    `codes` are what `sums_of` wants of the rows beside themselves, of the block where they stand. No more than the
-    first `count` of the rows need be computed.
+    No more than the first `count` of the rows need be computed.
     """
 
-    def tile(_context, rows, codes, row, count, matrix, group, bias, out):  # type: ignore[no-untyped-def]
-        signature = numba.types.void(rows, codes, row, count, matrix, group, bias, out)
+    def tile(_context, rows, row, count, matrix, group, bias, out):  # type: ignore[no-untyped-def]
+        signature = numba.types.void(rows, row, count, matrix, group, bias, out)
 
         def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
             def array(place: int) -> tuple[Any, list[Any]]:
@@ -172,22 +168,21 @@ def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
             def entry(begin: Any, stride: Any, index: Any) -> Any:
                 return at(builder, begin, builder.mul(stride, index))
 
-            _, _, row, count, _, group, _, _ = values
+            _, row, count, _, group, _, _ = values
             lanes = ir.Constant(I64, LANES)
             block, lane = builder.udiv(row, lanes), builder.urem(row, lanes)
             lane_bytes = builder.mul(lane, ir.Constant(I64, WORD_BYTES))
-            (words, (block_bytes, *_)), (more, (more_bytes, *_)), (groups, (group_bytes, *_)) = map(array, (0, 1, 4))
+            (words, (block_bytes, *_)), (groups, (group_bytes, *_)) = map(array, (0, 3))
             first = at(builder, entry(words, block_bytes, block), lane_bytes)
-            of_block = entry(more, more_bytes, block)
             of_group = entry(groups, group_bytes, group)
-            sums = sums_of(builder, num_rows, count, first, of_block, of_group, group_bytes)
-            result, steps = array(7)
+            sums = sums_of(builder, num_rows, count, first, of_group, group_bytes)
+            result, steps = array(6)
             output = builder.mul(group, lanes)
-            if signature.args[7].ndim == 3:
+            if signature.args[6].ndim == 3:
                 begin = entry(entry(result, steps[0], block), steps[1], output)
                 _add_lanes(builder, sums, at(builder, begin, lane_bytes))
             else:
-                added, (float_bytes,) = array(6)
+                added, (float_bytes,) = array(5)
                 begin = entry(entry(result, steps[0], row), steps[1], output)
                 _put_rows(builder, sums, entry(added, float_bytes, output), begin, steps[0])
             return context.get_dummy_value()
@@ -206,26 +201,26 @@ _tile_16 = tile_of(LANES, _sums_by_twos if ADDS_TWOS else _sums)
 _HAS_16, _MOST_WITHOUT = ADDS_TWOS or _MOST_ROWS >= LANES, 4 if ADDS_TWOS else 12  # rows for which others are faster
 
 
-@compiled
+@strict_inner
 def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: ignore[no-untyped-def]
     """Some of the rows from `row` on, or all that are left; how many."""
     if _HAS_16 and num_left > _MOST_WITHOUT:
-        _tile_16(rows, rows, row, min(num_left, LANES), matrix, group, bias, out)
+        _tile_16(rows, row, min(num_left, LANES), matrix, group, bias, out)
         return 16
     if _MOST_ROWS >= 8 and num_left > 4:
-        _tile_8(rows, rows, row, 8, matrix, group, bias, out)
+        _tile_8(rows, row, 8, matrix, group, bias, out)
         return 8
     if num_left > 2:
-        _tile_4(rows, rows, row, 4, matrix, group, bias, out)
+        _tile_4(rows, row, 4, matrix, group, bias, out)
         return 4
     if num_left > 1:
-        _tile_2(rows, rows, row, 2, matrix, group, bias, out)
+        _tile_2(rows, row, 2, matrix, group, bias, out)
         return 2
-    _tile_1(rows, rows, row, 1, matrix, group, bias, out)
+    _tile_1(rows, row, 1, matrix, group, bias, out)
     return 1
 
 
-@compiled
+@strict_inner
 def multiply_int8(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
     """Rows in 8 bits times groups [begin, end) of a matrix in 8 bits; for `out` see `gemm_parallel.multiply`."""
     for group in range(begin, end):

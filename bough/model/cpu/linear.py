@@ -7,17 +7,21 @@ the sake of bits. Knows no models.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
 from torch import nn
 
-from bough.model.cpu.gemm import GROUP, WORD_BYTES, lay_out, parallel
-from bough.model.cpu.gemm_parallel import Alike, project
+from bough.model.cpu.gemm import GROUP, WORD_BYTES, lay_out
+from bough.model.cpu.gemm_parallel import share_product
+from bough.model.cpu.jit import pointer, strict_parallel
 from bough.model.cpu.llvm_vectors import LANES, multiplies_and_adds
-from bough.model.cpu.work_stealing import counters
+from bough.model.cpu.work_stealing import as_thread, counters
 
 DTYPES = (torch.bfloat16, torch.float32)
+_shares: dict[torch.dtype, Any] = {}  # pointers to `share_product`, by these types
 
 
 def can_multiply(num_inputs: int, dtype: torch.dtype) -> bool:
@@ -54,8 +58,10 @@ def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     if num_outputs < GROUP:
         matrix = nn.functional.pad(matrix, (0, 0, 0, GROUP - num_outputs))
     num_threads = numba.get_num_threads()
-    said, matrix = Alike.of(len(words), len(blocks)), matrix.contiguous()
-    _multiply(counters(num_threads)[0], num_threads, words, blocks, said, numbers(matrix), added, numbers(out))
+    taken, operands = counters(num_threads)[0], (numbers(matrix.contiguous()), added, numbers(out))
+    if rows.dtype not in _shares:
+        _shares[rows.dtype] = pointer(share_product, taken, 0, num_threads, blocks, len(words), *operands)
+    _multiply(_shares[rows.dtype], taken, num_threads, words, blocks, *operands)
     return out[: len(words), :num_outputs].reshape(*rows.shape[:-1], num_outputs)
 
 
@@ -64,13 +70,14 @@ def numbers(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-@parallel
-def _multiply(taken, num_threads, words, blocks, said, matrix, bias, out):  # type: ignore[no-untyped-def]
-    """words (rows, words) of float32, or int32 of two bfloat16; the rest as `project` has it."""
+@strict_parallel
+def _multiply(share, taken, num_threads, words, blocks, matrix, bias, out):  # type: ignore[no-untyped-def]
+    """words (rows, words) of float32, or int32 of two bfloat16; `share` is a pointer to `share_product`."""
     num_blocks = len(blocks)
     if num_blocks == 1:  # not worth a thread
         lay_out(words, 0, blocks)
     else:
         for block in numba.prange(num_blocks):
             lay_out(words, block, blocks)
-    project(taken, num_threads, blocks, said, matrix, bias, out)
+    for number in numba.prange(num_threads):
+        share(taken, as_thread(number), num_threads, blocks, len(words), matrix, bias, out)

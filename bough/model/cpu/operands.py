@@ -22,7 +22,8 @@ import numpy as np
 from numba.extending import overload
 
 from bough.model.cpu.float_bits import widened
-from bough.model.cpu.gemm import LINE_BYTES, compiled
+from bough.model.cpu.gemm import LINE_BYTES
+from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import ADDS_TWOS, LANES, MOST_SIGNED
 from bough.model.cpu.simd import all_lanes, larger, load, magnitude, nearest, pair, store, where_positive
 
@@ -46,13 +47,13 @@ def is_int8(matrix: Any) -> bool:
     return bool(matrix.dtype == numba.types.int32)
 
 
-@compiled
+@strict_inner
 def _put_words(values, words):  # type: ignore[no-untyped-def]
     for word in range(len(values) // 2):
         store(words, word, pair(load(values, 2 * word), load(values, 2 * word + 1)))
 
 
-@compiled
+@strict_inner
 def _put_codes(values, words):  # type: ignore[no-untyped-def]
     """A line of numbers, (LINE, LANES), in LINE_WORDS words."""
     zero, peak = all_lanes(np.float32(0)), _peak_of(values)
@@ -78,7 +79,7 @@ def _put_codes(values, words):  # type: ignore[no-untyped-def]
     store(words, LINE // 4 + 1, total * offset)
 
 
-@compiled
+@strict_inner
 def _peak_of(values):  # type: ignore[no-untyped-def]
     """What the largest code stands for."""
     peak, share = all_lanes(np.float32(0)), all_lanes(np.float32(MOST_SIGNED / MOST_TOGETHER if PARTS else 0))

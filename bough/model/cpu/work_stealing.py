@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.atomics import APART, add_one, compiled, seen, wait_a_moment
+from bough.model.cpu.atomics import APART, add_one, seen, wait_a_moment
+from bough.model.cpu.jit import strict, strict_inner
 
 
 def counters(num_threads: int, num_loops: int = 1) -> NDArray[np.int64]:
@@ -22,13 +23,13 @@ def counters(num_threads: int, num_loops: int = 1) -> NDArray[np.int64]:
     return np.zeros((num_loops, (num_threads + 1) * APART), np.int64)
 
 
-@compiled
+@strict_inner
 def as_thread(number):  # type: ignore[no-untyped-def]
     """What a parallel loop counts, as a number with a sign: what it calls would otherwise be compiled for both."""
     return np.int64(number)
 
 
-@compiled
+@strict
 def take(taken, thread, num_threads, num_pieces):  # type: ignore[no-untyped-def]
     """A piece that nobody has taken yet, of the thread's own share or else of another's; num_pieces for none."""
     for step in range(num_threads):
@@ -41,14 +42,14 @@ def take(taken, thread, num_threads, num_pieces):  # type: ignore[no-untyped-def
     return num_pieces
 
 
-@compiled
+@strict_inner
 def take_next(taken, thread, num_threads, num_pieces):  # type: ignore[no-untyped-def]
     """Another piece, when the one that was taken is done."""
     add_one(taken[num_threads * APART :])
     return take(taken, thread, num_threads, num_pieces)
 
 
-@compiled
+@strict_inner
 def wait_for_all(taken, num_threads, num_pieces):  # type: ignore[no-untyped-def]
     """Returns when all pieces of a loop are done, by whomever."""
     done, spins = taken[num_threads * APART :], 0

@@ -6,6 +6,7 @@ What it computes is what transformers computes, in bfloat16, but for rounding: t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numba
 import numpy as np
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bough.model.batch.batch import Batch
+from bough.model.cpu.jit import pointer
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters
 from bough.model.llama.layer import LOOPS, LayerWeights
 from bough.model.llama.stacks import Int8Stack, Stack
-from bough.model.llama.step import Weights, run_step
+from bough.model.llama.step import Weights, run_step, share_head, share_layers
 from bough.model.llama.weights import Matrices, Vectors, biases, floats, sizes_of, window
 from bough.model.llama.workspace import Rooms, code_rows, num_blocks, word_rows
 from bough.model.loading.loading import ParameterSlot, Skeleton, bind_resident
@@ -38,6 +40,7 @@ class LeanDecoder:
         self._weights = _load(skeleton, Int8Stack if is_int8 else Stack)
         self._cos = self._sin = np.zeros((0, self._sizes.head_dim), np.float32)
         self._rooms = Rooms(skeleton, code_rows if is_int8 else word_rows)
+        self._shares: tuple[Any, Any] | None = None  # pointers to what a step calls
         self._logits = np.zeros((0, len(self._weights.head_bias)), np.float32)
 
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -51,20 +54,35 @@ class LeanDecoder:
         self._know_positions(int(positions.max()) + 1)
         logits = self._logits_room(num_blocks(len(logit_rows)) * LANES)
         num_threads = numba.get_num_threads()
+        taken = counters(num_threads, len(self._weights.layers.window) * LOOPS + 2)
+        cos, sin, room = self._cos[positions], self._sin[positions], self._rooms.of(num_blocks(batch.num_rows))
+        spans = chunk.spans(0)[0]
+        if self._shares is None:
+            self._shares = self._pointers(taken, num_threads, (self._sizes, room, spans, cos, sin), logits)
         run_step(
-            counters(num_threads, len(self._weights.layers.window) * LOOPS + 2),
+            *self._shares,
+            taken,
             num_threads,
             batch.tokens,
-            self._cos[positions],
-            self._sin[positions],
+            cos,
+            sin,
             logit_rows,
             *self._weights,
             self._sizes,
-            self._rooms.of(num_blocks(batch.num_rows)),
-            chunk.spans(0)[0],
+            room,
+            spans,
             logits,
         )
         return torch.from_numpy(logits[: len(logit_rows), : self._vocab_size])
+
+    def _pointers(self, taken: Any, num_threads: int, arguments: tuple[Any, ...], logits: Any) -> tuple[Any, Any]:
+        """To what `run_step` calls, for arrays like these."""
+        weights, room = self._weights, arguments[1]
+        head = room.hidden, 1, weights.final_norm, np.float32(0), room.normed, weights.head, weights.head_bias, logits
+        return (
+            pointer(share_layers, taken, 0, num_threads, 1, weights.layers, *arguments),
+            pointer(share_head, taken, 0, num_threads, *head),
+        )
 
     def _logits_room(self, num_rows: int) -> NDArray[np.float32]:
         if num_rows > len(self._logits):

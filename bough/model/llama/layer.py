@@ -1,8 +1,6 @@
 """One layer of a Llama-like decoder over some rows, compiled whole: no call of Python or torch between its parts.
 
-What becomes of a row depends on the row alone, bit for bit, wherever it stands and whatever is beside it; but for few
-rows, which on some processors have products of their own, where a caller does not say
-`bough.model.cpu.gemm_parallel.Alike`.
+What becomes of a row depends on the row alone, bit for bit, wherever it stands and whatever is beside it.
 """
 
 from __future__ import annotations
@@ -13,23 +11,14 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.batch.path_spans import layer_rows
 from bough.model.cpu.attention_cpu import share_attention
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
+from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
+from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.operands import LINE, num_outputs_of
 from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
-from bough.model.llama.rows import (
-    Bits,
-    Floats,
-    compiled,
-    gate_line,
-    parallel,
-    rotate,
-    round_to,
-    share_laying_out,
-    share_norms,
-)
+from bough.model.llama.rows import Bits, Floats, gate_line, rotate, round_to, share_laying_out, share_norms
 
 LOOPS = 9  # of a layer, of pieces that threads take
 _BITS = np.uint16(0)
@@ -78,7 +67,7 @@ class Room(NamedTuple):
     gated: Any  # rows of a product
 
 
-@compiled
+@fastmath_inner
 def _place(task, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
     """Turns a KV head's queries and keys to their positions, and puts its keys and values into the slots."""
     num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
@@ -99,7 +88,7 @@ def _place(task, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[
         round_to(qkv[begin : begin + head_dim], values[stored, kv_head])
 
 
-@compiled
+@fastmath_inner
 def _share_placing(taken, thread, num_threads, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
     num_tasks = len(spans.tasks)
     task = take(taken, thread, num_threads, num_tasks)
@@ -109,7 +98,7 @@ def _share_placing(taken, thread, num_threads, layer, weights, sizes, room, span
     wait_for_all(taken, num_threads, num_tasks)
 
 
-@compiled
+@fastmath_inner
 def _heads_piece(begin, end, weights, rows, few, num_rows, out):  # type: ignore[no-untyped-def]
     """Groups of three matrices one after another."""
     queries, keys, values, bias = weights.queries, weights.keys, weights.values, weights.bias
@@ -123,7 +112,7 @@ def _heads_piece(begin, end, weights, rows, few, num_rows, out):  # type: ignore
     multiply(rows, few, num_rows, values, own_begin, own_end, bias[end_keys:], of_values)
 
 
-@compiled
+@fastmath_inner
 def _share_heads(taken, thread, num_threads, weights, rows, num_rows, out):  # type: ignore[no-untyped-def]
     """Queries, keys and values side by side in `out` (rows, of all three), in one loop over three matrices."""
     num_groups = num_groups_of(weights.queries) + num_groups_of(weights.keys) + num_groups_of(weights.values)
@@ -136,7 +125,7 @@ def _share_heads(taken, thread, num_threads, weights, rows, num_rows, out):  # t
     wait_for_all(taken, num_threads, num_pieces)
 
 
-@compiled
+@fastmath_inner
 def _gates_piece(begin, end, weights, rows, few, num_rows, gate, up, gated):  # type: ignore[no-untyped-def]
     """Outputs [begin, end) of two matrices."""
     gate[:, begin:end] = 0
@@ -148,7 +137,7 @@ def _gates_piece(begin, end, weights, rows, few, num_rows, gate, up, gated):  # 
             gate_line(gate[block], up[block], line, min(line + LINE, end), gated, block)
 
 
-@compiled
+@fastmath_inner
 def _share_gates(taken, thread, num_threads, weights, rows, num_rows, gate, up, gated):  # type: ignore[no-untyped-def]
     """gated = silu(rows times one matrix) * (rows times the other), by whole lines."""
     num_lines = (gate.shape[1] + LINE - 1) // LINE
@@ -161,7 +150,7 @@ def _share_gates(taken, thread, num_threads, weights, rows, num_rows, gate, up, 
     wait_for_all(taken, num_threads, num_pieces)
 
 
-@compiled
+@fastmath
 def share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
     """A thread's part of `run_layer`; `taken` counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`)."""
     me, epsilon = (thread, num_threads), np.float32(sizes.epsilon)
@@ -178,13 +167,13 @@ def share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, roo
     share_product(taken[8], *me, room.gated, num_rows, weights.down, None, room.hidden)
 
 
-@parallel
-def run_layer(taken, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+@fastmath_parallel
+def run_layer(share, taken, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
     """Takes room.hidden through a layer, and puts keys and values of all rows into slots, as their number `layer`.
 
-    Few rows in 16 bits are computed otherwise, unless `num_rows` are `bough.model.cpu.gemm_parallel.Alike`.
-    cos, sin (rows, head_dim) float32; `taken` counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`).
+    `share` is a pointer to `share_layer` (`bough.model.cpu.jit.pointer`); cos, sin (rows, head_dim) float32; `taken`
+    counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`).
     """
     for number in numba.prange(num_threads):
         thread = as_thread(number)
-        share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin)
+        share(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin)

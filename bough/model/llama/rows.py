@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.model.cpu.float_bits import rounded, widened
+from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import LINE, put
 from bough.model.cpu.simd import (
@@ -28,12 +29,8 @@ from bough.model.cpu.work_stealing import take, take_next, wait_for_all
 Floats = NDArray[np.float32]
 Bits = NDArray[np.uint16]  # of bfloat16
 
-FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
-compiled = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy", nogil=True)
-parallel = numba.njit(fastmath=FASTMATH, cache=True, error_model="numpy", nogil=True, parallel=True)
 
-
-@parallel
+@fastmath_parallel
 def spread(rows, hidden):  # type: ignore[no-untyped-def]
     """Rows of bfloat16's bits as float32 in blocks of LANES; lanes beyond the last row are 0."""
     for block in numba.prange(len(hidden)):
@@ -43,7 +40,7 @@ def spread(rows, hidden):  # type: ignore[no-untyped-def]
                 hidden[block, i, lane] = widened(rows[row, i]) if row < len(rows) else 0
 
 
-@parallel
+@fastmath_parallel
 def collect(hidden, rows):  # type: ignore[no-untyped-def]
     """The other way round, rounded."""
     for row in numba.prange(len(rows)):
@@ -52,7 +49,7 @@ def collect(hidden, rows):  # type: ignore[no-untyped-def]
             rows[row, i] = rounded(here[i, lane])
 
 
-@compiled
+@fastmath_inner
 def _normalise(block, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
     """RMS norm (arXiv 1910.07467) of a block."""
     here, normed = hidden[block], np.empty((LINE, LANES), np.float32)
@@ -69,7 +66,7 @@ def _normalise(block, hidden, weight, epsilon, rows):  # type: ignore[no-untyped
         put(normed[:count], rows, block, begin)
 
 
-@compiled
+@fastmath_inner
 def share_norms(taken, thread, num_threads, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
     """RMS norms of hidden (blocks, hidden, LANES) as rows of a product: a thread's part."""
     block = take(taken, thread, num_threads, len(hidden))
@@ -79,7 +76,7 @@ def share_norms(taken, thread, num_threads, hidden, weight, epsilon, rows):  # t
     wait_for_all(taken, num_threads, len(hidden))
 
 
-@compiled
+@fastmath_inner
 def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
     """A query's or key's own norm, where there is one, then its position (arXiv 2104.09864), as bits of bfloat16."""
     half = len(head) // 2
@@ -101,7 +98,7 @@ def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
             out[d + half] = rounded(head[d + half] * cos[d + half] + head[d] * sin[d + half])
 
 
-@compiled
+@fastmath_inner
 def round_to(numbers, out):  # type: ignore[no-untyped-def]
     """Bits of bfloat16."""
     if len(numbers) % LANES == 0:
@@ -112,7 +109,7 @@ def round_to(numbers, out):  # type: ignore[no-untyped-def]
             out[d] = rounded(numbers[d])
 
 
-@compiled
+@fastmath_inner
 def share_laying_out(taken, thread, num_threads, numbers, rows):  # type: ignore[no-untyped-def]
     """Numbers (blocks, inputs, LANES) as rows of a product: a thread's part."""
     num_blocks, num_inputs = len(numbers), numbers.shape[1]
@@ -124,7 +121,7 @@ def share_laying_out(taken, thread, num_threads, numbers, rows):  # type: ignore
     wait_for_all(taken, num_threads, num_blocks)
 
 
-@compiled
+@fastmath_inner
 def gate_line(gate, up, begin, end, gated, block):  # type: ignore[no-untyped-def]
     """gated = silu(gate) * up, for inputs [begin, end) of a block, LINE at most."""
     values, zero, one = np.empty((end - begin, LANES), np.float32), all_lanes(np.float32(0)), all_lanes(np.float32(1))

@@ -8,11 +8,12 @@ import numba
 import numpy as np
 
 from bough.model.cpu.gemm_parallel import share_product
+from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import put_output
 from bough.model.cpu.work_stealing import as_thread
 from bough.model.llama.layer import LOOPS, LayerWeights, share_layer
-from bough.model.llama.rows import Floats, compiled, parallel, share_norms
+from bough.model.llama.rows import Floats, share_norms
 
 
 class Weights(NamedTuple):
@@ -25,7 +26,7 @@ class Weights(NamedTuple):
     head_bias: Floats  # (vocab_size,)
 
 
-@compiled
+@fastmath_inner
 def _embed(tokens, embeddings, hidden):  # type: ignore[no-untyped-def]
     """Lanes beyond the last token become 0, so that nothing piles up there."""
     for row in range(len(hidden) * LANES):
@@ -36,7 +37,7 @@ def _embed(tokens, embeddings, hidden):  # type: ignore[no-untyped-def]
             place[:] = 0
 
 
-@compiled
+@fastmath_inner
 def _layer_of(layers, layer):  # type: ignore[no-untyped-def]
     return LayerWeights(
         layers.attention_norm[layer],
@@ -55,26 +56,51 @@ def _layer_of(layers, layer):  # type: ignore[no-untyped-def]
     )
 
 
-@compiled
-def _share_layers(taken, thread, num_threads, num_rows, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+@fastmath
+def share_layers(taken, thread, num_threads, num_rows, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+    """A thread's part of all layers."""
     for layer in range(len(weights.window)):
         counts, own = taken[layer * LOOPS : (layer + 1) * LOOPS], _layer_of(weights, layer)
         share_layer(counts, thread, num_threads, num_rows, layer, own, sizes, room, spans, cos, sin)
 
 
-@parallel
+@fastmath
+def share_head(taken, thread, num_threads, wanted, num_rows, norm, epsilon, normed, head, bias, logits):  # type: ignore[no-untyped-def]
+    """A thread's part of the logits of some rows; their loops are the last two that are counted."""
+    share_norms(taken[-2], thread, num_threads, wanted, norm, epsilon, normed)
+    share_product(taken[-1], thread, num_threads, normed, num_rows, head, bias, logits)
+
+
+@fastmath_parallel
 def run_step(  # type: ignore[no-untyped-def]
-    taken, num_threads, tokens, cos, sin, logit_rows, embeddings, layers, norm, head, bias, sizes, room, spans, logits
+    layers_share,
+    head_share,
+    taken,
+    num_threads,
+    tokens,
+    cos,
+    sin,
+    logit_rows,
+    embeddings,
+    layers,
+    norm,
+    head,
+    bias,
+    sizes,
+    room,
+    spans,
+    logits,
 ):
     """Logits (logit rows in whole blocks, vocab_size) float32 of a batch; cos, sin (rows, head_dim) float32.
 
+    `layers_share` and `head_share` are pointers to `share_layers` and `share_head` (`bough.model.cpu.jit.pointer`).
     Keys and values of all rows are put into their slots. `room` has just the blocks that the rows fill; `taken` counts
     in num_layers * LOOPS + 2 loops (`bough.model.cpu.work_stealing.counters`).
     """
     _embed(tokens, embeddings, room.hidden)
     for number in numba.prange(num_threads):
         thread = as_thread(number)
-        _share_layers(taken, thread, num_threads, len(tokens), layers, sizes, room, spans, cos, sin)
+        layers_share(taken, thread, num_threads, len(tokens), layers, sizes, room, spans, cos, sin)
     if len(logit_rows) == 0:
         return
     wanted = np.zeros((len(logits) // LANES, room.hidden.shape[1], LANES), np.float32)
@@ -83,5 +109,4 @@ def run_step(  # type: ignore[no-untyped-def]
     normed, epsilon = room.normed[: len(wanted)], np.float32(sizes.epsilon)
     for number in numba.prange(num_threads):
         thread = as_thread(number)
-        share_norms(taken[-2], thread, num_threads, wanted, norm, epsilon, normed)
-        share_product(taken[-1], thread, num_threads, normed, len(logit_rows), head, bias, logits)
+        head_share(taken, thread, num_threads, wanted, len(logit_rows), norm, epsilon, normed, head, bias, logits)

@@ -19,6 +19,7 @@ from bough.errors import StreamError
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import Scratch, room_bytes, typed
 from bough.model.cpu.float_bits import from_half, rounded
+from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # that the kernels below write; any other goes by way of torch
@@ -28,12 +29,11 @@ BLOCK_ELEMENTS = 1 << 24
 BLOCK_BYTES = 32  # at most, for each element of a block while it is made
 BLOCK_ROWS = 32  # blocks are multiples of it, hence whole words of any packing
 
-_parallel = numba.njit(fastmath=False, cache=True, error_model="numpy", parallel=True)
 
 # Each kernel writes float32 to a float32 `out`, or bfloat16 to a uint16 one where `is_bf16`.
 
 
-@_parallel
+@strict_parallel
 def _unpack4(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
     """packed (rows, columns / 2) uint8, scales (2, rows, groups) float16's bits, out (rows, columns)."""
     _, rows, groups = scales.shape
@@ -54,7 +54,7 @@ def _unpack4(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
                     out[row, begin + half + j] = np.float32(byte >> 4) * scale + offset
 
 
-@_parallel
+@strict_parallel
 def _unpack8(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
     """packed (rows, columns) int8, scales (1, rows, groups) float16's bits, out (rows, columns)."""
     _, rows, groups = scales.shape
@@ -70,7 +70,7 @@ def _unpack8(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
                     out[row, begin + j] = np.float32(packed[row, begin + j]) * scale
 
 
-@_parallel
+@strict_parallel
 def _unpack_words_down(words, zeros, scales, groups, bits, out, is_bf16):  # type: ignore[no-untyped-def]
     """GPTQ: words (inputs / per word, outputs) int32, zeros and scales (groups, outputs) float32, groups (inputs,)."""
     num_inputs, num_outputs = out.shape
@@ -87,7 +87,7 @@ def _unpack_words_down(words, zeros, scales, groups, bits, out, is_bf16):  # typ
                 out[k, n] = (integer - zeros[group, n]) * scales[group, n]
 
 
-@_parallel
+@strict_parallel
 def _unpack_words_across(words, zeros, scales, group_size, out, is_bf16):  # type: ignore[no-untyped-def]
     """AWQ: words (inputs, outputs / 8) int32, zeros and scales (groups, outputs) float32, out (inputs, outputs)."""
     num_inputs, num_words = words.shape

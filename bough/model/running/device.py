@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from bough.errors import ConfigError
-from bough.model.cpu.gemm_parallel import HAS_TILES
 from bough.model.cpu.llvm_vectors import has_feature, multiplies_pairs
 
 
@@ -35,7 +34,7 @@ def device_name(device: torch.device) -> str:
     """What it is; of a CPU the instructions that torch's kernels are chosen by, and how ours multiply bfloat16."""
     if device.type == "cpu":
         dots = " and products of bfloat16" if has_feature("avx512bf16") else ""
-        ours = "by tiles" if HAS_TILES else "by pairs" if multiplies_pairs() else "one by one"
+        ours = "by pairs" if multiplies_pairs() else "one by one"
         return f"CPU with {torch.backends.cpu.get_cpu_capability()}{dots}, ours {ours}"
     return str(torch.cuda.get_device_name(device))
 

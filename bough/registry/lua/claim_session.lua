@@ -1,16 +1,16 @@
--- Makes a session the claimant's: an epoch that is greater than any before it, by the server's own clock.
+-- Claims a session: grants an epoch greater than all before it, by the server's clock.
 -- KEYS[1..4] as in record.lua
 -- ARGV[1] its name in the ledger, ARGV[2] most entries there, ARGV[3] most bytes
--- ARGV[4] claimant, other for every claim, ARGV[5] milliseconds to keep what has a record, ARGV[6] or what has none
--- ARGV[7] the epoch that the claimant has had so far, if nobody else may have had one since; empty claims it anyway
--- ARGV[8] an epoch that it must be past, which somebody granted without this index; 0 for none
--- returns the epoch in decimal, the record and the tokens; of the last two false where there are none; or -1 where
--- somebody else has had it since; or what must go first, as in prelude.lua
+-- ARGV[4] claimant, unique for each claim, ARGV[5] milliseconds to keep it with a record, ARGV[6] without one
+-- ARGV[7] the claimant's last epoch, which must still be the newest; empty claims unconditionally
+-- ARGV[8] an epoch that the new one must exceed, granted without this index; 0 for none
+-- returns the epoch in decimal, the record and the tokens (false if missing); -1 if another has claimed it since; or
+-- the entries to evict first, as in prelude.lua
 own(KEYS[1], 'hash')
 own(KEYS[2], 'string')
 local newest = count(KEYS[1], 'epoch')
 local record = redis.call('HGET', KEYS[1], 'record')
-local is_repeated = redis.call('HGET', KEYS[1], 'holder') == ARGV[4] -- the answer to it was lost
+local is_repeated = redis.call('HGET', KEYS[1], 'holder') == ARGV[4] -- a retry after a lost reply
 if not is_repeated and ARGV[7] ~= '' and newest > tonumber(ARGV[7]) then
     return STALE
 end

@@ -1,11 +1,11 @@
--- Ends a session whoever has it: an epoch that nobody was granted is what stays of it for a while.
+-- Closes a session, whoever claimed it: only a newer epoch, granted to nobody, is kept for a while.
 -- KEYS[1..4] as in record.lua
--- ARGV[1] its name in the ledger, ARGV[2] who closes it, other for every call, ARGV[3] milliseconds to keep the epoch
--- returns the epoch in decimal, the record and the tokens, of which the last two are false where there are none; or 0
--- for a session that nobody has had, or that is closed already
+-- ARGV[1] its name in the ledger, ARGV[2] closer, unique for each call, ARGV[3] milliseconds to keep the epoch
+-- returns the epoch in decimal, the record and the tokens (false if missing); or 0 if the session does not exist or is
+-- closed already
 own(KEYS[1], 'hash')
 own(KEYS[2], 'string')
-local is_repeated = redis.call('HGET', KEYS[1], 'ended') == ARGV[2] -- the answer to it was lost
+local is_repeated = redis.call('HGET', KEYS[1], 'ended') == ARGV[2] -- a retry after a lost reply
 if is_repeated then
     return {as_text(count(KEYS[1], 'epoch')), false, false}
 end

@@ -1,4 +1,4 @@
--- Takes a worker out at once, with whatever belongs to it.
+-- Removes a worker and its entries at once.
 -- KEYS[1..3] as in register.lua
 -- ARGV[1] worker
 -- returns 1

@@ -1,7 +1,7 @@
--- Removes entries for which there is no room, of those that end soonest. One that was used meanwhile stays.
+-- Evicts the entries that expire soonest; one whose expiry has changed meanwhile is kept.
 -- KEYS[1] and KEYS[2]: ledger, as in prelude.lua; KEYS[3...] of each entry the hash and the string, as in record.lua
 -- ARGV of each entry the name and the time at which it ends, as `enter` in prelude.lua gave them
--- returns how many were removed
+-- returns the number of removed entries
 own(KEYS[1], 'zset')
 own(KEYS[2], 'hash')
 local num_removed = 0

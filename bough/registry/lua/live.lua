@@ -1,6 +1,6 @@
--- The workers whose lease runs. It writes: an index that cannot be written is no index, since its leases run out.
+-- Lists the workers with a valid lease. It writes a key, to fail on an index that cannot renew leases.
 -- KEYS[1] sorted set of leases, KEYS[2] hash of records, as in register.lua
--- KEYS[3] string: the millisecond of the last look at them
+-- KEYS[3] string: the millisecond of the last listing
 -- ARGV[1] milliseconds to keep that
 -- returns their records
 own(KEYS[1], 'zset')

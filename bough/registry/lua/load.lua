@@ -1,6 +1,6 @@
--- What is known of a session or a request.
+-- Loads a session or a request.
 -- KEYS[1] hash, KEYS[2] string, as in record.lua
--- returns the record and the tokens; false for what is not there
+-- returns the record and the tokens; false if missing
 own(KEYS[1], 'hash')
 own(KEYS[2], 'string')
 return {redis.call('HGET', KEYS[1], 'record'), redis.call('GET', KEYS[2])}

@@ -1,11 +1,11 @@
--- Notes that a worker holds prefixes of a text, each of one block more, for as long as its lease runs.
+-- Records that a worker has cached prefixes of a text, each longer by one block, while its lease is valid.
 -- KEYS[1] sorted set of leases, as in register.lua
--- KEYS[2] sorted set: eight bytes that name a prefix, scored by the millisecond at which it was noted, less a little for
---         every block: it is older than all before it in its text, on which it stands
--- ARGV[1] worker, ARGV[2] the names, one after another, ARGV[3] most names to keep: the oldest go,
+-- KEYS[2] sorted set: names of prefixes (eight bytes), scored by the millisecond at which they were recorded, less a
+--         little for each block, so that a longer prefix is older than the shorter ones it depends on
+-- ARGV[1] worker, ARGV[2] the concatenated names, ARGV[3] most names to keep; the oldest are dropped,
 -- ARGV[4] longest lease in milliseconds, ARGV[5] name of the prefix before the first of these; empty for none
--- returns 1; or 0 where the prefix before them is not known: all are wanted; or -1 for a worker without a lease
-local STEP = 2 ^ -12 -- of a millisecond: the least difference at this size of numbers
+-- returns 1; 0 if the prefix before them is unknown, so that all must be sent; -1 for a worker without a lease
+local STEP = 2 ^ -12 -- milliseconds, the resolution of doubles at this magnitude
 own(KEYS[1], 'zset')
 own(KEYS[2], 'zset')
 local now = now_ms()

@@ -1,10 +1,10 @@
--- Before every script: the server's clock, and care with what others may have left under our keys.
--- Scripts write after they have asked for the time, so they are replicated by their effects (Redis 5 and later). They
--- touch no keys but those in KEYS, all of which have the namespace as their hash tag: a cluster will do.
+-- Common part of all scripts: the server's clock, and checks of values that others may have written to our keys.
+-- Scripts write after reading the time, so they are replicated by effects (Redis 5 and later). They use only the keys
+-- in KEYS, whose hash tag is the namespace, so that they run in a cluster.
 
-local STALE, INCOMPLETE, WRITTEN, FULL = -1, 0, 1, -2 -- what scripts that write answer
-local OVERHEAD = 512 -- bytes that an entry takes beside its record and its tokens
-local MOST_VICTIMS = 256 -- entries that are asked to go at once
+local STALE, INCOMPLETE, WRITTEN, FULL = -1, 0, 1, -2 -- replies of writing scripts
+local OVERHEAD = 512 -- bytes of an entry besides its record and tokens
+local MOST_VICTIMS = 256 -- entries to evict at once
 
 local function now_us()
     local now = redis.call('TIME')
@@ -15,7 +15,7 @@ local function now_ms()
     return math.floor(now_us() / 1000)
 end
 
--- A value of another type is none of ours; it goes, or it would be in the way for ever.
+-- Deletes a value of another type, which is not ours and would block the key forever.
 local function own(key, kind)
     local found = redis.call('TYPE', key).ok
     if found ~= kind and found ~= 'none' then
@@ -23,7 +23,7 @@ local function own(key, kind)
     end
 end
 
--- A whole number from a hash, small enough to be exact with one more; 0 for none and for nonsense.
+-- A whole number from a hash, small enough that adding 1 is exact; 0 if missing or malformed.
 local function count(key, name)
     local text = redis.call('HGET', key, name)
     local number = text and string.match(text, '^%d+$') and tonumber(text) or 0
@@ -44,8 +44,8 @@ local function leave(ledger, sizes, name)
     redis.call('HSET', sizes, '', as_text(math.max(sum, 0)))
 end
 
--- Counts an entry that is about to be written, or to be kept for longer. Where it would be too much it is not counted:
--- the answer is FULL and those that must go first, which are those that end soonest, with the times at which they end.
+-- Counts an entry that is about to be written or extended. If the quota would be exceeded, it is not counted: the reply
+-- is FULL and the entries to evict first, those that expire soonest, with their expiry times.
 -- `quota`: most entries, and most bytes.
 local function enter(ledger, sizes, name, bytes, keep_ms, quota)
     own(ledger, 'zset')
@@ -54,15 +54,15 @@ local function enter(ledger, sizes, name, bytes, keep_ms, quota)
         leave(ledger, sizes, over)
     end
     if redis.call('ZCARD', ledger) == 0 then
-        redis.call('DEL', sizes) -- and with it a sum that was nonsense
+        redis.call('DEL', sizes) -- also resets a malformed sum
     end
     local num = redis.call('ZCARD', ledger) + (redis.call('ZSCORE', ledger, name) and 0 or 1)
     local sum = count(sizes, '') - count(sizes, name) + bytes
     if num > quota[1] or sum > quota[2] then
-        -- A little more than must go goes, or the next entry would have to ask again.
+        -- Evict slightly more than needed, or the next entry would need an eviction again.
         local num_over, bytes_over = num - quota[1] + math.floor(quota[1] / 64), sum - quota[2] + math.floor(quota[2] / 64)
         local answer, first = {FULL}, redis.call('ZRANGE', ledger, 0, MOST_VICTIMS, 'WITHSCORES')
-        -- What holds an epoch alone goes last: without it a session that was closed could be written again.
+        -- Evict entries with an epoch alone last: without it a closed session could be written again.
         for _, is_bare in ipairs({false, true}) do
             for index = 1, #first, 2 do
                 local size = count(sizes, first[index])
@@ -84,7 +84,7 @@ local function enter(ledger, sizes, name, bytes, keep_ms, quota)
     return nil
 end
 
--- What stays of a session that is forgotten: the epoch, so that whoever had it before cannot write it any more.
+-- Reduces a forgotten session to its epoch, so that earlier claimants cannot write it any more.
 local function bury(hash, tokens, epoch, keep_ms)
     redis.call('DEL', hash, tokens)
     redis.call('HSET', hash, 'epoch', as_text(epoch), 'ended', '1')

@@ -1,7 +1,7 @@
--- Leases a place in the registry for a while, by the server's own clock, and whatever belongs to it as long.
+-- Registers a worker under a lease, by the server's clock, and extends its entries with it.
 -- KEYS[1] sorted set: worker scored by the millisecond at which its lease ends
 -- KEYS[2] hash: worker to its record
--- KEYS[3] sorted set: prefixes that this worker holds, as in note_prefixes.lua
+-- KEYS[3] sorted set: cached prefixes of this worker, as in note_prefixes.lua
 -- ARGV[1] worker, ARGV[2] record, ARGV[3] lease in milliseconds, ARGV[4] milliseconds to keep the registry itself
 -- returns 1
 own(KEYS[1], 'zset')

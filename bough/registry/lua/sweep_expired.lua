@@ -1,6 +1,6 @@
--- Removes the leases that have run out, in one step. The prefixes of their workers have ended with them.
+-- Removes expired leases atomically. The prefixes of their workers have expired with them.
 -- KEYS[1] sorted set of leases, KEYS[2] hash of records, as in register.lua
--- returns how many workers were removed
+-- returns the number of removed workers
 own(KEYS[1], 'zset')
 own(KEYS[2], 'hash')
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now_ms())

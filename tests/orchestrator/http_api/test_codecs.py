@@ -156,7 +156,7 @@ def test_speculation_is_told_by_the_names_that_benchmarks_read() -> None:
     ("error", "status", "param"),
     [
         (InvalidRequest("chat.messages: empty"), 400, "messages"),
-        (InvalidRequest("logprobs: 99; 0 to 64 would do"), 400, "top_logprobs"),
+        (InvalidRequest("logprobs: must be 0 to 64, got 99"), 400, "top_logprobs"),
         (InvalidRequest("logit_bias[5]: 9999"), 400, "logit_bias[5]"),
         (InvalidRequest("no field at all"), 400, None),
         (NotFound("model: value was 'x'"), 404, "model"),

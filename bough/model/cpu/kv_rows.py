@@ -1,0 +1,32 @@
+"""Keys and values in a slot's memory, as arrays of compiled code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import carray  # type: ignore[attr-defined]
+from numba.core import types
+from numba.extending import intrinsic
+
+from bough.model.cpu.jit import strict_inner
+
+
+def _typed_pointer(_context, address, kind, index):  # type: ignore[no-untyped-def]
+    """Address of a number with an index, all of one kind."""
+    signature = types.CPointer(kind)(address, kind, index)
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        first = builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+        return builder.gep(first, [arguments[2]])
+
+    return signature, codegen
+
+
+_pointer: Any = intrinsic(_typed_pointer)
+
+
+@strict_inner
+def layer_rows(address, kind, layer, num_rows, num_kv_heads, width):  # type: ignore[no-untyped-def]
+    """A slot's keys or values of one layer, (num_rows, num_kv_heads, width), of the type of the number `kind`."""
+    first = _pointer(address, kind, layer * num_rows * num_kv_heads * width)
+    return carray(first, (num_rows, num_kv_heads, width))

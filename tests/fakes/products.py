@@ -1,0 +1,19 @@
+"""Products of our own by several threads, on arrays of any form that they take."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from bough.model.cpu.gemm_parallel import share_product
+
+
+def project(taken: Any, num_threads: int, rows: Any, num_rows: int, matrix: Any, bias: Any, out: Any) -> None:
+    """All groups of a matrix, each thread its share; `taken` is a row of `bough.model.cpu.work_stealing.counters`."""
+    with ThreadPoolExecutor(num_threads) as threads:
+        work = [
+            threads.submit(share_product, taken, thread, num_threads, rows, num_rows, matrix, bias, out)
+            for thread in range(num_threads)
+        ]
+        for each in work:
+            each.result()
