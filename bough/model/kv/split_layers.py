@@ -60,7 +60,7 @@ def split_memory(
     shape: KVShape, num_rows: int, device: torch.device, elsewhere: Mapping[int, torch.device]
 ) -> KVMemory:
     """Room for so many tokens: of the layers `elsewhere` on their devices, of the others on `device`."""
-    if not elsewhere:
+    if {device, *elsewhere.values()} == {device}:
         return shape.empty(num_rows, device)
     devices = list(dict.fromkeys((device, *elsewhere.values())))
     layers: list[list[int]] = [[] for _ in devices]
