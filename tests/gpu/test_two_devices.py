@@ -113,9 +113,9 @@ def test_a_card_that_holds_no_layer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        ({"resident-devices": "cuda:1"}, r"resident-devices.*cuda:1=10GB,cuda:2=8GB, would do"),
-        ({"resident-devices": "cpu=1GB"}, r"resident-devices.*would do"),
-        ({"resident-devices": "cuda:1=1GB,cuda:1=2GB"}, r"resident-devices.*each GPU once would do"),
+        ({"resident-devices": "cuda:1"}, r"resident-devices: must be .*cuda:1=10GB,cuda:2=8GB, got 'cuda:1'"),
+        ({"resident-devices": "cpu=1GB"}, r"resident-devices: must be .*, got 'cpu=1GB'"),
+        ({"resident-devices": "cuda:1=1GB,cuda:1=2GB"}, r"resident-devices: must name each GPU once, got"),
         ({"resident-devices": "cuda:0=1GB"}, r"^--resident-devices: value was cuda:0=1000000000; must be of cuda:1$"),
         ({"resident-devices": "cuda:2=1GB"}, r"^--resident-devices: value was cuda:2=1000000000; must be of cuda:1$"),
         ({"resident-devices": "cuda:1=1GB", "kv-tier": "host"}, r"^--kv-tier: value was host; must be device beside"),

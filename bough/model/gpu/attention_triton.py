@@ -108,7 +108,7 @@ def _nothing_seen(sinks, is_head, query, HAS_SINKS: tl.constexpr):  # type: igno
     return highest, total, result
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _rows_of(tail, positions, base, origin, is_near):  # type: ignore[no-untyped-def]
     """(BLOCK,) int64 of the memory, where the keys at some positions of one path stand."""
     in_tail = is_near & (positions >= base)
