@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from bough.concurrency.futures import Unanswered, settle
+from bough.concurrency.futures import PendingCalls, settle
 from bough.config.processes import DraftConfig
 from bough.errors import Exhausted, Unavailable
 from bough.processes.process import for_metrics, metrics_at
@@ -34,7 +34,7 @@ class ServedDraft(ABC):
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
         self._config, self._worker_id = config, worker_id
-        self._unanswered = Unanswered(config.max_waiting)
+        self._unanswered = PendingCalls(config.max_waiting)
         self._metrics = MetricsServer()
         self._metrics_told: tuple[str, ...] = ()
         self._is_draining = False
@@ -88,7 +88,7 @@ class ServedDraft(ABC):
     def drain(self) -> Future[None]:
         """Refuses new sessions from now on; done when no call is without a tree."""
         self._is_draining = True
-        return self._unanswered.none_left()
+        return self._unanswered.when_idle()
 
     def close(self) -> None:
         """Ends the thread after the draft step that is being run; calls that have no tree yet, or come later, fail."""

@@ -20,7 +20,7 @@ from bough.model.llama.weights import is_lean
 from bough.model.loading.loading import Skeleton
 from bough.model.running.device import choose_device
 from bough.model.sizes.memory_budget import free_device_bytes
-from bough.processes.compile_once import compile_apart
+from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.messages import WorkerInfo
 from bough.runtime.kv_budget import kv_budget
@@ -37,10 +37,10 @@ from draft_worker.served import ServedDraft
 
 
 def compile_draft(skeleton: Skeleton, dtype: str, bits: str, device: torch.device) -> bool:
-    """Has what its steps call compiled, as `compile_apart` does; False where they are not compiled whole."""
+    """Has what its steps call compiled, as `compile_once` does; False where they are not compiled whole."""
     if not is_lean(skeleton, device):
         return False
-    return compile_apart("draft_worker.model.kernels", [dtype, bits], compiled_ground(Path(__file__).parent))
+    return compile_in_subprocess("draft_worker.model.kernels", [dtype, bits], compiled_ground(Path(__file__).parent))
 
 
 class DraftWorker(ServedDraft):

@@ -33,7 +33,7 @@ from bough.model.sizes.memory_budget import (
     with_kv_memory,
 )
 from bough.model.sizes.target_limits import Limits
-from bough.processes.compile_once import compile_apart
+from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.messages import WorkerInfo
 from bough.sizing.placement import Placement, Tier, gigabytes
@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 
 
 def compile_target(dtype: str, layers: str, weights: str) -> bool:
-    """Has what sweeps call on a CPU compiled, as `compile_apart` does; arguments of `target_worker.sweep.kernels`."""
+    """Has what sweeps call on a CPU compiled, as `compile_once` does; arguments of `target_worker.sweep.kernels`."""
     arguments = [dtype, layers, weights]
-    return compile_apart("target_worker.sweep.kernels", arguments, compiled_ground(Path(__file__).parent))
+    return compile_in_subprocess("target_worker.sweep.kernels", arguments, compiled_ground(Path(__file__).parent))
 
 
 class TargetWorker(ServedTarget):

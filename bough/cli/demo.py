@@ -10,7 +10,7 @@ from bough.cli.demo_runs import Contest, Run, Side
 from bough.cli.machine_division import divided
 from bough.cli.main import argument_parser
 from bough.cli.progress import Progress, tell
-from bough.cli.up import ensure_demonstration, settings_from, tell_of_first_start
+from bough.cli.up import announce_first_start, ensure_demonstration, settings_from
 from bough.client import Client
 from bough.errors import ConfigError
 from bough.processes.launch import launched
@@ -33,7 +33,7 @@ async def demo(arguments: argparse.Namespace) -> int:
     settings = settings_from(_up_arguments(arguments.simulate))
     if not arguments.simulate:
         ensure_demonstration()
-        tell_of_first_start()
+        announce_first_start()
     settings = divided(settings, tell)
     progress = Progress()
     async with launched(settings, progress) as cluster, supervised(cluster, tell), cluster.client() as client:

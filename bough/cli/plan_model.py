@@ -43,7 +43,7 @@ from bough.sizing.cost_model import (
     sweep_model,
 )
 from bough.sizing.other_devices import place_with
-from bough.sizing.placement import Budgets, Placement, Tier, place, place_apart
+from bough.sizing.placement import Budgets, Placement, Tier, place, place_with_expert_cache
 
 MOST_GPUS = 64  # of a machine that is not here
 COMPARED_ROWS = 256  # measured besides the rows of a chunk
@@ -106,7 +106,7 @@ def make_plan(settings: PlanConfig) -> Plan:
             return place_with(shapes.layer_bytes, fixed, budgets, others)
         if apart is None:
             return place(shapes.layer_bytes, fixed, budgets)
-        return place_apart(shapes.layer_bytes, apart, fixed, budgets, is_gpu, settings.experts == "chosen")
+        return place_with_expert_cache(shapes.layer_bytes, apart, fixed, budgets, is_gpu, settings.experts == "chosen")
 
     placement = place_in(allowed)
     require_way_through(placement, is_gpu, allowed.host)

@@ -44,30 +44,33 @@ async def up(arguments: argparse.Namespace) -> int:
         if settings.target.model == str(demonstration_folder()):
             ensure_demonstration()
         fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
-        tell_of_first_start()
+        announce_first_start()
     settings = divided(settings, tell)
     progress = Progress()
     async with launched(settings, progress) as cluster, supervised(cluster, tell):
         progress.clear()
         index = without_passwords(cluster.index_url)
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
-        authority = f" {AUTHORITY} {authority}" if (authority := files_towards(settings.orchestrator).authority) else ""
-        print(f'try: bough generate --address {cluster.address}{authority} "Why is the sky blue?"')
+        authority = files_towards(settings.orchestrator).authority
+        known = f" {AUTHORITY} {authority}" if authority else ""
+        print(f'try: bough generate --address {cluster.address}{known} "Why is the sky blue?"')
         orchestrator, host = cluster.settings.orchestrator, cluster.address.rpartition(":")[0]
         if orchestrator.http_port > 0:
             scheme = "https" if orchestrator.tls_cert else "http"
-            tell_of_http(f"{scheme}://{host}:{orchestrator.http_port}", has_keys=bool(orchestrator.keys))
+            url = f"{scheme}://{host}:{orchestrator.http_port}"
+            print_http_usage(url, has_keys=bool(orchestrator.keys), authority=authority)
         sys.stdout.flush()
         await asyncio.Event().wait()
     return 0
 
 
-def tell_of_http(url: str, *, has_keys: bool) -> None:
+def print_http_usage(url: str, *, has_keys: bool, authority: str = "") -> None:
     """Print the base URL for OpenAI's clients, and a curl command to paste; it uses BOUGH_API_KEY if `has_keys`."""
     question = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
     key = ' -H "Authorization: Bearer $BOUGH_API_KEY"' if has_keys else ""
     print(f"OpenAI's clients: base URL {url}/v1; or try:")
-    print(f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
+    known = f" --cacert {authority}" if authority else ""
+    print(f"curl{known} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
@@ -215,7 +218,7 @@ def _write_demonstration(folder: Path, copies: int) -> None:
         raise ConfigError(f"{folder}: the demonstration model could not be written")
 
 
-def tell_of_first_start() -> None:
+def announce_first_start() -> None:
     """Announce the compilation of kernels if none are cached."""
     if not next(compiled_folder().rglob("*.nbc"), None):
         print("the first start compiles kernels for this processor, which takes a minute or two", file=sys.stderr)

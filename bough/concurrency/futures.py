@@ -21,7 +21,7 @@ def settle(future: Future[Result], outcome: Result | Exception) -> None:
         future.set_result(outcome)
 
 
-class Unanswered:
+class PendingCalls:
     """A bounded count of unanswered calls; thread-safe."""
 
     def __init__(self, most: int) -> None:
@@ -46,7 +46,7 @@ class Unanswered:
             self._num += 1
         future.add_done_callback(lambda _: self._answered())
 
-    def none_left(self) -> Future[None]:
+    def when_idle(self) -> Future[None]:
         """A future that is done as soon as no call is unanswered."""
         future: Future[None] = Future()
         with self._lock:

@@ -17,7 +17,7 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def to_the_end(work: Coroutine[Any, Any, Result]) -> Result:
+async def run_to_completion(work: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine to its end even if cancelled; the cancellation is raised afterwards."""
     working = asyncio.create_task(work)
     is_cancelled = False

@@ -27,7 +27,7 @@ from typing import Any
 
 from bough.model.architecture.light_imports import import_transformers
 from bough.processes.exit_with_parent import end_with_parent
-from bough.runtime.allocator import give_back_now, give_memory_back
+from bough.runtime.allocator import configure_allocator, trim_heap
 
 SHARED = (
     "bough.model.loading.loading",
@@ -43,7 +43,7 @@ def main() -> None:
     """Imports, forks each program, and ends; in a forked process this returns when its program does."""
     adopter = os.getppid()
     programs = json.load(sys.stdin)
-    give_memory_back()
+    configure_allocator()
     import_shared()
     forked: dict[int, int] = {}  # where to say that a process may go on, by its id
     for program in programs:
@@ -71,7 +71,7 @@ def import_shared() -> None:
     target.target_context.refresh()
     gc.collect()
     gc.freeze()  # what a collection marks it writes to, and a page that is written to is shared no longer
-    give_back_now()
+    trim_heap()
 
 
 def _may_go_on(reads: int, adopter: int) -> bool:

@@ -30,7 +30,7 @@ async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str, access: Access =
     return codec.tokenizer_from_wire([chunk async for chunk in call])
 
 
-async def refuse_misfits(
+async def check_compatibility(
     registry: Registry, mine: WorkerInfo, tokenizer: TokenizerFiles, access: Access = OPEN
 ) -> None:
     """Compare a starting worker with all running workers that it may pair with or take sessions from.

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 900.0
 
 
-def compile_apart(module: str, arguments: Sequence[str], ground: str) -> bool:
+def compile_in_subprocess(module: str, arguments: Sequence[str], ground: str) -> bool:
     """Run `python -m MODULE ARGUMENTS` once for each `ground`, under a file lock; returns whether it has succeeded.
 
     `ground` identifies what compiled code depends on besides the files that NUMBA_CACHE_DIR is named after. On failure,

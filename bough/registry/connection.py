@@ -53,9 +53,9 @@ class IndexConnection:
         self.safe_url = without_passwords(url)
         self._turns = asyncio.Semaphore(MAX_CONNECTIONS)  # first come, first served, unlike redis-py's own queue
         self._silent_until = 0.0  # seconds on the monotonic clock
-        _require_files(url)
         try:
             self.redis = _client(read_address(url))
+            _require_files(url)
         except (ValueError, TypeError, RedisError, RedisClusterException) as exc:
             raise ConfigError(explain(url, exc)) from None  # the cause's text may contain a password
         prelude = (SCRIPTS / "prelude.lua").read_text()

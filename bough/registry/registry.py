@@ -25,13 +25,13 @@ from bough.registry.records import TOKEN_BYTES, Claim, RequestRecord, SessionRec
 from bough.registry.script_replies import (
     INCOMPLETE,
     STALE,
-    Crowded,
+    QuotaExceeded,
     read_blocks,
     read_claim,
     read_closed,
-    read_crowded,
     read_request,
     read_session,
+    read_unless_full,
     read_workers,
 )
 
@@ -215,8 +215,8 @@ class Registry:
         """Run a script that writes an entry, evicting others if the quota leaves no room, and return its reply."""
         keys, quota = self._entry_keys(kind, name), (self._quota.max_records, self._quota.max_bytes)
         for _ in range(MOST_EVICTIONS):
-            answer = await self._call(call, partial(read_crowded, read), script, keys, name, *quota, *args)
-            if not isinstance(answer, Crowded):
+            answer = await self._call(call, partial(read_unless_full, read), script, keys, name, *quota, *args)
+            if not isinstance(answer, QuotaExceeded):
                 return answer
             if not answer.names:
                 break

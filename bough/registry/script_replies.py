@@ -13,7 +13,7 @@ STALE, INCOMPLETE, FULL = -1, 0, -2
 Answer = TypeVar("Answer")
 
 
-class Crowded(NamedTuple):
+class QuotaExceeded(NamedTuple):
     """The entries that must be evicted before a new one has room."""
 
     names_and_ends: tuple[bytes, ...]  # name and expiry in milliseconds, alternating
@@ -23,12 +23,12 @@ class Crowded(NamedTuple):
         return self.names_and_ends[::2]
 
 
-def read_crowded(read: Callable[[Any], Answer], answer: Any) -> Answer | Crowded:
-    """Crowded if the reply says so, otherwise the reply parsed by `read`."""
+def read_unless_full(read: Callable[[Any], Answer], answer: Any) -> Answer | QuotaExceeded:
+    """QuotaExceeded if the reply says so, otherwise the reply parsed by `read`."""
     if isinstance(answer, list) and answer and answer[0] == FULL:
         if not all(isinstance(value, bytes) for value in answer[1:]):
             raise ValueError(f"must be names of entries, got {answer!r}")
-        return Crowded(tuple(answer[1:]))
+        return QuotaExceeded(tuple(answer[1:]))
     return read(answer)
 
 

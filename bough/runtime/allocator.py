@@ -11,7 +11,7 @@ SPARE_BYTES = 8 * 1024**2  # free memory kept at the end of the heap
 ARENAS = 4  # heaps, shared by all threads; each adds unused space
 
 
-def give_memory_back() -> None:
+def configure_allocator() -> None:
     """Fix the allocator's thresholds; call it before threads start. No effect with another C library.
 
     By default glibc raises its mmap threshold to the largest block ever freed, up to 32 MB. Then weights being loaded
@@ -24,7 +24,7 @@ def give_memory_back() -> None:
             mallopt(what, value)
 
 
-def give_back_now() -> None:
+def trim_heap() -> None:
     """Return unused heap pages to the system, for example after loading a model."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -13,7 +13,7 @@ EXIT_LOST = 3
 LAST_SECONDS = 1.0  # time to reply to callers before the exit
 
 
-def end_soon(error: Exception) -> None:
+def exit_soon(error: Exception) -> None:
     """End this process after LAST_SECONDS without cleanup, with the error as the last line on standard error.
 
     Cleanup is skipped because closing a lost device would wait forever.

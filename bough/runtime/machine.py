@@ -45,7 +45,7 @@ def free_memory(root: Path = ROOT) -> int:
     return max(free, 0)
 
 
-def most_of(free: int) -> int:
+def default_budget(free: int) -> int:
     """The default budget, in bytes, of a process on a machine with `free` bytes."""
     return max(0, min(int(free * SHARE), free - RESERVE_BYTES))
 

@@ -195,7 +195,7 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class SeparateExperts:
     """A mixture-of-experts model whose experts are read on demand, apart from their layers."""
 
     layer_bytes: Sequence[int]  # without experts
@@ -203,9 +203,9 @@ class Apart:
     scratch: int = 0  # like `Fixed.scratch`, for the largest layer without experts and an expert's largest parameter
 
 
-def place_apart(
+def place_with_expert_cache(
     layer_bytes: Sequence[int],
-    apart: Apart,
+    apart: SeparateExperts,
     fixed: Fixed,
     budgets: Budgets,
     from_host: bool = False,

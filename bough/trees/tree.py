@@ -132,7 +132,7 @@ class Tree:
         parents = np.where(self.parents[nodes] < 0, -1, new_index[self.parents[nodes]]).astype(np.int32)
         return Tree(self.tokens[nodes], parents, self.log_probs[nodes])
 
-    def drawn_below(self, node: int, scheme: Scheme) -> IntArray:
+    def sampled_children(self, node: int, scheme: Scheme) -> IntArray:
         """Children of `node` in sampling order, repeated if drawn repeatedly; without nodes added after sampling."""
         drawn = np.arange(len(self), dtype=np.int32)
         if scheme is not Scheme.TARGET and self.draws is not None:
@@ -207,7 +207,7 @@ class Tree:
         if scheme.is_without_replacement and self.draws is not None and len({*self.draws.tolist()}) < len(self.draws):
             raise InvalidTree(f"tree.draws: must have each node at most once for {scheme.value} verification")
         for node in range(len(self)):
-            drawn = self.drawn_below(node, scheme)
+            drawn = self.sampled_children(node, scheme)
             if len(drawn) == 0:
                 continue
             if self.draft_probs is None or node not in self.draft_probs.nodes:

@@ -29,7 +29,7 @@ import torch
 
 from bough.config.parsers import parse_bytes
 from bough.model.gpu.ready import make_ready
-from bough.runtime.machine import free_memory, most_of
+from bough.runtime.machine import default_budget, free_memory
 from loadtest.gpu import parts as gpu_parts
 from loadtest.gpu.contexts import contexts
 from loadtest.gpu.copying import bandwidth, pinning
@@ -64,7 +64,7 @@ def check(device: torch.device, sizes: Sizes, folder: Path, arguments: argparse.
     report["host_to_device_gb_s"] = round(rate / 1e9, 2)
     print(report, flush=True)
     sources = write_big(sizes.target, folder / "target", device)  # before the host's memory is counted: it may be there
-    host = arguments.host_memory or most_of(free_memory())
+    host = arguments.host_memory or default_budget(free_memory())
     machine = replace(machine, host_memory=host, max_resident=sizes.max_resident)
     step_seconds = _step_seconds(report["draft"])
     report |= big_model(sources, machine, sizes, folder / "target", arguments.layers, rate, step_seconds)

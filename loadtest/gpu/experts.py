@@ -15,7 +15,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.default_settings import CPU_ROWS
 from bough.model.loading.loading import build_skeleton
-from bough.sizing.placement import Budgets, Fixed, place, place_apart
+from bough.sizing.placement import Budgets, Fixed, place, place_with_expert_cache
 from loadtest.gpu.random_models import LINK_THREADS, planned
 from loadtest.sweep.experts import random_tree, save_mixture
 from target_worker.link.layer_extents import LayerExperts, LayerWeights, plan_apart, sizes_apart
@@ -66,7 +66,9 @@ def _swept(folder: Path, device: torch.device, lanes: Lanes, is_apart: bool) -> 
     placement = place(sizes, own, budgets)
     if is_apart:
         rest, apart = plan_apart(skeleton.layer_slots)
-        placement = place_apart(sizes, sizes_apart(rest, apart, skeleton.dtype, 0), own, budgets, True, True)
+        placement = place_with_expert_cache(
+            sizes, sizes_apart(rest, apart, skeleton.dtype, 0), own, budgets, True, True
+        )
         layers = list(rest)
     with Tiers(layers, placement, LINK_THREADS, {}, lanes, apart) as tiers:
         model = StreamedModel(skeleton, tiers, CPU_ROWS, device)

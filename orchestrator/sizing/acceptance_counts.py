@@ -35,7 +35,7 @@ class AcceptanceCounter:
         counts *= self._decay
         self._num_rounds[scheme] = self._num_rounds.get(scheme, 0) + 1
         for depth, (node, taken) in enumerate(zip_longest((0, *accepted_nodes), accepted_nodes)):
-            children = tree.drawn_below(node, scheme)[:NUM_RANKS]
+            children = tree.sampled_children(node, scheme)[:NUM_RANKS]
             if len(children):
                 # None where all were rejected, or the taken one is beyond the table.
                 ranks = np.flatnonzero(children == taken)

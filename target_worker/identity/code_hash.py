@@ -34,7 +34,7 @@ DECIDING = _modules(
     ("bough.model.kv", "segment session_kv slot split_layers"),
     ("bough.model.llama", "layer rows weights workspace"),
     ("bough.model.loading", "late_writes loading weight_map"),
-    ("bough.model.quant", "group_order packed quantize"),
+    ("bough.model.quant", "awq bough_format format formats gptq quantize"),
     ("bough.model.running", "batch_invariance host_embeddings"),
     ("bough.model.sampling", "sampler token_counts"),
     ("bough.model.sizes", "target_limits"),

@@ -16,7 +16,7 @@ from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory, crc32
 from bough.model.loading.late_writes import LateWrites, can_wait
 from bough.model.loading.loading import ParameterSlot, require_checksum
-from bough.sizing.placement import Apart, ExpertSizes
+from bough.sizing.placement import ExpertSizes, SeparateExperts
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT asks for on every common file system
 FILE_ALIGNMENT, DEVICE_ALIGNMENT = 8, 16  # of tensors in a file, as a rule; and where products read them
@@ -157,11 +157,11 @@ def sizes_apart(
     dtype: torch.dtype,
     unpacking: int,
     by_matrix: bool = False,
-) -> Apart:
+) -> SeparateExperts:
     """Of layers without their experts, and of these; `unpacking` bytes of scratch memory are taken besides."""
     scratch = max(layer.scratch_bytes(dtype, by_matrix) for layer in layers)
     scratch += max(layer.scratch_bytes(dtype) for layer in experts.values())
-    return Apart([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch + unpacking)
+    return SeparateExperts([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch + unpacking)
 
 
 def plan_apart(layers: Sequence[Sequence[ParameterSlot]]) -> tuple[tuple[LayerWeights, ...], dict[int, LayerExperts]]:

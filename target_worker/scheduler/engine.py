@@ -15,7 +15,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
-from bough.concurrency.futures import Unanswered, settle
+from bough.concurrency.futures import PendingCalls, settle
 from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
 from bough.model.sizes.target_limits import Limits
 from bough.protocol.cost_curve import CostCurve
@@ -63,7 +63,7 @@ class Engine:
         self._observe = observe
         self._sweeper = sweeper
         self._limits = limits
-        self._unanswered = Unanswered(max_waiting)
+        self._unanswered = PendingCalls(max_waiting)
         self._times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
         self.cost: CostCurve | None = None  # seconds of a sweep by its rows; any thread may read this
         self._most_tokens = limits.max_sweep_tokens  # of a sweep; fewer once there was no memory for more
@@ -152,7 +152,7 @@ class Engine:
     def drain(self) -> Future[None]:
         """Refuses new sessions from now on; done when no call is without an answer."""
         self._calls.is_draining = True
-        return self._unanswered.none_left()
+        return self._unanswered.when_idle()
 
     def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
         """Has the sweep thread do something; what goes wrong is told to whoever waits on the future."""

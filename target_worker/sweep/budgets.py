@@ -11,7 +11,7 @@ import torch
 from bough.config.processes import TargetConfig
 from bough.model.sizes.memory_budget import budgets, device_budget, free_device_bytes, host_budget, require_way_through
 from bough.sizing.other_devices import OtherDevice, place_with
-from bough.sizing.placement import Apart, Fixed, Placement, gigabytes, place, place_apart
+from bough.sizing.placement import Fixed, Placement, SeparateExperts, gigabytes, place, place_with_expert_cache
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def choose_places(
     fixed: Fixed,
     config: TargetConfig,
     device: torch.device,
-    apart: Apart | None = None,
+    apart: SeparateExperts | None = None,
     others: Sequence[OtherDevice] = (),
 ) -> Places:
     """A place for each layer, with its experts, or without where they find room of their own (`Fixed.experts`).
@@ -45,7 +45,7 @@ def choose_places(
     if others:
         placement = place_with(layer_bytes, fixed, allowed, others)
     elif apart is not None and config.experts != "all":
-        placement = place_apart(layer_bytes, apart, fixed, allowed, is_gpu, config.experts == "chosen")
+        placement = place_with_expert_cache(layer_bytes, apart, fixed, allowed, is_gpu, config.experts == "chosen")
     else:
         placement = place(layer_bytes, fixed, allowed)
     require_way_through(placement, is_gpu, allowed.host)

@@ -41,7 +41,9 @@ class Traversal:
         """`target_probs` gives the target's own (vocab_size,) after a node; it is asked where there are children."""
         self._tree = tree
         nodes = range(len(tree))
-        self._children = [tree.drawn_below(node, Scheme.TRAVERSAL).tolist() for node in nodes]  # those that were drawn
+        self._children = [
+            tree.sampled_children(node, Scheme.TRAVERSAL).tolist() for node in nodes
+        ]  # those that were drawn
         self._presence = np.ones(len(tree))  # of a node, when those of its siblings that come before were refused
         self._accepted = np.ones(len(tree))  # of it or of something below it, then
         for node, children in enumerate(self._children):  # parents come before their children

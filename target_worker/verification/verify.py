@@ -52,7 +52,7 @@ def draws_at(tree: Tree, node: int, scheme: Scheme, vocab_size: int) -> Iterator
     """What the draft has drawn below a node, one after another; nothing where the scheme does not ask for it."""
     if scheme is Scheme.TARGET:
         return
-    drawn_tokens = tree.tokens[tree.drawn_below(node, scheme)]
+    drawn_tokens = tree.tokens[tree.sampled_children(node, scheme)]
     if len(drawn_tokens) == 0:
         return
     assert tree.draft_probs is not None, "checked with the tree"

@@ -134,7 +134,7 @@ def test_a_size_can_be_asked_for(tmp_path: Path) -> None:
 
 
 async def test_too_short_an_answer_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="--max-tokens: 8"):
+    with pytest.raises(ConfigError, match=r"--max-tokens: must be at least 16 .*, got 8"):
         await demo(argument_parser().parse_args(["demo", "--max-tokens", "8"]))
 
 

@@ -13,7 +13,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
 
 from bough.client import Client
 from bough.errors import ConfigError, Unavailable
@@ -24,6 +27,7 @@ from deploy.child import python, start, stop
 from deploy.index import IndexServer
 from deploy.settings import IndexSettings, Role, read_program
 from deploy.supervisor import Supervisor
+from tests.fakes.certificates import Authority
 
 HOST = "127.0.0.1"
 PROFILE = Path(__file__).parent.parent.parent / "loadtest" / "data" / "cluster-profile.json"
@@ -64,6 +68,34 @@ async def test_a_program_serves_where_it_says_and_leaves_when_it_is_stopped(inde
     with pytest.raises(ProcessLookupError):
         os.kill(process_id(target), 0)
     await registry.close()
+
+
+async def test_programs_with_certificates_are_looked_after_and_forwarded_to(index_url: str, tmp_path: Path) -> None:
+    """Serve's proxy comes to the door over https, also where that asks for a certificate, and when one changes."""
+    authority = Authority()
+    files = authority.files(tmp_path)
+    tls = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority, "namespace": "tls"}
+    clients = {"tls_client_ca": str(Authority("clients").write(tmp_path, "clients")), "port": 0, "draft": "none"}
+    async with (
+        supervised(Role.TARGET, index_url, tmp_path, {"simulate": str(PROFILE), **tls}) as target,
+        supervised(Role.ORCHESTRATOR, index_url, tmp_path, {**tls, **clients}) as orchestrator,
+    ):
+        forwarder = orchestrator.forwarder()
+        assert forwarder is not None
+        app = Starlette(routes=[Route("/{path:path}", forwarder.forward, methods=["GET"])])
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://serve") as client:
+            async with asyncio.timeout(30):
+                while (await client.get("/health")).status_code != 200:
+                    await asyncio.sleep(0.1)
+            authority.pair("process").write(tmp_path, "process")
+            for _ in range(3):
+                await asyncio.sleep(1)
+                await target.check()
+                await orchestrator.check()
+                assert (await client.get("/v1/models")).status_code == 200
+        assert (await target.info()).kind == "target"
+        assert (await orchestrator.loads()).num_requests_total == 0
+        await forwarder.close()
 
 
 async def test_a_program_that_died_is_told_with_its_last_words(index_url: str, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, error: Exception, at: int) -> 
 def test_a_device_that_is_lost_ends_the_process(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call would answer with the same error for ever, while the worker went on taking sessions."""
     ended: list[Exception] = []
-    monkeypatch.setattr(faults, "end_soon", ended.append)
+    monkeypatch.setattr(faults, "exit_soon", ended.append)
     with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
         failing_once(monkeypatch, torch.AcceleratorError(STICKY), at=4)
         with pytest.raises(AcceleratorLost, match=r"illegal memory access was encountered$"):
@@ -66,8 +66,8 @@ def test_after_memory_ran_out_the_next_sweep_is_right(tiny: Path, monkeypatch: p
 
 
 def test_the_reason_is_the_last_line_and_the_status_is_not_0() -> None:
-    code = "import time; from bough.runtime.fatal_exit import end_soon; "
-    code += "end_soon(Exception('cuda:0 is lost')); time.sleep(60)"
+    code = "import time; from bough.runtime.fatal_exit import exit_soon; "
+    code += "exit_soon(Exception('cuda:0 is lost')); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (EXIT_LOST, "error: cuda:0 is lost")
 

@@ -13,7 +13,9 @@ import triton.runtime.interpreter as interpreter
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import FreshMemory, Source
 from bough.model.gpu import unpack_triton
-from bough.model.quant.packed import Awq, Gptq, Packed
+from bough.model.quant.awq import Awq
+from bough.model.quant.bough_format import Packed
+from bough.model.quant.gptq import Gptq
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

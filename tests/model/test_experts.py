@@ -20,7 +20,7 @@ from bough.model.loading.loading import build_skeleton
 from bough.model.packing.pack import pack
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
-from bough.sizing.placement import Apart, Budgets, ExpertSizes, Fixed, Tier, place_apart
+from bough.sizing.placement import Budgets, ExpertSizes, Fixed, SeparateExperts, Tier, place_with_expert_cache
 from bough.trees.tree import Tree
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_reads import ExpertReads
@@ -255,26 +255,26 @@ def test_a_checksum_names_the_expert(tmp_path: Path) -> None:
         logits_of(model, 60)
 
 
-MIXTURE = [850] * 10, Apart([50] * 10, ExpertSizes(slab_bytes=100, most=8, num_experts=80, num_bytes=8000))
+MIXTURE = [850] * 10, SeparateExperts([50] * 10, ExpertSizes(slab_bytes=100, most=8, num_experts=80, num_bytes=8000))
 
 
 def test_room_that_is_left_goes_to_experts() -> None:
     fixed = Fixed(1000, 0, 0, 0)
-    placement = place_apart(*MIXTURE, fixed, Budgets(3000, 0, 500, 10))
+    placement = place_with_expert_cache(*MIXTURE, fixed, Budgets(3000, 0, 500, 10))
     assert placement.layers(Tier.RESIDENT) == tuple(range(10))
     assert placement.fixed.experts == 1500
     assert placement.device_bytes == 3000
     assert placement.link_bytes == 6500
-    assert place_apart(*MIXTURE, fixed, Budgets(9500, 0, 500, 10)).fixed.experts == 0  # everything stays
-    told = place_apart(*MIXTURE, fixed, Budgets(3000, 0, 500, 0))
+    assert place_with_expert_cache(*MIXTURE, fixed, Budgets(9500, 0, 500, 10)).fixed.experts == 0  # everything stays
+    told = place_with_expert_cache(*MIXTURE, fixed, Budgets(3000, 0, 500, 0))
     assert (told.layers(Tier.RESIDENT), told.fixed.experts) == ((), 800)
-    two = place_apart(*MIXTURE, fixed, Budgets(4000, 0, 500, 2))
+    two = place_with_expert_cache(*MIXTURE, fixed, Budgets(4000, 0, 500, 2))
     assert (len(two.layers(Tier.RESIDENT)), two.fixed.experts) == (2, 1600)
 
 
 def test_too_little_room_for_a_layers_experts_is_said() -> None:
     with pytest.raises(ConfigError, match=r"--device-memory.*experts.*would do"):
-        place_apart(*MIXTURE, Fixed(1000, 0, 0, 0), Budgets(1850, 0, 500, 10))
+        place_with_expert_cache(*MIXTURE, Fixed(1000, 0, 0, 0), Budgets(1850, 0, 500, 10))
 
 
 def test_a_target_with_little_memory_says_and_does_the_same(tmp_path: Path) -> None:

@@ -23,10 +23,13 @@ from bough.model.cpu.float_bits import from_half
 from bough.model.cpu.jit import strict
 from bough.model.loading import loading
 from bough.model.loading.loading import bind_all, build_skeleton, read_place
-from bough.model.loading.weight_map import Quantization, logical_sources
+from bough.model.loading.weight_map import logical_sources
 from bough.model.packing import shard_writer as packing
 from bough.model.packing.pack import pack
-from bough.model.quant.packed import Packed
+from bough.model.quant.awq import AwqFormat
+from bough.model.quant.bough_format import Packed
+from bough.model.quant.format import QuantFormat
+from bough.model.quant.gptq import GptqFormat
 from bough.model.quant.quantize import GROUP_SIZES, quantize
 from bough.model.running.runner import ResidentModel
 from tests.conftest import TINY, save_model
@@ -205,12 +208,12 @@ def raw_parts(source: Source) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "quantization"),
     [
-        ("auto-gptq", Quantization("gptq", 4, zero_offset=1)),
-        ("auto-gptq-desc-act", Quantization("gptq", 4, zero_offset=1)),
-        ("autoawq", Quantization("awq", 4)),
+        ("auto-gptq", GptqFormat(4, zero_offset=1)),
+        ("auto-gptq-desc-act", GptqFormat(4, zero_offset=1)),
+        ("autoawq", AwqFormat()),
     ],
 )
-def test_layers_packed_by_the_libraries_themselves(name: str, quantization: Quantization) -> None:
+def test_layers_packed_by_the_libraries_themselves(name: str, quantization: QuantFormat) -> None:
     """tests/data/pack_layers.py says how they were made; `weight` is what the library multiplies by."""
     file = Path(__file__).parents[1] / "data" / f"{name}.safetensors"
     sources = logical_sources(Checkpoint(file.parent, read_header(file)), quantization)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt, Tokens
-from bough.protocol.prefix_hash import MARK_TOKENS, TokenHistory
+from bough.protocol.prefix_hash import CHECKPOINT_TOKENS, TokenHistory
 from bough.trees.suffix_automaton import SuffixAutomaton
 from tests.fakes.stage import MAX_CONTEXT, Stage, orchestrating
 
@@ -60,7 +60,7 @@ async def test_a_round_reads_a_few_of_the_sessions_tokens_however_many_there_are
         assert ends.usage.cached_tokens == len(history) - 1
     assert by_round[0] > len(prompt.token_ids)  # which are sent to the target
     # The first records are written beside one of these rounds: all tokens for the session, the request and the blocks.
-    assert sum(by_round[1:]) < 4 * MAX_CONTEXT + NUM_ROUNDS * 6 * MARK_TOKENS
+    assert sum(by_round[1:]) < 4 * MAX_CONTEXT + NUM_ROUNDS * 6 * CHECKPOINT_TOKENS
 
 
 async def test_a_long_prompt_is_read_for_guesses_beside_the_event_loop(

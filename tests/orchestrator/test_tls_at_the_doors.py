@@ -22,6 +22,8 @@ from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.security.certificates import CertificateFiles
 from orchestrator.assembly import Orchestrator, assembled
+from orchestrator.http_api import handshakes as handshakes_module
+from orchestrator.http_api import server as server_module
 from tests.fakes.certificates import Authority, flags_of
 from tests.fakes.stage import LONG, PROMPT, SHORT, Stage, config_of, staged, until
 
@@ -163,6 +165,26 @@ async def test_who_shakes_no_hands_is_no_hindrance(door: Door) -> None:
         assert (await http.get("/health")).status_code == 200
     for _, writer in silent:
         writer.close()
+
+
+async def test_handshakes_are_bounded_in_number_and_in_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "most_connections", lambda: 2)
+    monkeypatch.setattr(handshakes_module, "HANDSHAKE_SECONDS", 2.0)
+    async with door_with(tmp_path) as door, door.http(context_of(AUTHORITY)) as http:
+        port = httpx.URL(door.orchestrator.requests.http_url).port
+        assert port is not None
+        with caplog.at_level(logging.WARNING):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            async with asyncio.timeout(AT_ONCE_SECONDS):
+                ended = await asyncio.gather(*(reader.read() for reader, _ in silent), return_exceptions=True)
+        assert len(ended) == 3
+        assert "2 connections shake hands, as many as may: one more is closed" in caplog.text
+        assert caplog.text.count("SSL handshake is taking longer than 2.0 seconds") == 2
+        assert (await http.get("/health")).status_code == 200
+        for _, writer in silent:
+            writer.close()
 
 
 async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(

@@ -10,7 +10,7 @@ import pytest
 from bough.cli.doctor import find_problems
 from bough.client import Client
 from bough.errors import BoughError, PairingError, Unavailable
-from bough.processes.compatibility import refuse_misfits
+from bough.processes.compatibility import check_compatibility
 from bough.protocol.generation import GenerateOptions, Resume, TextPrompt
 from bough.protocol.messages import WorkerInfo
 from orchestrator.cluster import same_weights
@@ -144,10 +144,10 @@ async def test_a_target_that_starts_is_refused_beside_other_weights(
         "target", "t-mine", "fake", "a fake", "fake", fakes.tokenizer.fingerprint, 1, 1, 1, 1, weights_hash=mine
     )
     if fits:
-        await refuse_misfits(fakes.registry, info, fakes.tokenizer)
+        await check_compatibility(fakes.registry, info, fakes.tokenizer)
         return
-    await refuse_misfits(fakes.registry, replace(info, model_fingerprint="other"), fakes.tokenizer)
+    await check_compatibility(fakes.registry, replace(info, model_fingerprint="other"), fakes.tokenizer)
     with pytest.raises(
         PairingError, match=r"t-mine and t-theirs claim the same model .*: h1 and h2; must be the same files"
     ):
-        await refuse_misfits(fakes.registry, info, fakes.tokenizer)
+        await check_compatibility(fakes.registry, info, fakes.tokenizer)

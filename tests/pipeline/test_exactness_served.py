@@ -126,7 +126,7 @@ def exponentials(round_: int, level: int) -> np.ndarray:
     return of_all_seeds(rng.bit_generator, lambda: rng.standard_exponential(num_children * VOCAB))
 
 
-def drawn_below(tokens: np.ndarray, scheme: Scheme, numbers: np.ndarray) -> np.ndarray:
+def sampled_children(tokens: np.ndarray, scheme: Scheme, numbers: np.ndarray) -> np.ndarray:
     """(*tokens.shape, 2) children of nodes with these tokens; the first axis is that of texts."""
     call = grow_call(PROMPT, sampling=SamplingParams(temperature=TEMPERATURE), plan=TreePlan(SHAPE, scheme))
     values, ranked = largest(torch.from_numpy(DRAFT), VOCAB)
@@ -159,8 +159,8 @@ def laws_of_round(
     scheme: Scheme, round_: int, seeds: np.ndarray, roots: np.ndarray, spoilt: Callable[[Tree], Tree]
 ) -> Laws:
     """Those of each seed's tree, stacked, below these roots."""
-    first = drawn_below(roots, scheme, exponentials(round_, 0)[seeds])
-    below = drawn_below(first, scheme, exponentials(round_, 1)[seeds])
+    first = sampled_children(roots, scheme, exponentials(round_, 0)[seeds])
+    below = sampled_children(first, scheme, exponentials(round_, 1)[seeds])
     drawn = np.column_stack((roots, first, below.reshape(-1, 4)))
     _, firsts, kinds = np.unique(np.ravel_multi_index(drawn.T, (VOCAB,) * 7), return_index=True, return_inverse=True)
     laws = []

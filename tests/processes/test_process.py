@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bough.errors import Unavailable
-from bough.processes.process import unless_stopped
+from bough.processes.process import exit_if_stopped
 
 
 class Left(Exception):
@@ -25,7 +25,7 @@ def _stays(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_step_of_the_start_is_not_finished_when_the_process_is_told_to_stop() -> None:
     """One that loads, or waits for an index that ends with it, would outlive whoever started it."""
     stop, endless = asyncio.Event(), asyncio.Event()
-    starting = asyncio.create_task(unless_stopped(stop, endless.wait()))
+    starting = asyncio.create_task(exit_if_stopped(stop, endless.wait()))
     await asyncio.sleep(0)
     stop.set()
     with pytest.raises(Left, match="0"):
@@ -37,7 +37,7 @@ async def test_a_step_that_nobody_stops_gives_its_result_or_its_error() -> None:
         raise Unavailable("no index")
 
     stop = asyncio.Event()
-    assert await unless_stopped(stop, asyncio.to_thread(lambda: 7)) == 7
+    assert await exit_if_stopped(stop, asyncio.to_thread(lambda: 7)) == 7
     with pytest.raises(Unavailable, match="no index"):
-        await unless_stopped(stop, fails())
+        await exit_if_stopped(stop, fails())
     assert len(asyncio.all_tasks()) == 1

@@ -64,10 +64,10 @@ async def test_work_is_done_to_the_end_before_a_cancellation_is_raised() -> None
         done.append("work")
         return "result"
 
-    assert await asyncio.gather(tasks.to_the_end(work()), _set(may_end)) == ["result", None]
+    assert await asyncio.gather(tasks.run_to_completion(work()), _set(may_end)) == ["result", None]
     is_begun.clear()
     may_end.clear()
-    cancelled = asyncio.create_task(tasks.to_the_end(work()))
+    cancelled = asyncio.create_task(tasks.run_to_completion(work()))
     await is_begun.wait()
     for _ in range(2):
         cancelled.cancel()
@@ -84,7 +84,7 @@ async def test_what_work_fails_with_is_raised() -> None:
         raise ValueError("on its own")
 
     with pytest.raises(ValueError, match="on its own"):
-        await tasks.to_the_end(fail())
+        await tasks.run_to_completion(fail())
 
 
 async def _set(event: asyncio.Event) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.protocol.prefix_hash import BLOCK_TOKENS, MARK_TOKENS, TokenHistory, block_hashes, prefix_hash
+from bough.protocol.prefix_hash import BLOCK_TOKENS, CHECKPOINT_TOKENS, TokenHistory, block_hashes, prefix_hash
 
 tokens = st.lists(st.integers(0, 3), max_size=4 * BLOCK_TOKENS)
 
@@ -66,11 +66,11 @@ def test_a_hash_of_a_history_takes_work_by_what_is_new(monkeypatch: pytest.Monke
     tokens = [number * 7919 % 50_000 for number in range(20_000)]
     history = TokenHistory(tokens)
     assert prefix_hash(history[:15_000]) == prefix_hash(tokens[:15_000])
-    assert num_read < 15_000 + 2 * MARK_TOKENS
+    assert num_read < 15_000 + 2 * CHECKPOINT_TOKENS
     for number in range(200):
         history.append(number)
         tokens.append(number)
         num_read = 0
         for length in (len(tokens), len(tokens) - 1, len(tokens) - number, 12_345):
             assert prefix_hash(history[:length]) == prefix_hash(tokens[:length])
-        assert num_read <= (4 if number else 9) * MARK_TOKENS
+        assert num_read <= (4 if number else 9) * CHECKPOINT_TOKENS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bough.processes import compile_once
-from bough.processes.compile_once import compile_apart
+from bough.processes.compile_once import compile_in_subprocess
 
 
 def test_each_set_of_kernels_is_compiled_once_by_a_process_that_ends(
@@ -20,7 +20,7 @@ def test_each_set_of_kernels_is_compiled_once_by_a_process_that_ends(
     monkeypatch.setattr(compile_once, "compile_in_a_process", lambda *command: compiled.append(command))
     wanted = (("target", ["bfloat16"], "1"), ("target", ["float32"], "1"), ("draft", ["bfloat16"], "1"))
     for each in (*wanted, *wanted, ("target", ["bfloat16"], "2")):
-        assert compile_apart(*each)
+        assert compile_in_subprocess(*each)
     assert compiled == [(module, arguments) for module, arguments, _ in (*wanted, wanted[0])]
 
 
@@ -33,7 +33,7 @@ def test_a_worker_goes_on_where_they_cannot_be(
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled"))
     monkeypatch.setattr(compile_once, "compile_in_a_process", fails)
     with caplog.at_level(logging.WARNING):
-        assert not compile_apart("target", ["bfloat16"], "1")
+        assert not compile_in_subprocess("target", ["bfloat16"], "1")
     assert "kernels could not be compiled in a separate process" in caplog.text
     monkeypatch.setattr(compile_once, "compile_in_a_process", lambda *_: None)
-    assert compile_apart("target", ["bfloat16"], "1")
+    assert compile_in_subprocess("target", ["bfloat16"], "1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bough.config.processes import TargetConfig, parse
-from bough.runtime.machine import free_memory, may_be_gpu, most_of, usable_cpus
+from bough.runtime.machine import default_budget, free_memory, may_be_gpu, usable_cpus
 from loadtest.common.limits import limited
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw\n"
@@ -149,9 +149,9 @@ def test_a_real_control_group() -> None:
 
 def test_a_process_that_is_not_told_leaves_memory_to_others() -> None:
     """A fifth of what is free, but where that is little what every process comes to take beside its budget."""
-    assert most_of(10 * 1000**3) == 8 * 1000**3
-    assert most_of(1000**3) == 700 * 1000**2
-    assert most_of(200 * 1000**2) == 0
+    assert default_budget(10 * 1000**3) == 8 * 1000**3
+    assert default_budget(1000**3) == 700 * 1000**2
+    assert default_budget(200 * 1000**2) == 0
 
 
 def test_a_gpu_is_seen_by_its_files(tmp_path: Path) -> None:

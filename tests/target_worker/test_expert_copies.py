@@ -13,7 +13,7 @@ import torch
 
 from bough.errors import ConfigError
 from bough.model.packing.pack import pack
-from bough.sizing.placement import Budgets, Fixed, Tier, place_apart
+from bough.sizing.placement import Budgets, Fixed, Tier, place_with_expert_cache
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_copies import ExpertCopies
 from target_worker.experts.expert_store import ExpertStore
@@ -173,18 +173,18 @@ def test_packed_experts_too(tmp_path: Path) -> None:
 def test_experts_that_the_host_holds_come_when_they_are_chosen() -> None:
     """Otherwise layers come whole, as if nothing had been said; or it is said what would do."""
     fixed, little, much = Fixed(1000, 0, 0, 0), Budgets(3000, 7999, 2000, 10), Budgets(3000, 8100, 2000, 10)
-    placement = place_apart(*MIXTURE, fixed, much, from_host=True, is_forced=True)
+    placement = place_with_expert_cache(*MIXTURE, fixed, much, from_host=True, is_forced=True)
     assert (placement.fixed.experts, placement.fixed.host_experts) == (1500, 8000)
     assert (placement.device_bytes, placement.host_bytes) == (3000, 8000)
     assert placement.layers(Tier.RESIDENT) == tuple(range(10))
     for too_little in (little, Budgets(3000, 8050, 2000, 2)):  # the second holds experts, and no slabs for the rest
-        assert place_apart(*MIXTURE, fixed, too_little, from_host=True).expert_bytes == 0
-    whole = place_apart(*MIXTURE, fixed, little, from_host=True)
+        assert place_with_expert_cache(*MIXTURE, fixed, too_little, from_host=True).expert_bytes == 0
+    whole = place_with_expert_cache(*MIXTURE, fixed, little, from_host=True)
     assert (whole.expert_bytes, whole.layer_bytes) == (0, tuple(MIXTURE[0]))
     with pytest.raises(
         ConfigError, match=r"--host-memory: must be at least .* for --experts chosen.*or use --experts all"
     ):
-        place_apart(*MIXTURE, fixed, little, from_host=True, is_forced=True)
+        place_with_expert_cache(*MIXTURE, fixed, little, from_host=True, is_forced=True)
 
 
 def test_a_plan_reckons_with_the_link_of_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,21 +29,21 @@ _shares: dict[torch.dtype, Any] = {}  # pointers to `share_attention`, by these 
 
 
 @strict_inner
-def _reach(spans, row, window):  # type: ignore[no-untyped-def]
+def _reach(spans: Any, row: Any, window: Any) -> Any:
     """The positions that a row sees, [first, end)."""
     end = np.int64(spans.lengths[row])
     return max(0, end - window) if window > 0 else 0, end
 
 
 @strict_inner
-def _tail_of(spans, piece, row):  # type: ignore[no-untyped-def]
+def _tail_of(spans: Any, piece: Any, row: Any) -> Any:
     """Where in `spans.tails` a row's position 0 would be."""
     first_row, _, base, begin_tail, width, _ = spans.ranges[piece]
     return begin_tail + (row - first_row) * width - base
 
 
 @strict_inner
-def _gather(spans, piece, begin, end, start, count, kept, place_of):  # type: ignore[no-untyped-def]
+def _gather(spans: Any, piece: Any, begin: Any, end: Any, start: Any, count: Any, kept: Any, place_of: Any) -> Any:
     """Slot rows beyond the base that some row of [begin, end) sees, onto the `count` that are kept; how many then.
 
     A node comes after its ancestors. `place_of` (slot rows,) takes where each one stands among the kept.
@@ -61,7 +61,18 @@ def _gather(spans, piece, begin, end, start, count, kept, place_of):  # type: ig
 
 
 @strict_inner
-def _hide(spans, piece, begin, end, window, group, start, num_committed, place_of, scores):  # type: ignore[no-untyped-def]
+def _hide(
+    spans: Any,
+    piece: Any,
+    begin: Any,
+    end: Any,
+    window: Any,
+    group: Any,
+    start: Any,
+    num_committed: Any,
+    place_of: Any,
+    scores: Any,
+) -> Any:
     """-inf for whatever a row does not see, of num_committed keys from `start` on and all that follow them.
 
     scores (blocks, keys, lanes); the query heads of a row are neighbours.
@@ -86,7 +97,7 @@ def _hide(spans, piece, begin, end, window, group, start, num_committed, place_o
 
 
 @strict_inner
-def _find_keys(spans, piece, begin, end, window, place_of):  # type: ignore[no-untyped-def]
+def _find_keys(spans: Any, piece: Any, begin: Any, end: Any, window: Any, place_of: Any) -> Any:
     """Slot rows of the keys that some of the rows [begin, end) see, and the last of them over and over beyond these.
 
     Returns them with where they start, how many of them are committed, one after another, and how many there are.
@@ -107,7 +118,7 @@ def _find_keys(spans, piece, begin, end, window, place_of):  # type: ignore[no-u
 
 
 @strict_inner
-def _in_whole_lines(numbers, kept, num_kept):  # type: ignore[no-untyped-def]
+def _in_whole_lines(numbers: Any, kept: Any, num_kept: Any) -> Any:
     """The rows that are kept, with zeros behind them, of numbers (rows, head_dim)."""
     copies = np.zeros((num_kept, whole(numbers.shape[1], WIDTH)), numbers.dtype)
     for j in range(num_kept):
@@ -117,7 +128,19 @@ def _in_whole_lines(numbers, kept, num_kept):  # type: ignore[no-untyped-def]
 
 
 @strict_inner
-def _attend_together(queries, keys, values, spans, task, scale, window, softcap, sinks, place_of, out):  # type: ignore[no-untyped-def]
+def _attend_together(
+    queries: Any,
+    keys: Any,
+    values: Any,
+    spans: Any,
+    task: Any,
+    scale: Any,
+    window: Any,
+    softcap: Any,
+    sinks: Any,
+    place_of: Any,
+    out: Any,
+) -> Any:
     """The query heads of one KV head, for some rows; `place_of` is -1 everywhere, and is left so."""
     piece, begin, end, kv_head = spans.tasks[task]
     _, num_kv_heads, head_dim = keys.shape
@@ -155,9 +178,21 @@ def _attend_together(queries, keys, values, spans, task, scale, window, softcap,
 
 
 @strict
-def share_attention(  # type: ignore[no-untyped-def]
-    taken, thread, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out
-):
+def share_attention(
+    taken: Any,
+    thread: Any,
+    num_threads: Any,
+    queries: Any,
+    spans: Any,
+    kind: Any,
+    layer: Any,
+    num_kv_heads: Any,
+    scale: Any,
+    window: Any,
+    softcap: Any,
+    sinks: Any,
+    out: Any,
+) -> Any:
     """A thread's part of `attend`."""
     num_tasks, head_dim = len(spans.tasks), out.shape[1] // len(sinks)  # of rows, or of blocks
     most_keys = 0  # of a slot: its memory may be far more
@@ -175,9 +210,21 @@ def share_attention(  # type: ignore[no-untyped-def]
 
 
 @strict_parallel
-def attend(  # type: ignore[no-untyped-def]
-    share, taken, num_threads, queries, spans, kind, layer, num_kv_heads, scale, window, softcap, sinks, out
-):
+def attend(
+    share: Any,
+    taken: Any,
+    num_threads: Any,
+    queries: Any,
+    spans: Any,
+    kind: Any,
+    layer: Any,
+    num_kv_heads: Any,
+    scale: Any,
+    window: Any,
+    softcap: Any,
+    sinks: Any,
+    out: Any,
+) -> Any:
     """Attention of all rows over their slots, a few rows and one KV head at a time.
 
     `share` is a pointer to `share_attention` (`bough.model.cpu.jit.pointer`).
@@ -193,7 +240,7 @@ def attend(  # type: ignore[no-untyped-def]
 
 
 @strict
-def _store(spans, kind, layer, keys, values):  # type: ignore[no-untyped-def]
+def _store(spans: Any, kind: Any, layer: Any, keys: Any, values: Any) -> Any:
     """Puts new keys and values, (rows, num_kv_heads, head_dim) each, into the slot rows that take them."""
     _, num_kv_heads, head_dim = keys.shape
     for piece in range(len(spans.slots)):

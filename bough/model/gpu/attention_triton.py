@@ -28,7 +28,7 @@ NUM_WARPS, NUM_STAGES = 4, 2
 _VARYING = ("tail_width", "window", "scale")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
     """(QUERIES, BLOCK) float32; -inf where a key is not to be seen."""
     if IN_HALVES:
@@ -40,7 +40,7 @@ def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.con
     return tl.where(is_seen, scores, float("-inf"))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Folds a block into the running softmax: its highest score, the sum of weights, and the weighted values.
 
@@ -61,7 +61,7 @@ def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # ty
     return peak, total, result
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _meet(  # type: ignore[no-untyped-def]
     query,
     keys,
@@ -90,14 +90,14 @@ def _meet(  # type: ignore[no-untyped-def]
     return _fold(scores, value, highest, total, result, IN_HALVES)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _part_of_tile(tile, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """First row and end of this program's rows: none, where the tile has fewer."""
     begin_row = tl.load(tile) + ROWS * tl.program_id(2)
     return begin_row, tl.minimum(tl.load(tile + 1), begin_row + ROWS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _nothing_seen(sinks, is_head, query, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The running softmax before any keys, but for a sink: highest scores, sums of weights, weighted values."""
     result = tl.zeros(query.shape, tl.float32)
@@ -116,7 +116,7 @@ def _rows_of(tail, positions, base, origin, is_near):  # type: ignore[no-untyped
     return tl.where(in_tail, tail_rows, origin + positions).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # (num_rows, num_heads, head_dim)
     keys,  # (num_memory_rows, num_kv_heads, head_dim)

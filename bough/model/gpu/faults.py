@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from bough.errors import AcceleratorFull, AcceleratorLost
-from bough.runtime.fatal_exit import end_soon
+from bough.runtime.fatal_exit import exit_soon
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, the one error of CUDA's own after which all goes on
 
@@ -32,7 +32,7 @@ def named_faults(device: torch.device, on_lost: Callable[[Exception], None] | No
         if getattr(exc, "error_code", None) == OUT_OF_MEMORY:
             raise _full(device, exc) from exc
         lost = AcceleratorLost(f"--device: {device} is lost to this process: {_first_line(exc)}")
-        (on_lost or end_soon)(lost)
+        (on_lost or exit_soon)(lost)
         raise lost from exc
 
 

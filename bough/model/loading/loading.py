@@ -31,7 +31,9 @@ from bough.model.checkpoint.tensor_source import (
     typed,
 )
 from bough.model.kv.session_kv import KVShape
-from bough.model.loading.weight_map import AnySource, Naming, Quantization, logical_sources
+from bough.model.loading.weight_map import AnySource, Naming, logical_sources
+from bough.model.quant.format import QuantFormat
+from bough.model.quant.formats import format_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class Skeleton:
     layer_slots: tuple[tuple[ParameterSlot, ...], ...]  # one tuple for each layer
     resident_slots: tuple[ParameterSlot, ...]  # embeddings, final norm, output head
     dtype: torch.dtype
-    quantization: Quantization | None
+    quantization: QuantFormat | None
     unused: tuple[str, ...]  # tensors of the checkpoint for which the architecture has no place
     checksums: Mapping[str, int]  # crc32 by tensor name, as far as the checkpoint has them
 
@@ -114,7 +116,7 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
             the architecture wants.
     """
     config = load_config(checkpoint.folder)
-    quantization = Quantization.of(config, checkpoint.folder)
+    quantization = format_of(config, checkpoint.folder)
     there = checkpoint.kept_layers if checkpoint.kept_layers is not None else tuple(range(config.num_hidden_layers))
     kept = keep_layers if keep_layers is not None else there
     cut_layers(config, kept)
@@ -136,7 +138,7 @@ class _Finder:
     """Finds the source of each parameter of a model."""
 
     def __init__(
-        self, checkpoint: Checkpoint, quantization: Quantization | None, model: PreTrainedModel, layers: dict[str, str]
+        self, checkpoint: Checkpoint, quantization: QuantFormat | None, model: PreTrainedModel, layers: dict[str, str]
     ) -> None:
         """`layers` maps the names of the model's layers to those that they have in the checkpoint."""
         self._checkpoint = checkpoint

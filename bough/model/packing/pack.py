@@ -1,6 +1,6 @@
 """`bough pack`: a smaller checkpoint, in 4 or 8 bits, from one in 16 or 32. Resumable, checksummed, a shard at a time.
 
-The matrices of the decoder layers are packed (`bough.model.quant.packed.Packed`): those of linear layers, and those of
+The matrices of the decoder layers are packed (`bough.model.quant.bough_format`): those of linear layers, and those of
 experts where each expert has its own. Norms, biases, routers, embeddings and the head are copied. So are matrices whose
 rows are no whole groups, and experts that are all in one tensor, which could not be read packed; this is said aloud.
 """
@@ -23,8 +23,8 @@ from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.checkpoint.tensor_source import STORED_DTYPES, Joined, Source, Stored, typed
 from bough.model.loading.loading import ParameterSlot, build_skeleton, read_place
-from bough.model.loading.weight_map import PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.packing.shard_writer import SHARD_BYTES, PackFolder, shards_of
+from bough.model.quant.bough_format import PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.quant.quantize import GROUP_SIZES, SCALE_BYTES, quantize
 from bough.sizing.placement import gigabytes
 

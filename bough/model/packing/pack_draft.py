@@ -23,10 +23,10 @@ from bough.model.checkpoint.shared_weights import Origin
 from bough.model.checkpoint.tensor_source import typed
 from bough.model.loading.layer_selection import kept_layers
 from bough.model.loading.loading import build_skeleton, read_place
-from bough.model.loading.weight_map import MIXED, PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.packing.bit_allocation import LAYOUTS, Option, choose
 from bough.model.packing.pack import LayerTensors
 from bough.model.packing.shard_writer import SHARD_BYTES, PackFolder, shards_of
+from bough.model.quant.bough_format import MIXED, PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.quant.quantize import SHRUNKEN, Layout, quantize, rounding_error
 
 SAMPLE_ROWS = 256  # of a matrix, on which the error of a layout is measured

@@ -29,7 +29,7 @@ class Layout(NamedTuple):
 def quantize(
     weight: torch.Tensor, bits: int, group_size: int | None = None, ranges: Sequence[float] = RANGE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packs a matrix (rows, columns): the integers and the scales of `bough.model.quant.packed.Packed`.
+    """Packs a matrix (rows, columns): the integers and the scales of `bough_format.Packed`.
 
     In 4 bits a group's scale and offset begin as `ranges` of its own say, each in turn, and are then fitted to the
     integers by least squares a few times over; the best of all these is taken, group by group.

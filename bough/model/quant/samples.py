@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import Source
-from bough.model.quant.packed import Awq, Gptq, Packed
+from bough.model.quant.awq import Awq
+from bough.model.quant.bough_format import Packed
+from bough.model.quant.gptq import Gptq
 from bough.model.quant.quantize import GROUP_SIZES
 
 KINDS = {"uint8": "U8", "int8": "I8", "int32": "I32", "float16": "F16"}

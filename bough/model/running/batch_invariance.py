@@ -21,7 +21,7 @@ from bough.model.cpu.gemm import GROUP, LINE_BYTES
 from bough.model.cpu.linear import can_multiply, is_left_to_us, multiply
 from bough.model.cpu.threads import all_threads
 from bough.model.loading.loading import Skeleton
-from bough.model.loading.weight_map import Quantization
+from bough.model.quant.format import QuantFormat
 from bough.sizing.row_counts import OWN_MOST, RowCounts
 
 Product = Callable[..., torch.Tensor]  # of rows, a matrix (outputs, inputs), and perhaps a bias
@@ -48,7 +48,7 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
 
 
 def row_counts(
-    model: PreTrainedModel, quantization: Quantization | None, dtype: torch.dtype, most: int, device_type: str
+    model: PreTrainedModel, quantization: QuantFormat | None, dtype: torch.dtype, most: int, device_type: str
 ) -> RowCounts:
     """Always `most` where some product may be a library's: on a GPU, in float16, of weights that are packed transposed.
 

@@ -15,10 +15,10 @@ from bough.model.architecture.architecture import max_positions
 from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.loading import Skeleton
-from bough.model.quant.packed import BLOCK_BYTES, BLOCK_ELEMENTS
+from bough.model.quant.format import BLOCK_BYTES, BLOCK_ELEMENTS
 from bough.model.sizes.target_limits import Limits
 from bough.runtime.kv_budget import kv_budget
-from bough.runtime.machine import free_memory, most_of
+from bough.runtime.machine import default_budget, free_memory
 from bough.sizing.other_devices import OtherDevice
 from bough.sizing.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, Placement, Tier, gigabytes
 from bough.sizing.row_counts import OWN_MOST
@@ -49,7 +49,7 @@ def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
         ConfigError: told where there is no such memory.
     """
     if is_gpu:
-        return settings.host_memory or most_of(free_memory())
+        return settings.host_memory or default_budget(free_memory())
     if settings.host_memory:
         raise ConfigError(
             f"--host-memory: {gigabytes(settings.host_memory)}; on the CPU host and device have one memory, "
@@ -68,7 +68,7 @@ def device_budget(settings: TargetConfig, device: torch.device) -> int:
         return settings.device_memory
     free = free_device_bytes(device)
     if device.type == "cpu":
-        return most_of(free)
+        return default_budget(free)
     if not settings.device_reserve:
         return int(GPU_SHARE * free)
     whole = whole_device_bytes(device) - settings.device_reserve

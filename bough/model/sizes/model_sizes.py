@@ -21,14 +21,14 @@ from bough.model.checkpoint.tensor_source import room_bytes
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.late_writes import is_late
 from bough.model.loading.loading import DTYPES
-from bough.model.loading.weight_map import Quantization
+from bough.model.quant.formats import format_of
 from bough.model.quant.samples import PackedFormat
 from bough.model.running.batch_invariance import row_counts
 from bough.model.running.host_embeddings import embeddings_for_host
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.model.sizes.stored_format import Packing
 from bough.sizing.flops import ExpertWork, Work
-from bough.sizing.placement import Apart, ExpertSizes, Fixed
+from bough.sizing.placement import ExpertSizes, Fixed, SeparateExperts
 from bough.sizing.row_counts import RowCounts
 
 
@@ -48,7 +48,7 @@ class ModelShapes:
     matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of a layer that has most bytes
     rows: RowCounts  # of a chunk
     work: Work
-    apart: Apart | None  # where layers have experts
+    apart: SeparateExperts | None  # where layers have experts
 
     def fixed(self, settings: TargetConfig, is_gpu: bool) -> Fixed:
         """What a target takes of the device's memory whatever the placement.
@@ -129,7 +129,7 @@ def model_shapes(
         scratch_bytes=max(_scratch_bytes(layer, by_matrix) for layer in parameters),
         packing=packing.format if packing else None,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
-        rows=row_counts(model, None if bits else Quantization.of(config, folder), dtype, rows, device_type),
+        rows=row_counts(model, None if bits else format_of(config, folder), dtype, rows, device_type),
         work=_work(config, parameters, _head_bytes(model), dtype, by_matrix),
         apart=_apart(parameters, by_matrix),
     )
@@ -166,7 +166,7 @@ def _scratch_bytes(layer: Sequence[_Parameter], by_matrix: bool) -> int:
     return max(late, default=0) + sum(p.scratch_bytes for p in layer if not (by_matrix and p.can_wait))
 
 
-def _apart(layers: Sequence[Sequence[_Parameter]], by_matrix: bool) -> Apart | None:
+def _apart(layers: Sequence[Sequence[_Parameter]], by_matrix: bool) -> SeparateExperts | None:
     """Sizes of layers without their experts, and of these."""
     stacks = [stack for layer in layers if (stack := [p for p in layer if p.num_experts])]
     if not stacks:
@@ -178,7 +178,7 @@ def _apart(layers: Sequence[Sequence[_Parameter]], by_matrix: bool) -> Apart | N
     scratch = max(_scratch_bytes(layer, by_matrix) for layer in rest)
     scratch += max(p.scratch_bytes for stack in stacks for p in stack)
     sizes_of_rest = [sum(p.stored_bytes for p in layer) for layer in rest]
-    return Apart(sizes_of_rest, ExpertSizes(largest, max(counts), sum(counts), sum(sizes)), scratch)
+    return SeparateExperts(sizes_of_rest, ExpertSizes(largest, max(counts), sum(counts), sum(sizes)), scratch)
 
 
 def _stored_dtype(config: PretrainedConfig, default: torch.dtype) -> torch.dtype:

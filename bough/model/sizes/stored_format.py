@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
-from bough.model.loading.weight_map import Quantization
 from bough.model.packing.pack import is_packed, packed_bytes
+from bough.model.quant.formats import format_of
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import PackedFormat
 
@@ -45,7 +45,7 @@ class Packing:
         """
         if bits:
             return cls("bough", bits, GROUP_SIZES[bits]) if bits in GROUP_SIZES else None
-        quantization = Quantization.of(config, folder)
+        quantization = format_of(config, folder)
         if quantization is None:
             return None
         if not quantization.bits:

@@ -1,0 +1,120 @@
+"""AWQ's format, as AutoAWQ writes its "gemm" version: 4 bits, packed along the outputs in an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from bough.errors import CheckpointError
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes, typed
+from bough.model.cpu.float_bits import rounded
+from bough.model.cpu.jit import strict_parallel
+from bough.model.gpu.kernels import kernels_on
+from bough.model.quant.format import PackedTensors, bits_of, require_groups, require_matrix, require_shape, write_out
+
+
+@dataclass(frozen=True, slots=True)
+class AwqFormat:
+    """Always in 4 bits."""
+
+    bits: int = 4
+    method = "awq"
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], where: str) -> AwqFormat:
+        """From `quantization_config`. Raises CheckpointError."""
+        if str(fields.get("version", "gemm")).lower() != "gemm":
+            raise CheckpointError(f"{where}.version: {fields['version']!r} cannot be read; 'gemm' can")
+        return cls(bits_of(fields, where, (4,)))
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits ({self.method})"
+
+    def weight_name(self, tensor: str) -> str | None:
+        """X.weight of "X.qweight"."""
+        return tensor.removesuffix(".qweight") + ".weight" if tensor.endswith(".qweight") else None
+
+    def source(self, tensor: str, tensors: PackedTensors) -> Awq:
+        """Integers, zeros and scales. Raises CheckpointError."""
+        base = tensor.removesuffix(".qweight")
+        integers = tensors.take(tensor, ("I32",))
+        zeros = tensors.take(f"{base}.qzeros", ("I32",), integers)
+        scales = tensors.take(f"{base}.scales", VALUE_DTYPES, integers)
+        require_matrix(integers)
+        source, num_groups = Awq(integers, zeros, scales), scales.shape[0] if scales.shape else 0
+        outputs, inputs = source.shape
+        require_shape(scales, (num_groups, outputs))
+        require_shape(zeros, (num_groups, outputs // 8))
+        require_groups(scales, inputs, num_groups)
+        return source
+
+
+@strict_parallel
+def _unpack_words_across(words: Any, zeros: Any, scales: Any, group_size: Any, out: Any, is_bf16: Any) -> Any:
+    """AWQ: words (inputs, outputs / 8) int32, zeros and scales (groups, outputs) float32, out (inputs, outputs)."""
+    num_inputs, num_words = words.shape
+    for k in numba.prange(num_inputs):
+        group = k // group_size
+        for word in range(num_words):
+            for c in range(8):
+                n = 8 * word + c
+                integer = np.float32((words[k, word] >> np.int32(4 * (c // 2 + 4 * (c % 2)))) & np.int32(15))
+                value = (integer - zeros[group, n]) * scales[group, n]
+                if is_bf16:
+                    out[k, n] = rounded(value)
+                else:
+                    out[k, n] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """A weight in AWQ's format."""
+
+    words: TensorPlace  # qweight (inputs, outputs / 8) I32
+    zeros: TensorPlace  # qzeros (groups, outputs / 8) I32
+    scales: TensorPlace  # (groups, outputs) F16
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return (self.words, self.zeros, self.scales)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.words.shape[1] * 8, self.words.shape[0])
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """The whole value."""
+        return room_bytes(self.shape, dtype)
+
+    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+        """Written out, as the transpose of a matrix that is in order."""
+        num_outputs, num_inputs = self.shape
+        out = scratch.take((num_inputs, num_outputs), dtype)
+        scratch.write(lambda: self._write(raw, out))
+        return out.t()
+
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        if kernels := kernels_on(out.device):
+            kernels.write_across(*(typed(*part) for part in zip(raw, self.places, strict=True)), out)
+            return
+        words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
+        zeros, group_size = _awq_integers(typed(raw[1], self.zeros)), len(out) // len(scales)
+
+        def by_torch(rows: slice) -> torch.Tensor:
+            groups = torch.arange(rows.start, rows.stop, device=words.device) // group_size
+            return (_awq_integers(words[rows]) - zeros[groups]) * scales[groups]
+
+        write_out(out, _unpack_words_across, by_torch, words, zeros, scales, group_size)
+
+
+def _awq_integers(words: torch.Tensor) -> torch.Tensor:
+    """(rows, n / 8) int32 to (rows, n) float32: column c of eight stands at nibble c / 2, the odd ones four further."""
+    column = torch.arange(8, device=words.device, dtype=torch.int32)  # made there: a copy would stop the sweep
+    nibbles = column // 2 + 4 * (column % 2)
+    return ((words[:, :, None] >> (4 * nibbles)) & 15).flatten(1).float()

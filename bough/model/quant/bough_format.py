@@ -1,0 +1,138 @@
+"""bough's own format: integers in groups along each row of a matrix, in 4 or 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.tensor_source import Scratch, room_bytes, typed
+from bough.model.cpu.float_bits import from_half, rounded
+from bough.model.cpu.jit import strict_parallel
+from bough.model.gpu.kernels import kernels_on
+from bough.model.quant.format import PackedTensors, bits_of, require_groups, require_matrix, require_shape, write_out
+
+PACKED_SUFFIX, SCALES_SUFFIX = ".packed", ".packed_scales"  # after the name of a weight
+MIXED = "mixed"  # in config.json, instead of a number of bits
+BITS = {"U8": 4, "I8": 8}  # by the data type of the integers
+
+
+@dataclass(frozen=True, slots=True)
+class BoughFormat:
+    """As `bough pack` writes it; with 0 bits some weights have 4 and others 8."""
+
+    bits: int
+    method = "bough"
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], where: str) -> BoughFormat:
+        """From `quantization_config`. Raises CheckpointError."""
+        return cls(0 if fields.get("bits") == MIXED else bits_of(fields, where, (4, 8)))
+
+    def __str__(self) -> str:
+        return f"{self.bits or MIXED} bits ({self.method})"
+
+    def weight_name(self, tensor: str) -> str | None:
+        """X of "X.packed"."""
+        return tensor.removesuffix(PACKED_SUFFIX) if tensor.endswith(PACKED_SUFFIX) else None
+
+    def source(self, tensor: str, tensors: PackedTensors) -> Packed:
+        """Integers and scales. Raises CheckpointError."""
+        packed = tensors.take(tensor, [dtype for dtype, bits in BITS.items() if self.bits in (0, bits)])
+        require_matrix(packed)
+        scales = tensors.take(tensor.removesuffix(PACKED_SUFFIX) + SCALES_SUFFIX, ("F16",), packed)
+        bits, num_groups = BITS[packed.dtype], scales.shape[-1] if scales.shape else 0
+        require_groups(scales, packed.shape[1] * 8 // bits, num_groups)
+        require_shape(scales, (2 if bits == 4 else 1, packed.shape[0], num_groups))
+        return Packed(packed, scales, bits)
+
+
+# Kernels write float32 to a float32 `out`, or bfloat16 to a uint16 one where `is_bf16`.
+
+
+@strict_parallel
+def _unpack4(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
+    """packed (rows, columns / 2) uint8, scales (2, rows, groups) float16's bits, out (rows, columns)."""
+    _, rows, groups = scales.shape
+    half = packed.shape[1] // groups
+    for row in numba.prange(rows):
+        for group in range(groups):
+            scale, offset = from_half(scales[0, row, group]), from_half(scales[1, row, group])
+            begin = 2 * half * group
+            if is_bf16:
+                for j in range(half):
+                    byte = np.int32(packed[row, half * group + j])
+                    out[row, begin + j] = rounded(np.float32(byte & 15) * scale + offset)
+                    out[row, begin + half + j] = rounded(np.float32(byte >> 4) * scale + offset)
+            else:
+                for j in range(half):
+                    byte = np.int32(packed[row, half * group + j])
+                    out[row, begin + j] = np.float32(byte & 15) * scale + offset
+                    out[row, begin + half + j] = np.float32(byte >> 4) * scale + offset
+
+
+@strict_parallel
+def _unpack8(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
+    """packed (rows, columns) int8, scales (1, rows, groups) float16's bits, out (rows, columns)."""
+    _, rows, groups = scales.shape
+    size = packed.shape[1] // groups
+    for row in numba.prange(rows):
+        for group in range(groups):
+            scale, begin = from_half(scales[0, row, group]), size * group
+            if is_bf16:
+                for j in range(size):
+                    out[row, begin + j] = rounded(np.float32(packed[row, begin + j]) * scale)
+            else:
+                for j in range(size):
+                    out[row, begin + j] = np.float32(packed[row, begin + j]) * scale
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight in bough's format: integers in groups along each row, signed in 8 bits, and in 4 bits from 0 to 15.
+
+    In 4 bits a byte holds elements j and j + group / 2 of its group: a group unpacks into two runs.
+    """
+
+    packed: TensorPlace  # (rows, columns / 2) U8, or (rows, columns) I8
+    scales: TensorPlace  # (1, rows, groups) F16, or in 4 bits (2, rows, groups): scales, then offsets
+    bits: int
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return (self.packed, self.scales)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.packed.shape[0], self.packed.shape[1] * 8 // self.bits)
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """The whole value."""
+        return room_bytes(self.shape, dtype)
+
+    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+        """Written out."""
+        out = scratch.take(self.shape, dtype)
+        scratch.write(lambda: self._write(raw, out))
+        return out
+
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        packed, scales = typed(raw[0], self.packed), typed(raw[1], self.scales)
+        if kernels := kernels_on(out.device):
+            kernels.write_own(packed, scales, self.bits, out)
+            return
+        kernel = _unpack4 if self.bits == 4 else _unpack8
+        write_out(out, kernel, lambda rows: self._by_torch(packed[rows], scales[:, rows]), packed, scales)
+
+    def _by_torch(self, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        (_, rows, groups), scales = scales.shape, scales.float()
+        integers = packed.view(rows, groups, -1)
+        if self.bits == 8:
+            return (integers.float() * scales[0, :, :, None]).view(rows, -1)
+        integers = torch.cat((integers & 15, integers >> 4), dim=2)
+        return (integers.float() * scales[0, :, :, None] + scales[1, :, :, None]).view(rows, -1)

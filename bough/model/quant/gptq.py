@@ -1,0 +1,164 @@
+"""GPTQ's format, as AutoGPTQ and GPTQModel write it: integers packed along the inputs, the weight transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from bough.errors import CheckpointError, StreamError
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes, typed
+from bough.model.cpu.float_bits import rounded
+from bough.model.cpu.jit import strict_parallel
+from bough.model.gpu.kernels import kernels_on
+from bough.model.quant.format import PackedTensors, bits_of, require_groups, require_matrix, require_shape, write_out
+
+
+@dataclass(frozen=True, slots=True)
+class GptqFormat:
+    """In 4 or 8 bits, with or without an order of groups of its own (act-order)."""
+
+    bits: int
+    zero_offset: int = 0  # 1 where the file holds zero - 1, as the first version of the format does
+    method = "gptq"
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], where: str) -> GptqFormat:
+        """From `quantization_config`. Raises CheckpointError."""
+        is_first_version = fields.get("checkpoint_format", "gptq") == "gptq"
+        return cls(bits_of(fields, where, (4, 8)), 1 if is_first_version else 0)
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits ({self.method})"
+
+    def weight_name(self, tensor: str) -> str | None:
+        """X.weight of "X.qweight"."""
+        return tensor.removesuffix(".qweight") + ".weight" if tensor.endswith(".qweight") else None
+
+    def source(self, tensor: str, tensors: PackedTensors) -> Gptq:
+        """Integers, zeros, scales, and groups where there are any. Raises CheckpointError."""
+        base = tensor.removesuffix(".qweight")
+        integers = tensors.take(tensor, ("I32",))
+        zeros = tensors.take(f"{base}.qzeros", ("I32",), integers)
+        scales = tensors.take(f"{base}.scales", VALUE_DTYPES, integers)
+        require_matrix(integers)
+        groups = tensors.take(f"{base}.g_idx", ("I32",)) if f"{base}.g_idx" in tensors else None
+        num_groups, per_word = scales.shape[0] if scales.shape else 0, 32 // self.bits
+        source = Gptq(integers, zeros, scales, groups, self.bits, self.zero_offset)
+        outputs, inputs = source.shape
+        require_shape(scales, (num_groups, outputs))
+        require_shape(zeros, (num_groups, outputs // per_word))
+        if groups is None:
+            require_groups(scales, inputs, num_groups)
+            return source
+        require_shape(groups, (inputs,))
+        return replace(source, groups=unless_in_order(groups, num_groups))
+
+
+def unless_in_order(groups: TensorPlace, num_groups: int) -> TensorPlace | None:
+    """None where inputs are in the order of groups of equal size, as most tools write them: nothing need be looked up.
+
+    Raises:
+        CheckpointError: it cannot be read, or names groups that are not there.
+    """
+    try:
+        numbers = np.fromfile(groups.file, np.int32, groups.shape[0], offset=groups.offset)
+    except OSError as exc:
+        raise CheckpointError(f"{groups.file}: tensor {groups.name} cannot be read: {exc}") from exc
+    if len(numbers) < groups.shape[0]:
+        raise CheckpointError(f"{groups.file}: tensor {groups.name} ends after {len(numbers)} of {groups.shape[0]}")
+    wrong = numbers[(numbers < 0) | (numbers >= num_groups)]
+    if len(wrong):
+        raise CheckpointError(
+            f"{groups.file}: tensor {groups.name}: groups must be 0 to {num_groups - 1}, got {wrong[0]}"
+        )
+    if num_groups < 1 or len(numbers) % num_groups:
+        return groups
+    in_order = np.arange(len(numbers)) // (len(numbers) // num_groups)
+    return None if np.array_equal(numbers, in_order) else groups
+
+
+@strict_parallel
+def _unpack_words_down(words: Any, zeros: Any, scales: Any, groups: Any, bits: Any, out: Any, is_bf16: Any) -> Any:
+    """GPTQ: words (inputs / per word, outputs) int32, zeros and scales (groups, outputs) float32, groups (inputs,)."""
+    num_inputs, num_outputs = out.shape
+    per_word, mask = 32 // bits, np.int32((1 << bits) - 1)
+    for k in numba.prange(num_inputs):
+        word, shift, group = k // per_word, np.int32(bits * (k % per_word)), groups[k]
+        if is_bf16:
+            for n in range(num_outputs):
+                integer = np.float32((words[word, n] >> shift) & mask)
+                out[k, n] = rounded((integer - zeros[group, n]) * scales[group, n])
+        else:
+            for n in range(num_outputs):
+                integer = np.float32((words[word, n] >> shift) & mask)
+                out[k, n] = (integer - zeros[group, n]) * scales[group, n]
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """A weight in GPTQ's format."""
+
+    words: TensorPlace  # qweight (inputs / per word, outputs) I32
+    zeros: TensorPlace  # qzeros (groups, outputs / per word) I32
+    scales: TensorPlace  # (groups, outputs) F16
+    groups: TensorPlace | None  # g_idx (inputs,) I32: the group of each input, where they are not in order
+    bits: int
+    zero_offset: int
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return (self.words, self.zeros, self.scales, *((self.groups,) if self.groups else ()))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.words.shape[1], self.words.shape[0] * 32 // self.bits)
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """The whole value."""
+        return room_bytes(self.shape, dtype)
+
+    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+        """Written out, as the transpose of a matrix that is in order."""
+        num_outputs, num_inputs = self.shape
+        out = scratch.take((num_inputs, num_outputs), dtype)
+        scratch.write(lambda: self._write(raw, out))
+        return out.t()
+
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        if kernels := kernels_on(out.device):
+            words, zeros, scales, *groups = (typed(*part) for part in zip(raw, self.places, strict=True))
+            kernels.write_down(words, zeros, scales, groups[0] if groups else None, self.bits, self.zero_offset, out)
+            return
+        self._write_without(raw, out)
+
+    def _write_without(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """On the CPU, and by way of torch."""
+        words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
+        shifts = torch.arange(0, 32, self.bits, device=words.device, dtype=torch.int32)
+        mask, num_inputs = (1 << self.bits) - 1, len(out)
+        zeros = (typed(raw[1], self.zeros)[:, :, None] >> shifts & mask).flatten(1).float() + self.zero_offset
+        groups = (
+            self._checked(typed(raw[3], self.groups))
+            if self.groups
+            else torch.arange(num_inputs, device=words.device, dtype=torch.int32) // (num_inputs // len(scales))
+        )
+
+        def by_torch(rows: slice) -> torch.Tensor:
+            some = words[rows.start * self.bits // 32 : -(-rows.stop * self.bits // 32)]
+            integers = (some[:, None, :] >> shifts[:, None] & mask).flatten(0, 1).float()
+            return (integers - zeros[groups[rows].long()]) * scales[groups[rows].long()]
+
+        write_out(out, _unpack_words_down, by_torch, words, zeros, scales, groups, self.bits)
+
+    def _checked(self, groups: torch.Tensor) -> torch.Tensor:
+        """Kernels take groups at their word, and a file may have changed since it was opened."""
+        num_groups = self.scales.shape[0]
+        if groups.device.type == "cpu" and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
+            raise StreamError(f"{self.words.file}: g_idx of {self.words.name} names groups beyond its {num_groups}")
+        return groups
