@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.attention_cpu import share_attention
+from bough.model.cpu.attention_kernels import share_attention
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
 from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
