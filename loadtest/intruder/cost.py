@@ -23,6 +23,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -99,10 +100,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
     with_keys, without = sides["guarded"], sides["open"]
     seconds = [[each.token_seconds for each in side] for side in (with_keys, without)]
     return {
-        "ratio": ratio(*seconds, arguments.seed, 4),
-        "token_seconds": {
-            name: round(sum(s) / len(s), 5) for name, s in zip(("guarded", "open"), seconds, strict=True)
-        },
+        "ratio": ratio(seconds[0], seconds[1], arguments.seed, 4),
+        "token_seconds": {"guarded": round(fmean(seconds[0]), 5), "open": round(fmean(seconds[1]), 5)},
         "unequal": sum(a.tokens != b.tokens for a, b in zip(with_keys, without, strict=True)),
         "requests": arguments.requests,
         "workers": "demonstration" if arguments.demonstration else f"simulated, sweeps of {SWEEP_SECONDS:g} s",
