@@ -24,6 +24,7 @@ from bough.config.addresses import joined
 from bough.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from bough.rpc.drain import Gate
 from bough.rpc.health_service import HealthService
+from bough.rpc.lasting_server import LastingServer
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
 from bough.telemetry.call_context import CallContextInterceptor
 
@@ -194,9 +195,10 @@ async def serving(
     age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
     interceptors = [CallContextInterceptor(), *doorkeepers, ErrorInterceptor(gate, stalled_seconds)]
     options = [*_SERVER_OPTIONS, *_bounds(), *age]
-    server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_CALLS)
-    add(server)
     health_servicer = HealthService()
+
+    server = LastingServer(interceptors, options, MAX_CALLS)
+    add(server)  # type: ignore[arg-type]  # the stubs of grpc.aio have its classes twice
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([service, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:

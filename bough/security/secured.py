@@ -32,10 +32,10 @@ class Secured:
         """To an orchestrator. Raises ConfigError for what is no address."""
         plain = address.removeprefix(SCHEME)
         if not plain or not plain.isprintable():
-            raise ConfigError(f"addresses: {address!r}; one such as 127.0.0.1:7411 would do, or {SCHEME}127.0.0.1:7411")
+            raise ConfigError(f"addresses: must be such as 127.0.0.1:7411 or {SCHEME}127.0.0.1:7411, got {address!r}")
         port = plain.rpartition(":")[2]
         if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would take the rest of it by 65536
-            raise ConfigError(f"addresses: {address!r}; a port from 1 to {MAX_PORT} would do")
+            raise ConfigError(f"addresses: must have a port from 1 to {MAX_PORT}, got {address!r}")
         return PeerChannel(plain, self.tls if self.is_everywhere or plain != address else None)
 
 

@@ -90,7 +90,7 @@ class Answer(Protocol):
 
 
 @strict
-def _log_probs(scores, num):  # type: ignore[no-untyped-def]
+def _log_probs(scores: Any, num: Any) -> Any:
     """(num_nodes, num) of the first tokens, by the softmax of all scores of a node; -inf where there is no chance."""
     log_probs = np.full((len(scores), num), -np.inf, np.float32)
     for node in range(len(scores)):

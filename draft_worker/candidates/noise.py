@@ -6,6 +6,8 @@ a vocabulary would be half a megabyte, and as many would be wanted as all sessio
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +30,7 @@ def noise_at(seed: int, positions: NDArray[np.int32], tokens: NDArray[np.int32])
 
 
 @strict
-def _high(a, b):  # type: ignore[no-untyped-def]
+def _high(a: Any, b: Any) -> Any:
     """The upper 64 of the 128 bits of a product."""
     a_low, a_high, b_low, b_high = a & LOW, a >> HALF, b & LOW, b >> HALF
     middle = a_high * b_low + ((a_low * b_low) >> HALF)
@@ -36,7 +38,7 @@ def _high(a, b):  # type: ignore[no-untyped-def]
 
 
 @strict
-def _raw_at(seed, positions, tokens, out, multipliers, key_steps):  # type: ignore[no-untyped-def]
+def _raw_at(seed: Any, positions: Any, tokens: Any, out: Any, multipliers: Any, key_steps: Any) -> Any:
     """Four numbers come of one count, which begins with 1."""
     for row in range(tokens.shape[0]):
         for column in range(tokens.shape[1]):

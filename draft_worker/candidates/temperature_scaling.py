@@ -11,6 +11,8 @@ nodes are worth having does.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -85,7 +87,7 @@ def sharpened(log_probs: NDArray[np.float32], power: float) -> NDArray[np.float3
 
 
 @strict
-def _log_rest(log_probs):  # type: ignore[no-untyped-def]
+def _log_rest(log_probs: Any) -> Any:
     """Logarithm of what candidates leave for other tokens."""
     total = 0.0
     for log_prob in log_probs:
@@ -94,7 +96,7 @@ def _log_rest(log_probs):  # type: ignore[no-untyped-def]
 
 
 @strict
-def _log_total(log_probs, log_rest, power):  # type: ignore[no-untyped-def]
+def _log_total(log_probs: Any, log_rest: Any, power: Any) -> Any:
     """Logarithm of the sum by which powers of probabilities are probabilities again."""
     total = np.exp(power * log_rest)
     for log_prob in log_probs:
@@ -103,7 +105,7 @@ def _log_total(log_probs, log_rest, power):  # type: ignore[no-untyped-def]
 
 
 @strict
-def _sharpened(log_probs, power):  # type: ignore[no-untyped-def]
+def _sharpened(log_probs: Any, power: Any) -> Any:
     result = np.empty_like(log_probs)
     for node in range(len(log_probs)):
         log_total = _log_total(log_probs[node], _log_rest(log_probs[node]), power)
@@ -113,7 +115,7 @@ def _sharpened(log_probs, power):  # type: ignore[no-untyped-def]
 
 
 @strict
-def _slope(tokens, log_probs, right, power):  # type: ignore[no-untyped-def]
+def _slope(tokens: Any, log_probs: Any, right: Any, power: Any) -> Any:
     """Derivative by the power of the log-likelihood of what was right, and Fisher's information about the power."""
     slope, information = 0.0, 0.0
     for node in range(len(right)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
@@ -41,7 +43,7 @@ def _by_torch(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDAr
 
 
 @strict
-def _note(found, count, bits, token):  # type: ignore[no-untyped-def]
+def _note(found: Any, count: Any, bits: Any, token: Any) -> Any:
     """Puts a logit where there is room: a whole number by which larger ones come first, and of equals the lower token.
 
     The token is its low half. Returns how many have been found.
@@ -56,7 +58,7 @@ def _note(found, count, bits, token):  # type: ignore[no-untyped-def]
 
 
 @strict
-def _nth_largest(numbers, num):  # type: ignore[no-untyped-def]
+def _nth_largest(numbers: Any, num: Any) -> Any:
     """Puts numbers in another order, by which it is found (Hoare's FIND)."""
     place, first, last = len(numbers) - num, 0, len(numbers) - 1
     while first < last:
@@ -77,7 +79,7 @@ def _nth_largest(numbers, num):  # type: ignore[no-untyped-def]
 
 
 @strict
-def _sort(numbers):  # type: ignore[no-untyped-def]
+def _sort(numbers: Any) -> Any:
     """Ascending, in place (Shell's sort)."""
     gap = len(numbers) // 2
     while gap > 0:
@@ -91,7 +93,7 @@ def _sort(numbers):  # type: ignore[no-untyped-def]
 
 
 @strict
-def _find_in_row(numbers, bits, num_spans, num, found):  # type: ignore[no-untyped-def]
+def _find_in_row(numbers: Any, bits: Any, num_spans: Any, num: Any, found: Any) -> Any:
     """The logits not below the `num`-th largest maximum, as `_note` puts them; how many these are."""
     maxima, in_lanes = np.empty(num_spans * LANES, np.float32), len(numbers) // LANES * LANES
     for span in range(num_spans):
@@ -114,7 +116,7 @@ def _find_in_row(numbers, bits, num_spans, num, found):  # type: ignore[no-untyp
 
 
 @strict_parallel
-def _find(logits, bits, num_spans, values, tokens, num_found):  # type: ignore[no-untyped-def]
+def _find(logits: Any, bits: Any, num_spans: Any, values: Any, tokens: Any, num_found: Any) -> Any:
     """Puts each row's largest in their order into values and tokens, (num_rows, num), and how many could have been.
 
     Where there are fewer, -inf follows; where there are none, nothing but NaN.

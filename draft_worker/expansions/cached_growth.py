@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,7 +54,7 @@ class Walk:
 
 
 @strict
-def _places_of(nodes, parents, expansions, tokens, root_parent):  # type: ignore[no-untyped-def]
+def _places_of(nodes: Any, parents: Any, expansions: Any, tokens: Any, root_parent: Any) -> Any:
     """The expansions above nodes, and their tokens."""
     above, own = np.empty(len(nodes), np.int32), np.empty(len(nodes), np.int32)
     for i in range(len(nodes)):

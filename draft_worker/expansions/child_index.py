@@ -7,11 +7,13 @@ of int32: `first[1 + i]` begins the chain below expansion i, `first[0]` that bel
 
 from __future__ import annotations
 
+from typing import Any
+
 from bough.model.cpu.jit import strict
 
 
 @strict
-def _child(first, following, tokens, parent, token):  # type: ignore[no-untyped-def]
+def _child(first: Any, following: Any, tokens: Any, parent: Any, token: Any) -> Any:
     number = first[1 + parent]
     while number > 0 and tokens[number - 1] != token:
         number = following[number - 1]
@@ -19,7 +21,7 @@ def _child(first, following, tokens, parent, token):  # type: ignore[no-untyped-
 
 
 @strict
-def link(first, following, parents, begin):  # type: ignore[no-untyped-def]
+def link(first: Any, following: Any, parents: Any, begin: Any) -> Any:
     """Expansions from number `begin` on stand below these parents, each -1 or an expansion."""
     for i in range(len(parents)):
         following[begin + i] = first[1 + parents[i]]
@@ -27,7 +29,7 @@ def link(first, following, parents, begin):  # type: ignore[no-untyped-def]
 
 
 @strict
-def place(depths, paths, parents, begin):  # type: ignore[no-untyped-def]
+def place(depths: Any, paths: Any, parents: Any, begin: Any) -> Any:
     """Puts down the depths and paths of expansions from number `begin` on; how many levels these reach down to.
 
     Parents are -1 or expansions with lower numbers. `paths` (rows, levels) takes the expansions from the root down,
@@ -46,14 +48,14 @@ def place(depths, paths, parents, begin):  # type: ignore[no-untyped-def]
 
 
 @strict
-def find(first, following, tokens, parents, wanted, found):  # type: ignore[no-untyped-def]
+def find(first: Any, following: Any, tokens: Any, parents: Any, wanted: Any, found: Any) -> Any:
     """The expansions that tokens are below these parents, each -1 or an expansion; -1 where there is none."""
     for i in range(len(wanted)):
         found[i] = _child(first, following, tokens, parents[i], wanted[i])
 
 
 @strict
-def find_tree(first, following, tokens, parents, wanted, found):  # type: ignore[no-untyped-def]
+def find_tree(first: Any, following: Any, tokens: Any, parents: Any, wanted: Any, found: Any) -> Any:
     """Those that a tree's nodes are, whose parents are nodes before them, or -1 of a root; -1 where there is none."""
     for node in range(len(wanted)):
         above = -1 if parents[node] < 0 else found[parents[node]]

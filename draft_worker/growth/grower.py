@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +69,17 @@ class GrowingTree:
 
 
 @strict
-def _append(tokens, parents, log_probs, scores, depths, begin, new_parents, new_tokens, new_log_probs):  # type: ignore[no-untyped-def]
+def _append(
+    tokens: Any,
+    parents: Any,
+    log_probs: Any,
+    scores: Any,
+    depths: Any,
+    begin: Any,
+    new_parents: Any,
+    new_tokens: Any,
+    new_log_probs: Any,
+) -> Any:
     """Puts new nodes from number `begin` on."""
     for i in range(len(new_parents)):
         node, parent = begin + i, new_parents[i]

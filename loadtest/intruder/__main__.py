@@ -3,10 +3,11 @@
     python -m loadtest.intruder
 
 Starts simulated workers, an index and an orchestrator of its own, with keys for tenants and a secret among processes,
-and tries, at every call of both doors and of the workers:
+and then others that speak TLS, and tries, at every call of both doors and of the workers:
 
 - no key, and keys that are wrong, nearly right, expired, removed while all runs, or shown in another way
 - a tenant's key at workers, the workers' secret at the doors
+- plain text to ports of TLS; no certificate, and those of another authority, of another name, or that are over
 - another tenant's sessions and request ids, as they are and spelled in ways that may come to hers
 - another tenant's prompts: cached tokens, and the tokens and rows that the target reads for the first answer, must be
   those of a prompt that nobody has sent (time decides nothing here: what is computed does)
@@ -30,6 +31,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from loadtest.intruder import strangers, tenants
+from loadtest.intruder.certificates import at_certificates, secured
 from loadtest.intruder.stage import Stage, staged
 from loadtest.intruder.tally import Tally
 
@@ -52,6 +54,9 @@ async def run() -> dict[str, Any]:
     with TemporaryDirectory(prefix="bough-intruder-") as folder:
         async with staged(Path(folder)) as stage:
             await intrude(stage, tally)
+        _report("who has no certificate, or a wrong one")
+        async with secured(Path(folder)) as bough:
+            await at_certificates(tally, bough)
     return {**tally.figures(), "is_safe": tally.is_safe}
 
 

@@ -16,6 +16,7 @@ from loadtest.intruder.callers import PATHS, SERVICES, Headers, bearer, grpc_out
 from loadtest.intruder.tally import Tally
 
 REFUSED_GRPC = ("UNAUTHENTICATED",)
+LET_GO = ("CANCELLED",)  # calls of methods that are not there
 REFUSED_HTTP = ("401",)
 # Of methods that watch over processes and know no tenant, which the workers' secret opens.
 OF_OPERATORS = ("GetModelInfo", "GetServerInfo", "GetLoads", "GetAcceptance", "ServerReflectionInfo", "Other", "other")
@@ -69,7 +70,9 @@ async def at_grpc(tally: Tally, addresses: Mapping[str, str], secrets: Secrets) 
             for call in SERVICES[kind]:
                 for how, headers in shown.items():
                     what = f"{kind} {call.method} with {how}"
-                    await tally.attempted(what, grpc_outcome(channel, call, headers), REFUSED_GRPC)
+                    is_there = not call.method.lower().endswith("/other")
+                    refusals = REFUSED_GRPC if is_there else LET_GO
+                    await tally.attempted(what, grpc_outcome(channel, call, headers), refusals)
             if kind == "orchestrator":
                 await _with_the_workers_secret(tally, address, secrets)
 

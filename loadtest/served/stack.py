@@ -19,6 +19,7 @@ from bough.processes.exit_with_parent import MODULE
 from bough.processes.launch import Cluster, Settings
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
+from bough.security.certificates import CertificateFiles
 
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "target": TargetConfig,
@@ -48,9 +49,14 @@ class Stack:
         """Where the replicas of a kind answer."""
         return [record.address for _, record in self.replicas[kind]]
 
-    async def http_url(self, key: str = "") -> str:
+    @property
+    def folder(self) -> Path:
+        """Where its processes log to; gone with it."""
+        return self._cluster.folder
+
+    async def http_url(self, key: str = "", certificates: CertificateFiles | None = None) -> str:
         """Of the first orchestrator's HTTP door, without /v1, once it has met its workers."""
-        async with Client(self.addresses("orchestrator")[0], api_key=key) as client:
+        async with Client(self.addresses("orchestrator")[0], api_key=key, certificates=certificates) as client:
             while True:
                 info = await client.server_info()
                 if {worker.info.kind for worker in info.workers if not worker.problem} == {"target", "draft"}:
@@ -95,11 +101,12 @@ async def stack(
     orchestrator_flags: Sequence[str] = (),
     replicas: int = 1,
     everywhere_flags: Sequence[str] = (),
+    worker_flags: Sequence[str] = (),
 ) -> AsyncIterator[Stack]:
     """Simulated workers of a profile with an index of their own: so many replicas of each kind, ready."""
     flags: dict[str, Sequence[str]] = {
-        "target": ["--simulate", str(profile), *everywhere_flags],
-        "draft": ["--simulate", str(profile), *everywhere_flags],
+        "target": ["--simulate", str(profile), *everywhere_flags, *worker_flags],
+        "draft": ["--simulate", str(profile), *everywhere_flags, *worker_flags],
         "orchestrator": ["--port", "0", "--http-port", "0", *orchestrator_flags, *everywhere_flags],
     }
     settings = Settings(

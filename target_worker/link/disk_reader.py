@@ -78,13 +78,13 @@ class Link(NamedTuple):
 
 
 @strict
-def _layer_of(link, number):  # type: ignore[no-untyped-def]
+def _layer_of(link: Any, number: Any) -> Any:
     """Which of all layers a read is for."""
     return number // len(link.reads) * len(link.num_reads) + link.reads[number % len(link.reads), 0]
 
 
 @strict
-def _begin(link):  # type: ignore[no-untyped-def]
+def _begin(link: Any) -> Any:
     """Number of the next read, -1 if none may begin."""
     hold(link.lock)
     number = link.counts[ISSUED]
@@ -99,7 +99,7 @@ def _begin(link):  # type: ignore[no-untyped-def]
 
 
 @strict
-def end_read(link, number, is_well):  # type: ignore[no-untyped-def]
+def end_read(link: Any, number: Any, is_well: Any) -> Any:
     """After a read; one that went wrong stops all others until `restart`."""
     hold(link.lock)
     slab = _layer_of(link, number) % len(link.missing)
@@ -115,7 +115,7 @@ def end_read(link, number, is_well):  # type: ignore[no-untyped-def]
 
 
 @strict
-def read_on(link):  # type: ignore[no-untyped-def]
+def read_on(link: Any) -> Any:
     """Reads as long as all goes well: CLOSED, or the number of a read that did not bring what it should, under way."""
     byte = np.empty(1, np.uint8)
     while True:
@@ -132,7 +132,7 @@ def read_on(link):  # type: ignore[no-untyped-def]
 
 
 @strict
-def has_arrived(link, sequence):  # type: ignore[no-untyped-def]
+def has_arrived(link: Any, sequence: Any) -> Any:
     """Whether a layer that is not consumed is there."""
     hold(link.lock)
     there = link.missing[sequence % len(link.missing)] == 0
@@ -141,7 +141,7 @@ def has_arrived(link, sequence):  # type: ignore[no-untyped-def]
 
 
 @strict
-def consume(link):  # type: ignore[no-untyped-def]
+def consume(link: Any) -> Any:
     """Gives the oldest layer's slab to the next that has none; with how many reads it comes."""
     hold(link.lock)
     num_slabs = len(link.missing)
@@ -154,7 +154,7 @@ def consume(link):  # type: ignore[no-untyped-def]
 
 
 @strict
-def stop(link):  # type: ignore[no-untyped-def]
+def stop(link: Any) -> Any:
     """Lets no read begin until `restart`; how many are under way."""
     hold(link.lock)
     link.counts[IS_STOPPED] = 1
@@ -164,7 +164,7 @@ def stop(link):  # type: ignore[no-untyped-def]
 
 
 @strict
-def restart(link):  # type: ignore[no-untyped-def]
+def restart(link: Any) -> Any:
     """Begins with the first layer, while no read is under way; how many reads there is room for."""
     hold(link.lock)
     link.counts[ISSUED] = link.counts[CONSUMED] = link.counts[IS_STOPPED] = 0

@@ -29,14 +29,14 @@ class Traffic(NamedTuple):
 
 
 @strict
-def _now():  # type: ignore[no-untyped-def]
+def _now() -> Any:
     time = np.empty(2, np.int64)  # seconds, nanoseconds
     _clock_gettime(_CLOCK_MONOTONIC, time.ctypes.data)
     return time[0] * 1_000_000_000 + time[1]
 
 
 @strict
-def read_begins(traffic):  # type: ignore[no-untyped-def]
+def read_begins(traffic: Any) -> Any:
     """Before a read."""
     hold(traffic.lock)
     traffic.counts[IN_FLIGHT] += 1
@@ -46,7 +46,7 @@ def read_begins(traffic):  # type: ignore[no-untyped-def]
 
 
 @strict
-def read_ends(traffic, num_bytes):  # type: ignore[no-untyped-def]
+def read_ends(traffic: Any, num_bytes: Any) -> Any:
     """After it, whether or not it went well."""
     hold(traffic.lock)
     traffic.counts[NUM_BYTES] += num_bytes
@@ -57,7 +57,7 @@ def read_ends(traffic, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @strict
-def bytes_and_busy_ns(traffic):  # type: ignore[no-untyped-def]
+def bytes_and_busy_ns(traffic: Any) -> Any:
     """Read so far, and with at least one read under way."""
     hold(traffic.lock)
     num_bytes, busy_ns = traffic.counts[NUM_BYTES], traffic.counts[BUSY_NS]

@@ -207,7 +207,9 @@ def test_a_client_needs_an_address() -> None:
 
 
 def test_an_address_that_is_no_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"addresses: .*; one such as 127\.0\.0\.1:7411 would do"):
+    with pytest.raises(
+        ConfigError, match=r"addresses: must be such as 127\.0\.0\.1:7411 or grpcs://127\.0\.0\.1:7411, got"
+    ):
         Client("caf\udce9:7411")
 
 

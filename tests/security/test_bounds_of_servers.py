@@ -107,3 +107,27 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.Monk
             while await reader.read(1000):
                 pass
         writer.close()
+
+
+async def test_a_call_whose_name_is_no_text_ends_no_server(served: Served) -> None:
+    """It ended grpc.aio's, for good: one packet of a stranger. What runs goes on, and new calls are answered."""
+    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x\xffy"), (b":authority", b"x")]
+    head = b"".join(
+        _literal(*field) for field in [*fields, (b"te", b"trailers"), (b"content-type", b"application/grpc")]
+    )
+    async with open_channel(f"127.0.0.1:{served.port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        for is_ready in (True, False, True):
+            _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(HELLO + _frame(1, 5, 1, head))
+            await writer.drain()
+            async with asyncio.timeout(30), open_channel(f"127.0.0.1:{served.port}") as other:
+                await asyncio.sleep(0.3)
+                while not await is_serving(other, "", 5.0):
+                    await asyncio.sleep(0.05)
+                await served.set_ready(is_ready)
+                assert await is_serving(other, SERVICE, 5.0) is is_ready
+            told = health_pb2.HealthCheckResponse
+            assert (await watch.read()).status == (told.SERVING if is_ready else told.NOT_SERVING)
+            writer.close()

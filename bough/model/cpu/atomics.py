@@ -20,24 +20,24 @@ def _counter(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -
     return context.make_array(signature.args[0])(context, builder, values[0]).data
 
 
-def _add_one(_context, counter):  # type: ignore[no-untyped-def]
+def _add_one(_context: Any, counter: Any) -> Any:
     """What it was before. Who sees it raised sees what was written before."""
 
-    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.atomic_rmw("add", _counter(context, builder, signature, values), ir.Constant(I64, 1), "release")
 
     return numba.types.int64(counter), codegen
 
 
-def _read(_context, counter):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+def _read(_context: Any, counter: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.load_atomic(_counter(context, builder, signature, values), "acquire", 8)
 
     return numba.types.int64(counter), codegen
 
 
-def _pause(_context):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, _signature, _values):  # type: ignore[no-untyped-def]
+def _pause(_context: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         if has_feature("sse2"):
             call(builder, "llvm.x86.sse2.pause", ir.FunctionType(ir.VoidType(), []), [])
         return context.get_dummy_value()
@@ -45,8 +45,8 @@ def _pause(_context):  # type: ignore[no-untyped-def]
     return numba.types.void(), codegen
 
 
-def _let_others_run(_context):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, _signature, _values):  # type: ignore[no-untyped-def]
+def _let_others_run(_context: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), "sched_yield"), [])
         return context.get_dummy_value()
 
@@ -60,7 +60,7 @@ _yield: Any = intrinsic(_let_others_run)
 
 
 @strict_inner
-def wait_a_moment(spins):  # type: ignore[no-untyped-def]
+def wait_a_moment(spins: Any) -> Any:
     """Between two looks at a counter, the `spins`th time; how often it has been then."""
     _pause_once()
     if spins > _SPINS:
@@ -69,7 +69,7 @@ def wait_a_moment(spins):  # type: ignore[no-untyped-def]
 
 
 @strict_inner
-def hold(lock):  # type: ignore[no-untyped-def]
+def hold(lock: Any) -> Any:
     """Waits for a lock, (2 * APART,) int64 of zeros when new; those who wait get it in turn.
 
     For a few instructions at a time: it does not sleep.
@@ -80,6 +80,6 @@ def hold(lock):  # type: ignore[no-untyped-def]
 
 
 @strict_inner
-def let_go(lock):  # type: ignore[no-untyped-def]
+def let_go(lock: Any) -> Any:
     """The next one's turn; what was written under the lock is seen by it."""
     add_one(lock[APART:])

@@ -47,13 +47,13 @@ _SHORT_WORDS, _VECTOR_BYTES = ir.VectorType(I32, SHORT), LANES * WORD_BYTES
 _UNROLLED = 4  # numbers of a row at a time: a row has whole lines of them
 
 
-def _turn_keys(_context, keys, kept, first, into):  # type: ignore[no-untyped-def]
+def _turn_keys(_context: Any, keys: Any, kept: Any, first: Any, into: Any) -> Any:
     """Puts numbers of GROUP keys, rows `kept` from number `first` on, number by number of them into (numbers, LANES).
 
     Those of bfloat16 are widened, but where pairs are multiplied. Fetches what follows KEYS_AHEAD.
     """
 
-    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         b = builder
         arrays = (array_of(context, b, signature.args[place], values[place]) for place in (0, 1, 3))
         (begin, (key_bytes, number_bytes), (_, num_numbers)), (order, _, _), (out, _, _) = arrays
@@ -85,10 +85,10 @@ def _turn_keys(_context, keys, kept, first, into):  # type: ignore[no-untyped-de
     return numba.types.void(keys, kept, first, into), codegen
 
 
-def _score_rows(_context, numbers, asked, row, scores, block, key, lane):  # type: ignore[no-untyped-def]
+def _score_rows(_context: Any, numbers: Any, asked: Any, row: Any, scores: Any, block: Any, key: Any, lane: Any) -> Any:
     """Puts products of ROWS rows of `asked` with GROUP keys into scores from [block, key, lane] on."""
 
-    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         b, (_, _, row, _, block, key, lane) = builder, values
         arrays = (array_of(context, b, signature.args[place], values[place]) for place in (0, 1, 3))
         (keys, _, (num_numbers, _)), (rows, (row_bytes, _), _), (out, (block_bytes, key_bytes, _), _) = arrays
@@ -158,13 +158,13 @@ def _rows_of(queries, begin, end, kv_head, group, num_words, width):  # type: ig
 
 
 @strict_inner
-def whole(number, step):  # type: ignore[no-untyped-def]
+def whole(number: Any, step: Any) -> Any:
     """The next multiple."""
     return (number + step - 1) // step * step
 
 
 @strict
-def put_scores(asked, keys, kept, scores):  # type: ignore[no-untyped-def]
+def put_scores(asked: Any, keys: Any, kept: Any, scores: Any) -> Any:
     """Puts the products of all rows of `asked` with the keys that are `kept` onto scores (blocks, keys, lanes).
 
     asked as `rows_of` has them; keys (rows, dimensions) of float32, or bfloat16's bits, in whole WIDTHs. `kept`

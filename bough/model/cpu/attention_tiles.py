@@ -49,8 +49,8 @@ _FEW = _MANY // 2  # of one token few heads share their keys
 def _weigher_of(num_lanes: int) -> Any:
     """A function that compiled code may call, for keys of so many lanes; see `weigh_scores`."""
 
-    def weights(_context, scores, peaks, totals):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, given):  # type: ignore[no-untyped-def]
+    def weights(_context: Any, scores: Any, peaks: Any, totals: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, given: Any) -> Any:
             (begin, _, (size,)), (peaks, _, _), (out, _, _) = (
                 array_of(context, builder, signature.args[place], given[place]) for place in range(3)
             )
@@ -78,7 +78,7 @@ _weigh_4, _weigh_8, _weigh_16 = map(_weigher_of, (4, 8, LANES))
 
 
 @strict_inner
-def lanes_of(num_rows):  # type: ignore[no-untyped-def]
+def lanes_of(num_rows: Any) -> Any:
     """So many lanes have the keys of some rows: no more than LANES, where rows then fill several blocks."""
     lanes = LANES
     while lanes // 2 >= max(ROWS, num_rows):
@@ -87,7 +87,7 @@ def lanes_of(num_rows):  # type: ignore[no-untyped-def]
 
 
 @strict
-def weigh_scores(scores, scale, softcap, sinks, totals):  # type: ignore[no-untyped-def]
+def weigh_scores(scores: Any, scale: Any, softcap: Any, sinks: Any, totals: Any) -> Any:
     """Scores (keys, lanes) become weights; `totals` (lanes,) takes their sums, key by key after the sinks' weights.
 
     Scores one after another in memory, keys in whole GROUPs, lanes of `lanes_of`. Sinks (LANES,), the same for every
@@ -149,7 +149,18 @@ class _Pair:
 def _tile_of(num_rows: int) -> Any:
     """A function that compiled code may call: as many rows by _COLUMNS, from a block's row and a column on."""
 
-    def tile(_context, weights, block, row, values, column, kept, num_first, num_keys, out):  # type: ignore[no-untyped-def]
+    def tile(
+        _context: Any,
+        weights: Any,
+        block: Any,
+        row: Any,
+        values: Any,
+        column: Any,
+        kept: Any,
+        num_first: Any,
+        num_keys: Any,
+        out: Any,
+    ) -> Any:
         types = weights, block, row, values, column, kept, num_first, num_keys, out
         return numba.types.void(*types), partial(_weigh_keys, num_rows)
 
@@ -200,7 +211,7 @@ _weigh, _weigh_few = map(_tile_of, (_MANY, _FEW))
 
 
 @strict
-def weigh_values(weights, values, kept, num_first, num_keys, num_rows, out):  # type: ignore[no-untyped-def]
+def weigh_values(weights: Any, values: Any, kept: Any, num_first: Any, num_keys: Any, num_rows: Any, out: Any) -> Any:
     """out = weights times the values that are `kept`, key by key: where a weight is 0, nothing changes.
 
     weights (blocks, keys, lanes) float32; values (rows, dimensions), float32 or bfloat16's bits, dimensions in whole

@@ -179,11 +179,11 @@ class Tile:
 def tile_of(num_blocks: int, num_outputs: int) -> Any:
     """A function that compiled code may call; see `multiply_groups`."""
 
-    def tile(_context, blocks, block, matrix, output, bias, out):  # type: ignore[no-untyped-def]
+    def tile(_context: Any, blocks: Any, block: Any, matrix: Any, output: Any, bias: Any, out: Any) -> Any:
         arguments = blocks, block, matrix, output, bias, out
         signature = numba.types.void(*arguments)
 
-        def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             _, block, _, output, _, _ = values
 
             def array(place: int) -> tuple[Any, list[Any], list[Any]]:
@@ -220,7 +220,7 @@ _tile_1, _tile_2, _tile_4 = tile_of(1, _OF_1), tile_of(2, _OF_2), tile_of(4, _OF
 
 
 @strict
-def lay_out(words, block, blocks):  # type: ignore[no-untyped-def]
+def lay_out(words: Any, block: Any, blocks: Any) -> Any:
     """A block of rows, word by word for all of them, from words (rows, words); beyond the last row zeros."""
     begin, num_rows = block * LANES, len(words)
     for word in range(words.shape[1]):
@@ -230,7 +230,7 @@ def lay_out(words, block, blocks):  # type: ignore[no-untyped-def]
 
 
 @strict_inner
-def multiply_groups(blocks, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
+def multiply_groups(blocks: Any, matrix: Any, begin: Any, end: Any, bias: Any, out: Any) -> Any:
     """Rows times groups [begin, end) of a matrix's rows, GROUP in each.
 
     blocks (blocks, words, LANES) of words: float32, or int32 of two bfloat16; matrix (outputs, inputs) of float32, or

@@ -83,10 +83,10 @@ def _sums(
 def _tile_of(num_rows: int) -> Any:
     """A function that compiled code may call: as many rows with GROUP outputs."""
 
-    def tile(_context, rows, matrix, output, bias, out):  # type: ignore[no-untyped-def]
+    def tile(_context: Any, rows: Any, matrix: Any, output: Any, bias: Any, out: Any) -> Any:
         signature = numba.types.void(rows, matrix, output, bias, out)
 
-        def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             arrays = {i: array_of(context, builder, signature.args[i], values[i]) for i in (0, 1, 4)}
             first, (step, _), (_, num_floats) = arrays[0]
             begin, (row_step, _), _ = arrays[1]
@@ -128,7 +128,7 @@ _tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
 
 
 @strict_inner
-def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
+def few_of(blocks: Any, num_rows: Any) -> Any:
     """The rows themselves, 1, 2, 4 or 8 of them, (rows, inputs) float32; none where they are not few.
 
     Their inputs must fill SHORT words, too. `blocks` are those of bfloat16 that `bough.model.cpu.gemm` has.
@@ -146,7 +146,7 @@ def few_of(blocks, num_rows):  # type: ignore[no-untyped-def]
 
 
 @strict_inner
-def multiply_few(rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
+def multiply_few(rows: Any, matrix: Any, begin: Any, end: Any, bias: Any, out: Any) -> Any:
     """As `bough.model.cpu.gemm.multiply_groups`, of 1, 2, 4 or 8 rows as `few_of` makes them."""
     for group in range(begin, end):
         output = min(group * GROUP, len(matrix) - GROUP)

@@ -157,10 +157,10 @@ def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
     No more than the first `count` of the rows need be computed.
     """
 
-    def tile(_context, rows, row, count, matrix, group, bias, out):  # type: ignore[no-untyped-def]
+    def tile(_context: Any, rows: Any, row: Any, count: Any, matrix: Any, group: Any, bias: Any, out: Any) -> Any:
         signature = numba.types.void(rows, row, count, matrix, group, bias, out)
 
-        def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             def array(place: int) -> tuple[Any, list[Any]]:
                 """Address, and bytes from one entry to the next along each axis."""
                 return array_of(context, builder, signature.args[place], values[place])[:2]
@@ -202,7 +202,7 @@ _HAS_16, _MOST_WITHOUT = ADDS_TWOS or _MOST_ROWS >= LANES, 4 if ADDS_TWOS else 1
 
 
 @strict_inner
-def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: ignore[no-untyped-def]
+def _multiply_some(rows: Any, row: Any, num_left: Any, matrix: Any, group: Any, bias: Any, out: Any) -> Any:
     """Some of the rows from `row` on, or all that are left; how many."""
     if _HAS_16 and num_left > _MOST_WITHOUT:
         _tile_16(rows, row, min(num_left, LANES), matrix, group, bias, out)
@@ -221,7 +221,7 @@ def _multiply_some(rows, row, num_left, matrix, group, bias, out):  # type: igno
 
 
 @strict_inner
-def multiply_int8(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
+def multiply_int8(rows: Any, num_rows: Any, matrix: Any, begin: Any, end: Any, bias: Any, out: Any) -> Any:
     """Rows in 8 bits times groups [begin, end) of a matrix in 8 bits; for `out` see `gemm_parallel.multiply`."""
     for group in range(begin, end):
         row = 0

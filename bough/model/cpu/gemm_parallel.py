@@ -64,25 +64,27 @@ def _form_of(rows, num_rows):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 
 @strict_inner
-def num_groups_of(matrix):  # type: ignore[no-untyped-def]
+def num_groups_of(matrix: Any) -> Any:
     """Groups of its rows."""
     return (num_outputs_of(matrix) + GROUP - 1) // GROUP
 
 
 @strict_inner
-def num_pieces_of(num_parts, num_threads):  # type: ignore[no-untyped-def]
+def num_pieces_of(num_parts: Any, num_threads: Any) -> Any:
     """In how many pieces threads take so many parts of a matrix."""
     return min(num_parts, PIECES * num_threads)
 
 
 @strict_inner
-def parts_of(piece, num_pieces, num_parts):  # type: ignore[no-untyped-def]
+def parts_of(piece: Any, num_pieces: Any, num_parts: Any) -> Any:
     """Those of a piece, [begin, end)."""
     return piece * num_parts // num_pieces, (piece + 1) * num_parts // num_pieces
 
 
 @strict
-def share_product(taken, thread, num_threads, rows, num_rows, matrix, bias, out):  # type: ignore[no-untyped-def]
+def share_product(
+    taken: Any, thread: Any, num_threads: Any, rows: Any, num_rows: Any, matrix: Any, bias: Any, out: Any
+) -> Any:
     """A thread's part of all groups of a matrix; `taken` is a row of `bough.model.cpu.work_stealing.counters`."""
     few, num_groups = form_of(rows, num_rows), num_groups_of(matrix)
     num_pieces = num_pieces_of(num_groups, num_threads)

@@ -11,11 +11,11 @@ from numba.extending import intrinsic
 from bough.model.cpu.jit import strict_inner
 
 
-def _typed_pointer(_context, address, kind, index):  # type: ignore[no-untyped-def]
+def _typed_pointer(_context: Any, address: Any, kind: Any, index: Any) -> Any:
     """Address of a number with an index, all of one kind."""
     signature = types.CPointer(kind)(address, kind, index)
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         first = builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
         return builder.gep(first, [arguments[2]])
 
@@ -26,7 +26,7 @@ _pointer: Any = intrinsic(_typed_pointer)
 
 
 @strict_inner
-def layer_rows(address, kind, layer, num_rows, num_kv_heads, width):  # type: ignore[no-untyped-def]
+def layer_rows(address: Any, kind: Any, layer: Any, num_rows: Any, num_kv_heads: Any, width: Any) -> Any:
     """A slot's keys or values of one layer, (num_rows, num_kv_heads, width), of the type of the number `kind`."""
     first = _pointer(address, kind, layer * num_rows * num_kv_heads * width)
     return carray(first, (num_rows, num_kv_heads, width))

@@ -71,7 +71,9 @@ def numbers(tensor: torch.Tensor) -> np.ndarray:
 
 
 @strict_parallel
-def _multiply(share, taken, num_threads, words, blocks, matrix, bias, out):  # type: ignore[no-untyped-def]
+def _multiply(
+    share: Any, taken: Any, num_threads: Any, words: Any, blocks: Any, matrix: Any, bias: Any, out: Any
+) -> Any:
     """words (rows, words) of float32, or int32 of two bfloat16; `share` is a pointer to `share_product`."""
     num_blocks = len(blocks)
     if num_blocks == 1:  # not worth a thread

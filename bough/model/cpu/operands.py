@@ -48,13 +48,13 @@ def is_int8(matrix: Any) -> bool:
 
 
 @strict_inner
-def _put_words(values, words):  # type: ignore[no-untyped-def]
+def _put_words(values: Any, words: Any) -> Any:
     for word in range(len(values) // 2):
         store(words, word, pair(load(values, 2 * word), load(values, 2 * word + 1)))
 
 
 @strict_inner
-def _put_codes(values, words):  # type: ignore[no-untyped-def]
+def _put_codes(values: Any, words: Any) -> Any:
     """A line of numbers, (LINE, LANES), in LINE_WORDS words."""
     zero, peak = all_lanes(np.float32(0)), _peak_of(values)
     factor = where_positive(peak, all_lanes(np.float32(MOST_SIGNED)) / peak, zero)
@@ -80,7 +80,7 @@ def _put_codes(values, words):  # type: ignore[no-untyped-def]
 
 
 @strict_inner
-def _peak_of(values):  # type: ignore[no-untyped-def]
+def _peak_of(values: Any) -> Any:
     """What the largest code stands for."""
     peak, share = all_lanes(np.float32(0)), all_lanes(np.float32(MOST_SIGNED / MOST_TOGETHER if PARTS else 0))
     for part in range(LINE // 4 // PART):

@@ -47,50 +47,50 @@ def _place(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> 
     return at(builder, made.data, builder.mul(step, values[1]))
 
 
-def _load_row(_context, array, _row):  # type: ignore[no-untyped-def]
+def _load_row(_context: Any, array: Any, _row: Any) -> Any:
     kind = _kind_of(array.dtype)
 
-    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.load(_place(context, builder, signature, values), typ=_CODE[kind], align=4)
 
     return kind(array, types.intp), codegen
 
 
-def _store_row(_context, array, _row, vector):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+def _store_row(_context: Any, array: Any, _row: Any, vector: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         llvm_vectors.store(builder, values[2], _place(context, builder, signature, values))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector), codegen
 
 
-def _same(_context, number):  # type: ignore[no-untyped-def]
+def _same(_context: Any, number: Any) -> Any:
     return _typed(llvm_vectors.splat, _kind_of(number), (number,))
 
 
 def _typed(code: Code, result: types.Type | None, arguments: tuple[Any, ...]) -> tuple[Any, Code]:
-    def codegen(_context, builder, _signature, values):  # type: ignore[no-untyped-def]
+    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return code(builder, *values)
 
     return (result or arguments[0])(*arguments), codegen
 
 
 def _of_one(code: Code, result: types.Type | None = None) -> Any:
-    def function(_context, first):  # type: ignore[no-untyped-def]
+    def function(_context: Any, first: Any) -> Any:
         return _typed(code, result, (first,))
 
     return intrinsic(function)
 
 
 def _of_two(code: Code, result: types.Type | None = None) -> Any:
-    def function(_context, first, second):  # type: ignore[no-untyped-def]
+    def function(_context: Any, first: Any, second: Any) -> Any:
         return _typed(code, result, (first, second))
 
     return intrinsic(function)
 
 
 def _of_three(code: Code, result: types.Type | None = None) -> Any:
-    def function(_context, first, second, third):  # type: ignore[no-untyped-def]
+    def function(_context: Any, first: Any, second: Any, third: Any) -> Any:
         return _typed(code, result, (first, second, third))
 
     return intrinsic(function)

@@ -8,6 +8,8 @@ threads being sent away and called together again: a loop is over when its piece
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,13 +26,13 @@ def counters(num_threads: int, num_loops: int = 1) -> NDArray[np.int64]:
 
 
 @strict_inner
-def as_thread(number):  # type: ignore[no-untyped-def]
+def as_thread(number: Any) -> Any:
     """What a parallel loop counts, as a number with a sign: what it calls would otherwise be compiled for both."""
     return np.int64(number)
 
 
 @strict
-def take(taken, thread, num_threads, num_pieces):  # type: ignore[no-untyped-def]
+def take(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
     """A piece that nobody has taken yet, of the thread's own share or else of another's; num_pieces for none."""
     for step in range(num_threads):
         owner = (thread + step) % num_threads
@@ -43,14 +45,14 @@ def take(taken, thread, num_threads, num_pieces):  # type: ignore[no-untyped-def
 
 
 @strict_inner
-def take_next(taken, thread, num_threads, num_pieces):  # type: ignore[no-untyped-def]
+def take_next(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
     """Another piece, when the one that was taken is done."""
     add_one(taken[num_threads * APART :])
     return take(taken, thread, num_threads, num_pieces)
 
 
 @strict_inner
-def wait_for_all(taken, num_threads, num_pieces):  # type: ignore[no-untyped-def]
+def wait_for_all(taken: Any, num_threads: Any, num_pieces: Any) -> Any:
     """Returns when all pieces of a loop are done, by whomever."""
     done, spins = taken[num_threads * APART :], 0
     while seen(done) < num_pieces:

@@ -23,7 +23,7 @@ NUM_WARPS, NUM_STAGES = 4, 3
 _VARYING = ("tail_width", "window", "scale")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
     """(GROUP_PADDED, BLOCK) float32; -inf where a key is not to be seen."""
     if IN_HALVES:
@@ -35,7 +35,7 @@ def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.con
     return tl.where(is_seen[None, :], scores, float("-inf"))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Folds a block into the running softmax: its highest score, the sum of weights, and the weighted values."""
     peak = tl.maximum(highest, tl.max(scores, 1))
@@ -52,7 +52,7 @@ def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # ty
     return peak, total, result
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # (num_rows, num_heads, head_dim)
     keys,  # (num_memory_rows, num_kv_heads, head_dim)

@@ -18,7 +18,7 @@ TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs, at most, and outputs of the others:
 NIBBLES = 8  # of a word
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _rounded(value, IS_BF16: tl.constexpr, out):  # type: ignore[no-untyped-def]
     """As `out` holds it: bfloat16 as its bits, rounded to nearest even, as Triton's interpreter would not."""
     if IS_BF16:
@@ -27,7 +27,7 @@ def _rounded(value, IS_BF16: tl.constexpr, out):  # type: ignore[no-untyped-def]
     return value.to(out.dtype.element_ty)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def unpack_own(  # type: ignore[no-untyped-def]
     packed,  # (num_groups, HALF) uint8, or with IS_WHOLE int8: groups of all rows, one after another
     scales,  # (num_groups,) float16, and in 4 bits as many offsets behind them
@@ -54,7 +54,7 @@ def unpack_own(  # type: ignore[no-untyped-def]
         tl.store(begin + HALF, _rounded(high, IS_BF16, out), mask=is_in)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _spread(words, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
     """Every column PER_WORD times, side by side."""
     words = tl.interleave(words, words)
@@ -64,7 +64,7 @@ def _spread(words, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
     return words
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def unpack_down(  # type: ignore[no-untyped-def]
     words,  # (num_inputs / PER_WORD, num_outputs) int32
     zeros,  # (num_groups, num_outputs / PER_WORD) int32
@@ -111,7 +111,7 @@ def unpack_down(  # type: ignore[no-untyped-def]
         tl.store(out + cells, _rounded(value, IS_BF16, out), mask=is_in)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def unpack_across(  # type: ignore[no-untyped-def]
     words,  # (num_inputs, num_outputs / 8) int32
     zeros,  # (num_groups, num_outputs / 8) int32

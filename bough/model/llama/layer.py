@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.attention_cpu import share_attention
+from bough.model.cpu.attention_kernels import share_attention
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
 from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
@@ -68,7 +68,7 @@ class Room(NamedTuple):
 
 
 @fastmath_inner
-def _place(task, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+def _place(task: Any, layer: Any, weights: Any, sizes: Any, room: Any, spans: Any, cos: Any, sin: Any) -> Any:
     """Turns a KV head's queries and keys to their positions, and puts its keys and values into the slots."""
     num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     group, epsilon = num_heads // num_kv_heads, np.float32(sizes.epsilon)
@@ -89,7 +89,18 @@ def _place(task, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[
 
 
 @fastmath_inner
-def _share_placing(taken, thread, num_threads, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+def _share_placing(
+    taken: Any,
+    thread: Any,
+    num_threads: Any,
+    layer: Any,
+    weights: Any,
+    sizes: Any,
+    room: Any,
+    spans: Any,
+    cos: Any,
+    sin: Any,
+) -> Any:
     num_tasks = len(spans.tasks)
     task = take(taken, thread, num_threads, num_tasks)
     while task < num_tasks:
@@ -99,7 +110,7 @@ def _share_placing(taken, thread, num_threads, layer, weights, sizes, room, span
 
 
 @fastmath_inner
-def _heads_piece(begin, end, weights, rows, few, num_rows, out):  # type: ignore[no-untyped-def]
+def _heads_piece(begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_rows: Any, out: Any) -> Any:
     """Groups of three matrices one after another."""
     queries, keys, values, bias = weights.queries, weights.keys, weights.values, weights.bias
     first_key, end_queries = num_groups_of(queries), num_outputs_of(queries)
@@ -113,7 +124,7 @@ def _heads_piece(begin, end, weights, rows, few, num_rows, out):  # type: ignore
 
 
 @fastmath_inner
-def _share_heads(taken, thread, num_threads, weights, rows, num_rows, out):  # type: ignore[no-untyped-def]
+def _share_heads(taken: Any, thread: Any, num_threads: Any, weights: Any, rows: Any, num_rows: Any, out: Any) -> Any:
     """Queries, keys and values side by side in `out` (rows, of all three), in one loop over three matrices."""
     num_groups = num_groups_of(weights.queries) + num_groups_of(weights.keys) + num_groups_of(weights.values)
     few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_groups, num_threads)
@@ -126,7 +137,9 @@ def _share_heads(taken, thread, num_threads, weights, rows, num_rows, out):  # t
 
 
 @fastmath_inner
-def _gates_piece(begin, end, weights, rows, few, num_rows, gate, up, gated):  # type: ignore[no-untyped-def]
+def _gates_piece(
+    begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_rows: Any, gate: Any, up: Any, gated: Any
+) -> Any:
     """Outputs [begin, end) of two matrices."""
     gate[:, begin:end] = 0
     up[:, begin:end] = 0
@@ -138,7 +151,9 @@ def _gates_piece(begin, end, weights, rows, few, num_rows, gate, up, gated):  # 
 
 
 @fastmath_inner
-def _share_gates(taken, thread, num_threads, weights, rows, num_rows, gate, up, gated):  # type: ignore[no-untyped-def]
+def _share_gates(
+    taken: Any, thread: Any, num_threads: Any, weights: Any, rows: Any, num_rows: Any, gate: Any, up: Any, gated: Any
+) -> Any:
     """gated = silu(rows times one matrix) * (rows times the other), by whole lines."""
     num_lines = (gate.shape[1] + LINE - 1) // LINE
     few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_lines, num_threads)
@@ -151,7 +166,19 @@ def _share_gates(taken, thread, num_threads, weights, rows, num_rows, gate, up, 
 
 
 @fastmath
-def share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+def share_layer(
+    taken: Any,
+    thread: Any,
+    num_threads: Any,
+    num_rows: Any,
+    layer: Any,
+    weights: Any,
+    sizes: Any,
+    room: Any,
+    spans: Any,
+    cos: Any,
+    sin: Any,
+) -> Any:
     """A thread's part of `run_layer`; `taken` counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`)."""
     me, epsilon = (thread, num_threads), np.float32(sizes.epsilon)
     no_sinks = np.full(sizes.num_heads, -np.inf, np.float32)
@@ -168,7 +195,19 @@ def share_layer(taken, thread, num_threads, num_rows, layer, weights, sizes, roo
 
 
 @fastmath_parallel
-def run_layer(share, taken, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+def run_layer(
+    share: Any,
+    taken: Any,
+    num_threads: Any,
+    num_rows: Any,
+    layer: Any,
+    weights: Any,
+    sizes: Any,
+    room: Any,
+    spans: Any,
+    cos: Any,
+    sin: Any,
+) -> Any:
     """Takes room.hidden through a layer, and puts keys and values of all rows into slots, as their number `layer`.
 
     `share` is a pointer to `share_layer` (`bough.model.cpu.jit.pointer`); cos, sin (rows, head_dim) float32; `taken`

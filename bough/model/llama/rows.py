@@ -5,6 +5,8 @@ Rows are the lanes of vectors, LANES in a block; what goes into a product is put
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +33,7 @@ Bits = NDArray[np.uint16]  # of bfloat16
 
 
 @fastmath_parallel
-def spread(rows, hidden):  # type: ignore[no-untyped-def]
+def spread(rows: Any, hidden: Any) -> Any:
     """Rows of bfloat16's bits as float32 in blocks of LANES; lanes beyond the last row are 0."""
     for block in numba.prange(len(hidden)):
         for lane in range(LANES):
@@ -41,7 +43,7 @@ def spread(rows, hidden):  # type: ignore[no-untyped-def]
 
 
 @fastmath_parallel
-def collect(hidden, rows):  # type: ignore[no-untyped-def]
+def collect(hidden: Any, rows: Any) -> Any:
     """The other way round, rounded."""
     for row in numba.prange(len(rows)):
         here, lane = hidden[row // LANES], row % LANES
@@ -50,7 +52,7 @@ def collect(hidden, rows):  # type: ignore[no-untyped-def]
 
 
 @fastmath_inner
-def _normalise(block, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
+def _normalise(block: Any, hidden: Any, weight: Any, epsilon: Any, rows: Any) -> Any:
     """RMS norm (arXiv 1910.07467) of a block."""
     here, normed = hidden[block], np.empty((LINE, LANES), np.float32)
     even, odd = all_lanes(np.float32(0)), all_lanes(np.float32(0))  # sums of squares: one would wait for itself
@@ -67,7 +69,7 @@ def _normalise(block, hidden, weight, epsilon, rows):  # type: ignore[no-untyped
 
 
 @fastmath_inner
-def share_norms(taken, thread, num_threads, hidden, weight, epsilon, rows):  # type: ignore[no-untyped-def]
+def share_norms(taken: Any, thread: Any, num_threads: Any, hidden: Any, weight: Any, epsilon: Any, rows: Any) -> Any:
     """RMS norms of hidden (blocks, hidden, LANES) as rows of a product: a thread's part."""
     block = take(taken, thread, num_threads, len(hidden))
     while block < len(hidden):
@@ -77,7 +79,7 @@ def share_norms(taken, thread, num_threads, hidden, weight, epsilon, rows):  # t
 
 
 @fastmath_inner
-def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
+def rotate(head: Any, norm: Any, epsilon: Any, cos: Any, sin: Any, out: Any) -> Any:
     """A query's or key's own norm, where there is one, then its position (arXiv 2104.09864), as bits of bfloat16."""
     half = len(head) // 2
     if len(norm):
@@ -99,7 +101,7 @@ def rotate(head, norm, epsilon, cos, sin, out):  # type: ignore[no-untyped-def]
 
 
 @fastmath_inner
-def round_to(numbers, out):  # type: ignore[no-untyped-def]
+def round_to(numbers: Any, out: Any) -> Any:
     """Bits of bfloat16."""
     if len(numbers) % LANES == 0:
         for d in range(0, len(numbers), LANES):
@@ -110,7 +112,7 @@ def round_to(numbers, out):  # type: ignore[no-untyped-def]
 
 
 @fastmath_inner
-def share_laying_out(taken, thread, num_threads, numbers, rows):  # type: ignore[no-untyped-def]
+def share_laying_out(taken: Any, thread: Any, num_threads: Any, numbers: Any, rows: Any) -> Any:
     """Numbers (blocks, inputs, LANES) as rows of a product: a thread's part."""
     num_blocks, num_inputs = len(numbers), numbers.shape[1]
     block = take(taken, thread, num_threads, num_blocks)
@@ -122,7 +124,7 @@ def share_laying_out(taken, thread, num_threads, numbers, rows):  # type: ignore
 
 
 @fastmath_inner
-def gate_line(gate, up, begin, end, gated, block):  # type: ignore[no-untyped-def]
+def gate_line(gate: Any, up: Any, begin: Any, end: Any, gated: Any, block: Any) -> Any:
     """gated = silu(gate) * up, for inputs [begin, end) of a block, LINE at most."""
     values, zero, one = np.empty((end - begin, LANES), np.float32), all_lanes(np.float32(0)), all_lanes(np.float32(1))
     for i in range(begin, end):

@@ -27,7 +27,7 @@ class Weights(NamedTuple):
 
 
 @fastmath_inner
-def _embed(tokens, embeddings, hidden):  # type: ignore[no-untyped-def]
+def _embed(tokens: Any, embeddings: Any, hidden: Any) -> Any:
     """Lanes beyond the last token become 0, so that nothing piles up there."""
     for row in range(len(hidden) * LANES):
         place = hidden[row // LANES, :, row % LANES]
@@ -38,7 +38,7 @@ def _embed(tokens, embeddings, hidden):  # type: ignore[no-untyped-def]
 
 
 @fastmath_inner
-def _layer_of(layers, layer):  # type: ignore[no-untyped-def]
+def _layer_of(layers: Any, layer: Any) -> Any:
     return LayerWeights(
         layers.attention_norm[layer],
         layers.bias[layer],
@@ -57,7 +57,18 @@ def _layer_of(layers, layer):  # type: ignore[no-untyped-def]
 
 
 @fastmath
-def share_layers(taken, thread, num_threads, num_rows, weights, sizes, room, spans, cos, sin):  # type: ignore[no-untyped-def]
+def share_layers(
+    taken: Any,
+    thread: Any,
+    num_threads: Any,
+    num_rows: Any,
+    weights: Any,
+    sizes: Any,
+    room: Any,
+    spans: Any,
+    cos: Any,
+    sin: Any,
+) -> Any:
     """A thread's part of all layers."""
     for layer in range(len(weights.window)):
         counts, own = taken[layer * LOOPS : (layer + 1) * LOOPS], _layer_of(weights, layer)
@@ -65,32 +76,44 @@ def share_layers(taken, thread, num_threads, num_rows, weights, sizes, room, spa
 
 
 @fastmath
-def share_head(taken, thread, num_threads, wanted, num_rows, norm, epsilon, normed, head, bias, logits):  # type: ignore[no-untyped-def]
+def share_head(
+    taken: Any,
+    thread: Any,
+    num_threads: Any,
+    wanted: Any,
+    num_rows: Any,
+    norm: Any,
+    epsilon: Any,
+    normed: Any,
+    head: Any,
+    bias: Any,
+    logits: Any,
+) -> Any:
     """A thread's part of the logits of some rows; their loops are the last two that are counted."""
     share_norms(taken[-2], thread, num_threads, wanted, norm, epsilon, normed)
     share_product(taken[-1], thread, num_threads, normed, num_rows, head, bias, logits)
 
 
 @fastmath_parallel
-def run_step(  # type: ignore[no-untyped-def]
-    layers_share,
-    head_share,
-    taken,
-    num_threads,
-    tokens,
-    cos,
-    sin,
-    logit_rows,
-    embeddings,
-    layers,
-    norm,
-    head,
-    bias,
-    sizes,
-    room,
-    spans,
-    logits,
-):
+def run_step(
+    layers_share: Any,
+    head_share: Any,
+    taken: Any,
+    num_threads: Any,
+    tokens: Any,
+    cos: Any,
+    sin: Any,
+    logit_rows: Any,
+    embeddings: Any,
+    layers: Any,
+    norm: Any,
+    head: Any,
+    bias: Any,
+    sizes: Any,
+    room: Any,
+    spans: Any,
+    logits: Any,
+) -> Any:
     """Logits (logit rows in whole blocks, vocab_size) float32 of a batch; cos, sin (rows, head_dim) float32.
 
     `layers_share` and `head_share` are pointers to `share_layers` and `share_head` (`bough.model.cpu.jit.pointer`).

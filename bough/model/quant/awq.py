@@ -56,7 +56,7 @@ class AwqFormat:
 
 
 @strict_parallel
-def _unpack_words_across(words, zeros, scales, group_size, out, is_bf16):  # type: ignore[no-untyped-def]
+def _unpack_words_across(words: Any, zeros: Any, scales: Any, group_size: Any, out: Any, is_bf16: Any) -> Any:
     """AWQ: words (inputs, outputs / 8) int32, zeros and scales (groups, outputs) float32, out (inputs, outputs)."""
     num_inputs, num_words = words.shape
     for k in numba.prange(num_inputs):

@@ -56,7 +56,7 @@ class BoughFormat:
 
 
 @strict_parallel
-def _unpack4(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
+def _unpack4(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
     """packed (rows, columns / 2) uint8, scales (2, rows, groups) float16's bits, out (rows, columns)."""
     _, rows, groups = scales.shape
     half = packed.shape[1] // groups
@@ -77,7 +77,7 @@ def _unpack4(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
 
 
 @strict_parallel
-def _unpack8(packed, scales, out, is_bf16):  # type: ignore[no-untyped-def]
+def _unpack8(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
     """packed (rows, columns) int8, scales (1, rows, groups) float16's bits, out (rows, columns)."""
     _, rows, groups = scales.shape
     size = packed.shape[1] // groups

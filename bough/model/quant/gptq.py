@@ -84,7 +84,7 @@ def unless_in_order(groups: TensorPlace, num_groups: int) -> TensorPlace | None:
 
 
 @strict_parallel
-def _unpack_words_down(words, zeros, scales, groups, bits, out, is_bf16):  # type: ignore[no-untyped-def]
+def _unpack_words_down(words: Any, zeros: Any, scales: Any, groups: Any, bits: Any, out: Any, is_bf16: Any) -> Any:
     """GPTQ: words (inputs / per word, outputs) int32, zeros and scales (groups, outputs) float32, groups (inputs,)."""
     num_inputs, num_outputs = out.shape
     per_word, mask = 32 // bits, np.int32((1 << bits) - 1)
