@@ -17,6 +17,7 @@ from bough.model.cpu.kernel_cache import compiled_ground
 from bough.model.cpu.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.split_layers import split_memory
 from bough.model.llama.weights import is_lean
 from bough.model.loading.default_settings import conversion, settled
 from bough.model.loading.loading import DTYPES, build_skeleton
@@ -26,6 +27,7 @@ from bough.model.sizes.memory_budget import (
     device_budget,
     fixed_bytes,
     host_budget,
+    other_devices,
     resident_bytes,
     unpacking_bytes,
     with_kv_memory,
@@ -100,8 +102,10 @@ class TargetWorker(ServedTarget):
         """Takes the memory, and starts the link and the sweep thread."""
         config = self._config
         pool, kv = self._make_pool()
-        checksums, lanes = self._skeleton.checksums, lanes_of(self._device)
-        self._tiers = Tiers(self.layers, self._placement, config.link_threads, checksums, lanes, self._experts)
+        checksums, lanes, elsewhere = self._skeleton.checksums, lanes_of(self._device), self._elsewhere
+        self._tiers = Tiers(
+            self.layers, self._placement, config.link_threads, checksums, lanes, self._experts, elsewhere
+        )
         tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
         model, waiting, observe = self._model, config.max_waiting, self._metrics.observe
@@ -116,12 +120,12 @@ class TargetWorker(ServedTarget):
     @property
     def streamed_layers(self) -> tuple[int, ...]:
         """Layers that cross the link in every sweep."""
-        return tuple(i for i in range(len(self.layers)) if self._placement.tiers[i] is not Tier.RESIDENT)
+        return self._placement.streamed
 
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
         figures = self._engine.pool.figures()
-        ground = self._model.arithmetic, device_name(self._device), f"torch {torch.__version__}", f"code {code_hash()}"
+        ground = self._model.arithmetic, self._devices_in_words(), f"torch {torch.__version__}", f"code {code_hash()}"
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,
@@ -147,14 +151,27 @@ class TargetWorker(ServedTarget):
             weights_hash=self._weights_hash.value,
         )
 
+    def _devices_in_words(self) -> str:
+        """What computes: two targets whose layers are computed by different kinds of GPUs give different bits."""
+        own, others = device_name(self._device), {i: device_name(d) for i, d in self._elsewhere.items()}
+        kinds = {name: [i for i in others if others[i] == name] for name in others.values() if name != own}
+        return own + "".join(f", layers {layers} on {name}" for name, layers in sorted(kinds.items()))
+
     def _notes(self) -> tuple[str, ...]:
         notes = [self._memory_in_words, *([self._conversion] if self._conversion else [])]
         if self._experts:
             notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":
             notes.append(f"computes on {self._device}, {device_name(self._device)}")
-        if not (self._tiers.is_pinned and (self._kv_lanes is None or self._kv_lanes.is_pinned)):
-            notes.append("host memory could not be pinned: copies to the GPU are slower than they might be")
+        for other in dict.fromkeys(self._elsewhere.values()):
+            count = sum(device == other for device in self._elsewhere.values())
+            notes.append(f"{count} layers stay on {other}, {device_name(other)}, and are computed there")
+        unpinned = self._tiers.unpinned_bytes + (self._kv_lanes.unpinned_bytes if self._kv_lanes else 0)
+        if unpinned:
+            notes.append(
+                f"{gigabytes(unpinned)} of the host's memory could not be pinned: copies from there to the GPU are "
+                "slower than they might be"
+            )
         if not self._tiers.is_direct:
             notes.append("reads go through the page cache: the file system refuses O_DIRECT")
         notes.append(f"{self._model.arithmetic}: a row's bits do not depend on what else is in a sweep")
@@ -176,7 +193,7 @@ class TargetWorker(ServedTarget):
         home: KVHome = KVInPlace()
         self._kv_lanes = lanes_of(self._device) if self._config.kv_tier == "host" else None
         if self._kv_lanes is None:
-            memory = shape.empty(num_rows, self._device)
+            memory = split_memory(shape, num_rows, self._device, self._elsewhere)
         else:
             self._resources.callback(self._kv_lanes.close)
             memory = shape.within(self._kv_lanes.host_memory(num_bytes), num_rows)
@@ -188,13 +205,19 @@ class TargetWorker(ServedTarget):
         """Decides where each layer lives, and says so."""
         config, skeleton = self._config, self._skeleton
         unpacking, is_gpu = unpacking_bytes(skeleton, self._device), self._device.type != "cpu"
-        scratch = max(layer.scratch_bytes(skeleton.dtype) for layer in self.layers) + unpacking
+        scratch = max(layer.scratch_bytes(skeleton.dtype, is_gpu) for layer in self.layers) + unpacking
         sizes = resident_bytes(skeleton), scratch, host_bytes(skeleton, self._device.type)
         fixed = fixed_bytes(config, is_gpu, skeleton.config, skeleton.kv_shape(), *sizes)
         apart, experts = plan_apart(skeleton.layer_slots)
-        parts = sizes_apart(apart, experts, skeleton.dtype, unpacking) if experts else None
+        parts = sizes_apart(apart, experts, skeleton.dtype, unpacking, is_gpu) if experts else None
         layer_bytes = [layer.num_bytes for layer in self.layers]
-        placement, self._memory_in_words = choose_places(layer_bytes, fixed, config, self._device, parts)
+        shape, count = skeleton.kv_shape(), torch.cuda.device_count()
+        others = other_devices(config, skeleton.config, shape, scratch, str(self._device), count)
+        placement, self._memory_in_words = choose_places(layer_bytes, fixed, config, self._device, parts, others)
+        devices = [torch.device(others[number].name) for number in placement.others]
+        self._elsewhere = dict(zip(placement.layers(Tier.ELSEWHERE), devices, strict=True))
+        for other in dict.fromkeys(devices):
+            make_ready(other)
         if placement.expert_bytes:
             self.layers, self._experts = apart, experts
         return placement

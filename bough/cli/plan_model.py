@@ -18,10 +18,18 @@ from bough.model.sizes.hardware_probe import (
     host_link_speed,
     matrix_speed,
     memory_speed,
+    num_gpus,
     set_threads,
     unpack_speed,
 )
-from bough.model.sizes.memory_budget import budgets, device_budget, host_budget, require_way_through, with_kv_memory
+from bough.model.sizes.memory_budget import (
+    budgets,
+    device_budget,
+    host_budget,
+    other_devices,
+    require_way_through,
+    with_kv_memory,
+)
 from bough.model.sizes.model_sizes import ModelShapes, find_config, model_shapes
 from bough.sizing.cost_model import (
     Purchase,
@@ -34,8 +42,10 @@ from bough.sizing.cost_model import (
     step_seconds,
     sweep_model,
 )
+from bough.sizing.other_devices import place_with
 from bough.sizing.placement import Budgets, Placement, Tier, place, place_with_expert_cache
 
+MOST_GPUS = 64  # of a machine that is not here
 COMPARED_ROWS = 256  # measured besides the rows of a chunk
 GIGA, TERA = 1e9, 1e12
 
@@ -88,7 +98,12 @@ def make_plan(settings: PlanConfig) -> Plan:
     allowed = budgets(settings, shapes.layer_bytes, device, host)
     apart = shapes.apart if settings.experts != "all" else None
 
+    here = num_gpus() or MOST_GPUS
+    others = other_devices(settings, config, shapes.kv, shapes.scratch_bytes, f"{device_type}:0", here if is_gpu else 0)
+
     def place_in(budgets: Budgets) -> Placement:
+        if others:
+            return place_with(shapes.layer_bytes, fixed, budgets, others)
         if apart is None:
             return place(shapes.layer_bytes, fixed, budgets)
         return place_with_expert_cache(shapes.layer_bytes, apart, fixed, budgets, is_gpu, settings.experts == "chosen")
@@ -96,7 +111,7 @@ def make_plan(settings: PlanConfig) -> Plan:
     placement = place_in(allowed)
     require_way_through(placement, is_gpu, allowed.host)
     speeds = find_speeds(settings, shapes, placement, folder, is_gpu)
-    draft = draft_cost(settings, speeds) if settings.draft else None
+    draft = draft_cost(settings, speeds, is_gpu) if settings.draft else None
 
     def sweep_of(placement: Placement) -> SweepModel:
         return sweep_model(placement, shapes.work, shapes.rows, speeds)
@@ -145,13 +160,14 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     compute = _given("--compute-speed", settings.compute_speed, TERA)
     host_link = _given("--host-link-speed", settings.host_link_speed, GIGA) if is_gpu else None
     memory = _given("--memory-speed", settings.memory_speed, GIGA)
-    unpack = _given("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packed_bits else None
+    unpack = _given("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packing else None
     disk = _given("--link-speed", settings.link_speed, GIGA)
     if is_here:
         compute = compute or matrix_speed(shapes.matrices, rows, dtype, device, product_of(shapes.rows))
         host_link = host_link or (host_link_speed(device) if is_gpu else None)
         memory = memory or memory_speed(device)
-        unpack = unpack or (unpack_speed(shapes.packed_bits, dtype, device) if shapes.packed_bits else None)
+        if unpack is None and shapes.packing is not None:
+            unpack = unpack_speed(shapes.packing, shapes.matrices, dtype, device)
     if disk is None and (placement.num_bytes(Tier.DISK) or (placement.expert_bytes and not is_gpu)):
         disk = disk_speed(folder, settings.link_threads)
     if compute is None:
@@ -167,15 +183,30 @@ def _given(flag: str, value: float, unit: float) -> Speed | None:
     return Speed(value * unit, f"as told by {flag}") if value else None
 
 
-def draft_cost(settings: PlanConfig, speeds: Speeds) -> DraftCost:
-    """The cost of growing a tree of the orchestrator's default width and depth on a device like the target's."""
+def draft_cost(settings: PlanConfig, speeds: Speeds, is_gpu: bool) -> DraftCost:
+    """The cost of growing a tree of the orchestrator's default width and depth on a device like the target's.
+
+    Raises:
+        ConfigError: the draft cannot stay packed, or the speed of unpacking it is not known.
+    """
     config, folder = find_config(settings.draft)
     defaults = OrchestratorConfig()
-    work = model_shapes(config, folder, settings.dtype, 0, defaults.width).work
-    return DraftCost(
-        settings.draft,
-        round(work.bytes_read(defaults.width)),
-        defaults.depth,
-        defaults.width,
-        step_seconds(work, defaults.width, defaults.width, speeds),
-    )
+    shapes = model_shapes(config, folder, settings.dtype, 0, defaults.width)
+    seconds = step_seconds(shapes.work, defaults.width, defaults.width, speeds)
+    if settings.draft_bits == "4":
+        seconds += shapes.work.unpacked_bytes / _draft_unpack_speed(settings, shapes, speeds, is_gpu)
+    weight_bytes = round(shapes.work.bytes_read(defaults.width))
+    return DraftCost(settings.draft, weight_bytes, defaults.depth, defaults.width, seconds)
+
+
+def _draft_unpack_speed(settings: PlanConfig, shapes: ModelShapes, speeds: Speeds, is_gpu: bool) -> float:
+    """Bytes written a second, of a draft that stays packed."""
+    if not is_gpu or shapes.packing is None:
+        why = f"{settings.draft} is not packed" if is_gpu else "on the CPU nothing stays packed"
+        raise ConfigError(f"--draft-bits: value was 4; must be auto or 16: {why}")
+    if has_gpu() and not settings.unpack_speed:
+        return unpack_speed(shapes.packing, shapes.matrices, DTYPES[settings.dtype], find_device(is_gpu)).per_second
+    told = speeds.unpack or _given("--unpack-speed", settings.unpack_speed, GIGA)
+    if told is None:
+        raise ConfigError("--unpack-speed: missing, and a packed draft's time depends on it; a number of GB/s would do")
+    return told.per_second

@@ -13,7 +13,7 @@ from bough.sizing.placement import Tier, gigabytes
 
 TREE_SIZES = (1, 16, 64, 128, 256, 512, 1024)
 MAP_WIDTH = 80
-LETTERS = {Tier.RESIDENT: "R", Tier.HOST: "h", Tier.DISK: "."}
+LETTERS = {Tier.RESIDENT: "R", Tier.ELSEWHERE: "o", Tier.HOST: "h", Tier.DISK: "."}
 UNITS = {"compute": (1e12, "TFLOP/s")}
 OTHER_UNIT = (1e9, "GB/s")
 SPEED_NAMES = {
@@ -83,7 +83,7 @@ def _speeds(plan: Plan) -> Iterator[str]:
         speed: Speed | None = getattr(plan.speeds, key)
         unit, unit_name = UNITS.get(key, OTHER_UNIT)
         if speed is None:
-            is_needed = key == "memory" or (key == "unpack" and plan.shapes.packed_bits > 0)
+            is_needed = key == "memory" or (key == "unpack" and plan.shapes.packing is not None)
             yield f"{name:12} {'not known, left out' if is_needed else 'not needed'}"
         else:
             yield f"{name:12} {speed.per_second / unit:9.4g} {unit_name:8} {speed.origin}"

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 AUTO = "auto"
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
-DRAFT_BITS = ("auto", "8", "16")
+DRAFT_BITS = ("auto", "4", "8", "16")
 _UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
 
 
@@ -46,6 +46,19 @@ def parse_device(text: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text) is None:
         raise ValueError("must be auto, cpu, cuda or cuda:1")
     return text
+
+
+def parse_shares(text: str) -> tuple[tuple[str, int], ...]:
+    """GPUs and bytes of each from "cuda:1=10GB,cuda:2=8GB"; the empty text is none."""
+    shares = []
+    for part in text.split(",") if text else ():
+        device, _, size = part.strip().partition("=")
+        if re.fullmatch(r"cuda:[0-9]+", device) is None or not size:
+            raise ValueError("must be GPUs and the memory to take of each, such as cuda:1=10GB,cuda:2=8GB")
+        shares.append((device, parse_bytes(size)))
+    if len({device for device, _ in shares}) < len(shares):
+        raise ValueError("must name each GPU once")
+    return tuple(shares)
 
 
 def parse_endpoint(text: str) -> str:

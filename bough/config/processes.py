@@ -23,6 +23,7 @@ from bough.config.parsers import (
     parse_port,
     parse_rates,
     parse_seconds,
+    parse_shares,
     parse_speed,
     parse_switch,
 )
@@ -54,9 +55,7 @@ class ServiceConfig:
     )
     advertise_port: int = setting(0, parse_port, "port by which others reach this process, if it is not --port")
     index_url: str = setting(
-        "redis://127.0.0.1:6379",
-        str,
-        "Redis or Valkey server for the index; redis+cluster:// for a cluster",
+        "redis://127.0.0.1:6379", str, "Redis or Valkey server for the index; redis+cluster:// for a cluster"
     )
     namespace: str = setting("bough", str, "prefix of all keys in the index: processes that share it work together")
     worker_key_file: str = setting(
@@ -156,7 +155,7 @@ class DraftConfig(WorkerConfig):
     bits: str = setting(
         "auto",
         one_of(*DRAFT_BITS),
-        "bits of weights in products; auto is 8 for Llama-like models on a CPU with 8-bit dot products",
+        "bits of weights in products; auto is 8 for Llamas on CPUs with 8-bit dot products; 4 is packed, on a GPU",
     )
     branch: int = setting(16, parse_count, "most children of a node")
     sharpness: float = setting(
@@ -183,11 +182,13 @@ class TargetConfig(WorkerConfig):
         "rows of each matrix product by a library, whose bits depend on this size; 0 is 256 on a GPU and 64 on a CPU",
     )
     device_memory: int = setting(0, parse_bytes, "memory for weights, KV and activations; 0 is most of what is free")
+    device_reserve: int = setting(0, parse_bytes, "GPU memory left to others, such as a draft worker, taken or not yet")
     host_memory: int = setting(
         0,
         parse_bytes,
         "with a GPU: pinned host memory for layers, and for KV with --kv-tier host; 0 is most of what is free",
     )
+    kv_sessions: int = setting(0, number(int, 0), "instead of --kv-memory: sessions of --max-context tokens; 0 is off")
     kv_tier: str = setting(
         "device",
         one_of("device", "host"),
@@ -197,6 +198,9 @@ class TargetConfig(WorkerConfig):
         0,
         parse_bytes,
         "memory of the ring for layers read ahead; 0 is the larger of 512MB and three layers",
+    )
+    resident_devices: tuple[tuple[str, int], ...] = setting(
+        (), parse_shares, "other GPUs that compute resident layers, and memory for these and their KV: cuda:1=10GB"
     )
     resident_layers: int = setting(-1, number(int, -1), "most resident layers; -1 is as many as fit")
     experts: str = setting(
@@ -218,6 +222,7 @@ class PlanConfig(TargetConfig):
     """Settings of `bough plan`: those of the planned target, and of its machine, which may be another."""
 
     draft: str = setting("", str, "model folder or hub id of the draft, to include its time in each round")
+    draft_bits: str = setting("auto", one_of(*DRAFT_BITS), "the draft worker's --bits; 4 unpacks in every step")
     bits: int = setting(0, one_of(0, 4, 8, 16), "bits of the layers' matrices: 4 or 8 as `bough pack` writes them")
     device: str = setting("", one_of("", "cpu", "gpu"), "cpu, or gpu with its own memory; by default this machine's")
     link_speed: float = setting(0.0, parse_speed, "GB/s from disk; measured by default")

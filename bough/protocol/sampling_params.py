@@ -52,6 +52,11 @@ class SamplingParams:
         """Whether a penalty makes logits depend on earlier tokens outside the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether nothing is asked of a token's logits but which is the largest."""
+        return self.is_greedy and not (self.has_penalties or self.logit_bias) and self.logprobs is None
+
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field out of its range."""
         _require(

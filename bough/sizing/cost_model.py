@@ -52,7 +52,7 @@ class SweepModel:
     disk_seconds: float = 0.0  # of a disk behind the link, which reads concurrently
 
     def chunk_seconds(self, num_tokens: int) -> float:
-        """Seconds of a chunk's products, padding and the unpacking of experts included."""
+        """Seconds of a chunk's products, padding and unpacking included."""
         seconds = step_seconds(self.work, self.rows.padded(num_tokens), num_tokens, self.speeds)
         unpack = self.speeds.unpack
         return seconds + (self.work.bytes_unpacked(num_tokens) / unpack.per_second if unpack else 0.0)
@@ -61,7 +61,7 @@ class SweepModel:
         """Compute seconds of a sweep: unpacking of weights once, then all chunks."""
         whole, rest = divmod(num_tokens, self.rows.most)
         seconds = whole * self.chunk_seconds(self.rows.most) + (self.chunk_seconds(rest) if rest else 0.0)
-        return seconds + (self.work.unpacked_bytes / self.speeds.unpack.per_second if self.speeds.unpack else 0.0)
+        return seconds + (self.work.bytes_unpacked_once / self.speeds.unpack.per_second if self.speeds.unpack else 0.0)
 
     def link_seconds_of(self, num_tokens: int) -> float:
         """Link seconds of a sweep: streamed layers, and the experts that its rows choose."""

@@ -38,8 +38,9 @@ class Work:
 
     token_flops: float  # of one row, in all layers and the output head
     weight_bytes: int  # read from the accelerator's memory by each chunk of rows
-    unpacked_bytes: int = 0  # of weights that each sweep unpacks from 4 or 8 bits
+    unpacked_bytes: int = 0  # of weights that are unpacked from 4 or 8 bits
     experts: ExpertWork | None = None
+    is_unpacked_by_chunk: bool = False  # by every chunk of rows, not once in a sweep
 
     @property
     def flops_per_token(self) -> float:
@@ -55,5 +56,11 @@ class Work:
         return self.weight_bytes + (self.experts.share(num_tokens) * self.experts.weight_bytes if self.experts else 0.0)
 
     def bytes_unpacked(self, num_tokens: int) -> float:
-        """Bytes of experts unpacked for a chunk; `unpacked_bytes`, once for a sweep, is not included."""
-        return self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0.0
+        """Bytes unpacked for a chunk; `bytes_unpacked_once` is not included."""
+        experts = self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0.0
+        return experts + (self.unpacked_bytes if self.is_unpacked_by_chunk else 0)
+
+    @property
+    def bytes_unpacked_once(self) -> int:
+        """Bytes unpacked once for a sweep, whatever its rows."""
+        return 0 if self.is_unpacked_by_chunk else self.unpacked_bytes

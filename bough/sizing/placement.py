@@ -23,6 +23,7 @@ class Tier(Enum):
     """Where a layer is stored."""
 
     RESIDENT = "resident"  # in the accelerator's memory
+    ELSEWHERE = "elsewhere"  # in the memory of another accelerator, which computes it
     HOST = "host"  # in pinned host memory; only for an accelerator with its own memory
     DISK = "disk"
 
@@ -81,6 +82,7 @@ class Placement:
     num_slabs: int  # of the ring through which streamed layers reach the accelerator
     num_host_slabs: int = 0  # of the ring from disk to host memory, if there are three tiers
     expert_bytes: int = 0  # of experts read on demand, which are not part of layer_bytes
+    others: tuple[int, ...] = ()  # for each layer that is elsewhere, in order: which other accelerator has it
 
     def layers(self, tier: Tier) -> tuple[int, ...]:
         """Layers of a tier, in order."""
@@ -93,8 +95,12 @@ class Placement:
     @property
     def slab_bytes(self) -> int:
         """Bytes of the largest streamed layer."""
-        streamed = (size for size, tier in zip(self.layer_bytes, self.tiers, strict=True) if tier is not Tier.RESIDENT)
-        return max(streamed, default=0)
+        return max((self.layer_bytes[index] for index in self.streamed), default=0)
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Layers that cross the link in every sweep, in order."""
+        return tuple(index for index, where in enumerate(self.tiers) if where in (Tier.HOST, Tier.DISK))
 
     @property
     def link_bytes(self) -> int:

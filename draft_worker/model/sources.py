@@ -41,11 +41,26 @@ def load_draft(
 def with_weights(skeleton: Skeleton, device: torch.device, bits: str) -> ResidentModel:
     """Products are made in 8 or 16 bits, or as is faster ("auto"); in 8 bits the draft guesses a little otherwise.
 
+    With "4" a packed model stays packed, and guesses as it would in 16.
+
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: 8 bits are not possible.
+        ConfigError: 4 or 8 bits are not possible.
     """
-    return ResidentModel(skeleton, device, is_int8(skeleton, device, bits))
+    if bits == "4":
+        require_packed(skeleton, device)
+    return ResidentModel(skeleton, device, is_int8(skeleton, device, bits), bits == "4")
+
+
+def require_packed(skeleton: Skeleton, device: torch.device) -> None:
+    """Raises ConfigError where a model cannot stay in few bits."""
+    if device.type == "cpu":
+        raise ConfigError("--bits: value was 4; must be auto, 8 or 16 on the CPU")
+    if skeleton.quantization is None:
+        raise ConfigError(
+            f"--bits: value was 4; must be auto or 16 for {skeleton.describe()}, which is not packed: `bough pack "
+            "--bits 4` writes one that is"
+        )
 
 
 def is_int8(skeleton: Skeleton, device: torch.device, bits: str) -> bool:

@@ -70,7 +70,8 @@ class Compiled:
 def kernels() -> Iterator[Kernel]:
     """Attention, and a kernel a format, each writing bfloat16 and float16."""
     for dtype, bits in (("bf16", "i16"), ("fp16", "fp16")):
-        yield _attention(dtype)
+        for group, head_dim in ((8, 128), (1, 128), (2, 256)):  # a 70B's, a Llama-2-7B's, a Gemma's
+            yield _attention(dtype, group, head_dim)
         for name, function, constants in _unpacking():
             pointers = {"packed": "*u8", "scales": "*fp16", "out": f"*{bits}"}
             pointers |= dict.fromkeys(("words", "zeros", "group_of"), "*i32")
@@ -80,13 +81,20 @@ def kernels() -> Iterator[Kernel]:
             )
 
 
-def _attention(dtype: str) -> Kernel:
-    constants = {"NUM_KV_HEADS": 8, "GROUP": 8, "HEAD_DIM": 128, "SOFTCAP": 0.0, "HAS_SINKS": False, "IN_HALVES": True}
-    constants |= {"BLOCK": attention_triton.BLOCK, "GROUP_PADDED": 16, "DIM_PADDED": 128}
+def _attention(dtype: str, group: int, head_dim: int) -> Kernel:
+    constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "SOFTCAP": 0.0, "HAS_SINKS": False, "IN_HALVES": True}
+    constants |= attention_triton.tile_constants(group, head_dim, True)
     pointers = dict.fromkeys(("queries", "keys", "values", "sinks", "out"), f"*{dtype}") | {"scale": "fp32"}
-    pointers |= dict.fromkeys(("origins", "bases", "lengths", "tails"), "*i32")
-    options = {"num_warps": attention_triton.NUM_WARPS, "num_stages": attention_triton.NUM_STAGES}
-    return Kernel(f"attention, {dtype}", attention_triton._attend, constants, pointers, options, _VARYING)
+    pointers |= dict.fromkeys(("origins", "bases", "lengths", "tails", "tiles"), "*i32")
+    options = attention_triton.launch_options(True)
+    return Kernel(
+        f"attention, {group} heads of {head_dim} a KV head, {dtype}",
+        attention_triton._attend,
+        constants,
+        pointers,
+        options,
+        _VARYING,
+    )
 
 
 def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:

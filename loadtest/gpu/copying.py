@@ -31,6 +31,6 @@ def pinning(lanes: Lanes, num_bytes: int) -> dict[str, Any]:
     try:
         lanes.host_memory(num_bytes)
         seconds = time.perf_counter() - began
-        return {"gigabytes": num_bytes / 1e9, "seconds": round(seconds, 3), "is_pinned": lanes.is_pinned}
+        return {"gigabytes": num_bytes / 1e9, "seconds": round(seconds, 3), "is_pinned": lanes.unpinned_bytes == 0}
     finally:
         lanes.close()

@@ -87,4 +87,4 @@ def _sweep(model: StreamedModel, size: int, seed: int) -> tuple[torch.Tensor, fl
     tree = random_tree(size, np.random.default_rng(seed))
     batch, began = Batch([Segment.tree(slot, 0, tree)], model.rows, model.device), time.perf_counter()
     logits, figures = model.sweep(batch)
-    return logits.clone(), time.perf_counter() - began, figures.link_bytes
+    return logits.cpu().clone(), time.perf_counter() - began, figures.link_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,12 +92,13 @@ def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int)
     """Places the first layers of a model, beside a KV slot of `num_rows` tokens, within what the machine has."""
     layers = planned(skeleton)[:num_layers]
     sizes = [layer.num_bytes for layer in layers]
-    on_host, rows = host_bytes(skeleton, machine.device.type), machine.rows
+    on_host, rows, on_gpu = host_bytes(skeleton, machine.device.type), machine.rows, machine.device.type != "cpu"
     fixed = Fixed(
         resident_bytes(skeleton) - on_host,
         num_rows * skeleton.kv_shape().row_bytes,
         activation_bytes(skeleton.config, skeleton.kv_shape(), Limits(rows, num_rows, num_rows, num_rows)),
-        max(layer.scratch_bytes(skeleton.dtype) for layer in layers) + unpacking_bytes(skeleton, machine.device),
+        max(layer.scratch_bytes(skeleton.dtype, on_gpu) for layer in layers)
+        + unpacking_bytes(skeleton, machine.device),
         host_embeddings=on_host,
     )
     budgets = Budgets(machine.device_memory, machine.host_memory, 3 * max(sizes), machine.max_resident)
@@ -115,11 +116,21 @@ def layers_without_disk(checkpoint: Checkpoint, machine: Machine, num_rows: int)
 
 @contextmanager
 def streamed(
-    checkpoint: Checkpoint, machine: Machine, num_rows: int, kv_lanes: Lanes | None = None
+    checkpoint: Checkpoint,
+    machine: Machine,
+    num_rows: int,
+    kv_lanes: Lanes | None = None,
+    elsewhere: Mapping[int, torch.device] | None = None,
 ) -> Iterator[StreamedModel]:
-    """The model as a target runs it, with room for slots of `num_rows` tokens; with `kv_lanes`, on the host."""
+    """The model as a target runs it, with room for slots of `num_rows` tokens; with `kv_lanes`, on the host.
+
+    Layers `elsewhere` stay on other devices.
+    """
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
     placement = placed(skeleton, machine, len(skeleton.layers), num_rows)
-    with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.lanes) as tiers:
+    if elsewhere:
+        tiers_with = (Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers))
+        placement = replace(placement, tiers=tuple(tiers_with))
+    with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.lanes, elsewhere=elsewhere) as tiers:
         kv = KVStage(skeleton.kv_shape(), num_rows, kv_lanes) if kv_lanes else None
         yield StreamedModel(skeleton, tiers, machine.rows, machine.device, kv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PARTS = ("unpacking", "contexts", "draft", "sweeps", "memory")  # lists of rows that are alike
+PARTS = ("unpacking", "contexts", "draft", "sweeps", "chosen", "memory")  # lists of rows that are alike
 
 
 def table(report: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import torch
 from target_worker.experts.expert_cache import Expert
 from target_worker.link.copy_stats import LaneTraffic
 from target_worker.link.device_ring import HostSide
+from target_worker.link.layer_extents import DEVICE_ALIGNMENT
 from target_worker.link.streams import Lanes, Mark
 
 GUESSED_BYTES = 64 * 1000**2  # queued at most when another guess is: what is wanted next comes after them
@@ -24,15 +25,20 @@ class ExpertCopies:
         self,
         host: HostSide,
         numbers: Mapping[Expert, int],
+        shifts: Mapping[Expert, int],
         slab_bytes: int,
         num_slabs: int,
         lanes: Lanes,
         traffic: LaneTraffic,
     ) -> None:
-        """`numbers` are those by which the host knows the experts, all of which stay there."""
+        """`numbers` are those by which the host knows the experts, all of which stay there; `shifts` where in a slab
+        each begins.
+        """
         self._host = host
         self._numbers = dict(numbers)
         self._lanes = lanes
+        self._shifts = dict(shifts)
+        slab_bytes += DEVICE_ALIGNMENT
         self._slabs = lanes.device_memory(num_slabs * slab_bytes).view(num_slabs, slab_bytes)
         self._traffic = traffic
         self._on_their_way: dict[int, Mark] = {}  # by slab, where nothing was told to compute with it since
@@ -70,7 +76,7 @@ class ExpertCopies:
     def bring(self, expert: Expert, slab: int, is_guess: bool) -> None:
         """Queues a copy."""
         with self._host.layer(self._numbers[expert]) as data:
-            copy = self._lanes.copy(data, self._slabs[slab, : len(data)], self._computed)
+            copy = self._lanes.copy(data, self._slabs[slab, self._shifts[expert] :][: len(data)], self._computed)
         self._traffic.copied(copy, len(data))
         self._on_their_way[slab] = copy.done
 
@@ -97,4 +103,4 @@ class ExpertCopies:
             ready = self._lanes.compute_mark()
             self._lanes.compute_after(self._on_their_way.pop(slab))
             self._traffic.waited(ready, self._lanes.compute_mark())
-        return self._slabs[slab]
+        return self._slabs[slab, self._shifts[expert] :]

@@ -31,9 +31,9 @@ DECIDING = _modules(
      "atomics attention_cpu attention_kernels attention_scores attention_tiles float_bits gemm gemm_few_outputs "
      "gemm_int8 gemm_parallel jit kv_rows linear llvm_vectors operands simd threads work_stealing"),
     ("bough.model.gpu", "attention_triton kernels unpack_triton"),
-    ("bough.model.kv", "segment session_kv slot"),
+    ("bough.model.kv", "segment session_kv slot split_layers"),
     ("bough.model.llama", "layer rows weights workspace"),
-    ("bough.model.loading", "loading weight_map"),
+    ("bough.model.loading", "late_writes loading weight_map"),
     ("bough.model.quant", "awq bough_format format formats gptq quantize"),
     ("bough.model.running", "batch_invariance host_embeddings"),
     ("bough.model.sampling", "sampler token_counts"),
@@ -43,7 +43,7 @@ DECIDING = _modules(
     ("bough.trees", "draft_probs tree tree_plan"),
     ("target_worker.experts", "expert_store"),
     ("target_worker.sweep", "compiled_layers streamed_model streamed_sweeper"),
-    ("target_worker.verification", "traversal verdict verify"),
+    ("target_worker.verification", "logit_rows traversal verdict verify"),
 )  # fmt: skip
 OTHERS = _modules(
     ("bough", "errors"),
@@ -54,17 +54,18 @@ OTHERS = _modules(
     ("bough.model.cpu", "huge_pages"),
     ("bough.model.gpu", "faults"),
     ("bough.model.packing", "pack shard_writer"),
+    ("bough.model.quant", "samples"),
     ("bough.model.running", "device"),
-    ("bough.model.sizes", "memory_budget model_sizes"),
+    ("bough.model.sizes", "memory_budget model_sizes stored_format"),
     ("bough.protocol", "cost_curve messages prefix_hash"),
-    ("bough.runtime", "fatal_exit kv_budget machine"),
-    ("bough.sizing", "flops placement row_averages sweep_times"),
+    ("bough.runtime", "fatal_exit host_memory kv_budget machine"),
+    ("bough.sizing", "flops other_devices placement row_averages sweep_times"),
     ("bough.telemetry", "spans"),
     ("target_worker.experts", "expert_cache expert_copies expert_reads"),
     ("target_worker.kv", "kv_offload session_slot"),
     ("target_worker.link",
      "copy_stats device_ring direct_io disk_reader disk_ring disk_stats file_digests host_layers layer_extents "
-     "open_files streams"),
+     "open_files pinned_memory streams"),
     ("target_worker.scheduler", "batching job sweep_figures sweeper"),
     ("target_worker.sweep", "tiers warm_up"),
 )  # fmt: skip

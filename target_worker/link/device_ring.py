@@ -50,13 +50,18 @@ class DeviceRing:
         lanes: Lanes,
         num_slabs: int,
         traffic: LaneTraffic | None = None,
+        shifts: Sequence[int] = (),
     ) -> None:
-        """`sizes` are the bytes of the layers `indices`; `traffic` counts copies, with others in the same lane."""
+        """`sizes` are the bytes of the layers `indices`; `traffic` counts copies, with others in the same lane.
+
+        Each layer begins so many bytes behind the beginning of its slab, by default none.
+        """
         self._indices = tuple(indices)
         self._sizes = tuple(sizes)
         self._source = source
         self._lanes = lanes
-        self._slabs = [lanes.device_memory(max(sizes)) for _ in range(num_slabs)]
+        self._shifts = tuple(shifts) or (0,) * len(self._sizes)
+        self._slabs = [lanes.device_memory(max(sizes) + max(self._shifts)) for _ in range(num_slabs)]
         self._state = threading.Condition()
         self._is_closed = self._is_restarting = self._is_copying = False
         self._traffic = traffic or LaneTraffic()
@@ -101,7 +106,7 @@ class DeviceRing:
         ready = self._lanes.compute_mark()
         self._lanes.compute_after(copied)
         self._traffic.waited(ready, self._lanes.compute_mark())
-        yield self._slabs[sequence % len(self._slabs)]
+        yield self._slabs[sequence % len(self._slabs)][self._shifts[sequence % len(self._shifts)] :]
         computed = self._lanes.compute_mark()
         with self._state:
             self._free_after[sequence % len(self._slabs)] = computed
@@ -154,7 +159,7 @@ class DeviceRing:
         number, slab = sequence % len(self._indices), sequence % len(self._slabs)
         index, size = self._indices[number], self._sizes[number]
         with self._source.layer(index) as data:
-            target = self._slabs[slab][:size]
+            target = self._slabs[slab][self._shifts[number] :][:size]
             copy: Copy = self._lanes.copy(data[:size], target, self._free_after[slab])
             self._traffic.copied(copy, size)
             with self._state:

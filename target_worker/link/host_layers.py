@@ -9,10 +9,13 @@ from types import TracebackType
 import torch
 
 from bough.errors import StreamError
+from bough.runtime.host_memory import in_pieces
 from target_worker.link.direct_io import Allocate, Disk, Slab
 from target_worker.link.disk_ring import LinkFigures, Ring
 from target_worker.link.disk_stats import Traffic
 from target_worker.link.layer_extents import LayerWeights
+
+PIECE_BYTES = 2 * 1000**3  # of memory that is taken at once
 
 
 class HostLayers:
@@ -75,20 +78,20 @@ class HostLayers:
             StreamError: a layer that stays could not be read.
         """
         layers, sizes = self._layers, [self._layers[index].num_bytes for index in self._staying]
-        slab_bytes = max((layers[index].num_bytes for index in self._streamed), default=0)
-        total = sum(sizes) + self._num_slabs * slab_bytes
-        if not total:
-            return
-        memory, used = self._allocate(total), 0  # in one piece: pinning has a price for each
-        for index, size in zip(self._staying, sizes, strict=True):
-            self._slabs[index] = Slab.over(memory[used : used + size])
-            used += size
+        self._slabs = dict(zip(self._staying, map(Slab.over, self._memory(sizes)), strict=True))
         self._disk.load([layers[index] for index in self._staying], list(self._slabs.values()), self._num_threads)
         if self._streamed:
             streamed = [layers[index] for index in self._streamed]
-            room = memory[used:]
-            ring = Ring(streamed, self._disk, self._num_slabs, self._num_threads, lambda _: room, self._traffic)
+            ring = Ring(streamed, self._disk, self._num_slabs, self._num_threads, self._allocate, self._traffic)
             self._ring = self._resources.enter_context(ring)
+
+    def _memory(self, sizes: Sequence[int]) -> Iterator[memoryview]:
+        """Of so many bytes each, several in one piece: pinning has a price for each, and may be refused for some."""
+        for run in in_pieces(sizes, PIECE_BYTES):
+            memory, used = self._allocate(sum(run)), 0
+            for size in run:
+                yield memory[used : used + size]
+                used += size
 
     def read(self, index: int, slab: Slab) -> torch.Tensor:
         """A layer's bytes, (num_bytes,) uint8, read into a slab of the caller's; `fill` is not needed.

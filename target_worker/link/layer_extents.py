@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ from bough.errors import CheckpointError, StreamError
 from bough.model.architecture.moe import stack_of
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory, crc32
+from bough.model.loading.late_writes import LateWrites, can_wait
 from bough.model.loading.loading import ParameterSlot, require_checksum
 from bough.sizing.placement import ExpertSizes, SeparateExperts
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT asks for on every common file system
+FILE_ALIGNMENT, DEVICE_ALIGNMENT = 8, 16  # of tensors in a file, as a rule; and where products read them
 MAX_GAP_BYTES = 256 * 1024  # reading across a smaller hole is cheaper than a second read
 
 
@@ -37,9 +40,10 @@ class MadeLayer:
 
     values: tuple[Any, ...]
     writes: tuple[Callable[[], object], ...]
+    late_writes: tuple[LateWrites, ...] = ()  # of matrices that are written when they are multiplied by
 
     def write(self) -> None:
-        """To where they were, when the layer's bytes have come to the same slab again."""
+        """To where they were, when the layer's bytes have come to the same slab again; but what is written late."""
         for write in self.writes:
             write()
 
@@ -54,23 +58,55 @@ class LayerWeights:
     begins: dict[TensorPlace, int]  # offset of each tensor's first byte in the slab
     num_bytes: int  # room that the layer takes in a slab
 
-    def made(self, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory) -> MadeLayer:
-        """The values of the layer's parameters from a slab (uint8): views of it, or written to scratch memory."""
-        scratch.begin()
-        values = tuple(
-            slot.made([self.bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
-            for slot in self.slots
-        )
-        return MadeLayer(values, tuple(scratch.writes))
+    def made(self, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory, by_matrix: bool = False) -> MadeLayer:
+        """The values of the layer's parameters from a slab (uint8): views of it, or written to scratch memory.
+
+        With `by_matrix` those of linear layers share one room there, in which each is to be written when it is wanted.
+        """
+        late = self._late(dtype) if by_matrix else []
+        values, writes = dict[int, Any](), list[LateWrites]()
+        for index in late:
+            scratch.begin(is_late=True)
+            values[index] = self._value(index, slab, dtype, scratch)
+            writes.append(LateWrites(self.slots[index].module, tuple(scratch.writes)))
+        scratch.begin(self._late_bytes(late, dtype))
+        values |= {i: self._value(i, slab, dtype, scratch) for i in range(len(self.slots)) if i not in values}
+        return MadeLayer(tuple(values[i] for i in range(len(self.slots))), tuple(scratch.writes), tuple(writes))
+
+    def _value(self, index: int, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory) -> Any:
+        slot = self.slots[index]
+        return slot.made([self.bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
 
     def put(self, made: MadeLayer) -> None:
         """Gives the layer's parameters values that were made from its bytes."""
         for slot, value in zip(self.slots, made.values, strict=True):
             slot.put(value)
+        for late in made.late_writes:
+            late.put()
 
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """What `bind` takes of the scratch memory."""
-        return sum(slot.source.scratch_bytes(dtype) for slot in self.slots)
+    def scratch_bytes(self, dtype: torch.dtype, by_matrix: bool = False) -> int:
+        """What `made` takes of the scratch memory."""
+        late = self._late(dtype) if by_matrix else []
+        early = (slot.source.scratch_bytes(dtype) for i, slot in enumerate(self.slots) if i not in late)
+        return self._late_bytes(late, dtype) + sum(early)
+
+    def _late(self, dtype: torch.dtype) -> list[int]:
+        """Slots of matrices that can be written when they are multiplied by."""
+        return [i for i, slot in enumerate(self.slots) if slot.source.scratch_bytes(dtype) and can_wait(slot)]
+
+    def _late_bytes(self, late: Sequence[int], dtype: torch.dtype) -> int:
+        return max((self.slots[index].source.scratch_bytes(dtype) for index in late), default=0)
+
+    @property
+    def device_shift(self) -> int:
+        """How far behind a multiple of 16 the layer's bytes are to begin, so that most of its weights begin at one.
+
+        GPUs' products want operands there; safetensors promises 8.
+        """
+        at = Counter[int]()
+        for place, begin in self.begins.items():
+            at[begin % DEVICE_ALIGNMENT] += place.num_bytes
+        return FILE_ALIGNMENT if at[FILE_ALIGNMENT] > at[0] else 0
 
     def tensor_at(self, file: Path, offset: int) -> str:
         """Name of the tensor that stands at a byte of a file, for error messages."""
@@ -116,10 +152,14 @@ def sizes_of(layers: Collection[LayerExperts]) -> ExpertSizes:
 
 
 def sizes_apart(
-    layers: Sequence[LayerWeights], experts: Mapping[int, LayerExperts], dtype: torch.dtype, unpacking: int
+    layers: Sequence[LayerWeights],
+    experts: Mapping[int, LayerExperts],
+    dtype: torch.dtype,
+    unpacking: int,
+    by_matrix: bool = False,
 ) -> SeparateExperts:
     """Of layers without their experts, and of these; `unpacking` bytes of scratch memory are taken besides."""
-    scratch = max(layer.scratch_bytes(dtype) for layer in layers)
+    scratch = max(layer.scratch_bytes(dtype, by_matrix) for layer in layers)
     scratch += max(layer.scratch_bytes(dtype) for layer in experts.values())
     return SeparateExperts([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch + unpacking)
 

@@ -5,16 +5,13 @@ Work is queued, not awaited: the order within a lane is the order of the calls, 
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import threading
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from bough.model.cpu.huge_pages import large_pages
-
-logger = logging.getLogger(__name__)
+from target_worker.link.pinned_memory import PinnedMemory
 
 
 class Mark(Protocol):
@@ -44,12 +41,15 @@ class Lanes(Protocol):
     """What streaming asks of an accelerator."""
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether all of `host_memory` is pinned: copied from directly, without a stop in between."""
+    def unpinned_bytes(self) -> int:
+        """Of `host_memory` that is not pinned: not copied from directly, but with a stop in between."""
         ...
 
     def host_memory(self, num_bytes: int) -> memoryview:
-        """Page-aligned memory of the host, pinned where the system allows it; valid until `close`."""
+        """Page-aligned memory of the host, pinned where the system allows it; valid until `close`.
+
+        No copy may reach from one such piece into another.
+        """
         ...
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
@@ -78,30 +78,18 @@ class CudaLanes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.is_pinned = True
+        self._memory = PinnedMemory(device)
         self._copying = torch.cuda.Stream(device)
         self._lock = threading.Lock()  # between the marks of a copy there is nothing but it, whoever else queues
-        self._pinned: list[tuple[int, memoryview]] = []  # by address; kept, or another's memory could come to be there
+
+    @property
+    def unpinned_bytes(self) -> int:
+        """Of pieces of memory for which the system refused it."""
+        return self._memory.unpinned_bytes
 
     def host_memory(self, num_bytes: int) -> memoryview:
         """Pinned in one piece; without pinning, and with a warning, where the system refuses."""
-        memory = large_pages(num_bytes)  # pinning goes page by page
-        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        with torch.cuda.device(self.device):
-            error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-            if error == 0:
-                self._pinned.append((address, memory))
-                return memory
-            self.is_pinned = False
-            logger.warning(
-                "%.2f GB of host memory could not be pinned (CUDA error %d): copies to the GPU will be slower; "
-                "a smaller --host-memory, or --kv-memory with KV on the host, may help",
-                num_bytes / 1e9,
-                error,
-            )
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self.device)  # CUDA remembers the error for the next launch: let it be this one
-        return memory
+        return self._memory.take(num_bytes)
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         """From torch's allocator."""
@@ -131,10 +119,7 @@ class CudaLanes:
     def close(self) -> None:
         """Waits for both streams, then unpins."""
         torch.cuda.synchronize(self.device)
-        with torch.cuda.device(self.device):
-            for address, _ in self._pinned:
-                torch.cuda.cudart().cudaHostUnregister(address)
-        self._pinned.clear()
+        self._memory.close()
 
 
 def _event() -> torch.cuda.Event:
@@ -160,7 +145,7 @@ class Reached:
 class InlineLanes:
     """No accelerator: memory of the host stands for its own, and copies are made at once. For tests and dry runs."""
 
-    is_pinned = True
+    unpinned_bytes = 0
 
     def host_memory(self, num_bytes: int) -> memoryview:
         """Ordinary."""

@@ -10,6 +10,7 @@ import torch
 
 from bough.config.processes import TargetConfig
 from bough.model.sizes.memory_budget import budgets, device_budget, free_device_bytes, host_budget, require_way_through
+from bough.sizing.other_devices import OtherDevice, place_with
 from bough.sizing.placement import Fixed, Placement, SeparateExperts, gigabytes, place, place_with_expert_cache
 
 logger = logging.getLogger(__name__)
@@ -28,10 +29,12 @@ def choose_places(
     config: TargetConfig,
     device: torch.device,
     apart: SeparateExperts | None = None,
+    others: Sequence[OtherDevice] = (),
 ) -> Places:
     """A place for each layer, with its experts, or without where they find room of their own (`Fixed.experts`).
 
-    They do where not everything stays in memory; of an accelerator's own, if the host's has room for all of them.
+    They do where not everything stays in memory; of an accelerator's own, if the host's has room for all of them. Where
+    there are `others` that layers stay on, all layers are whole.
 
     Raises:
         ConfigError: naming the setting that leaves too little room, or that has no meaning on this device.
@@ -39,7 +42,9 @@ def choose_places(
     free, is_gpu = free_device_bytes(device), device.type != "cpu"
     device_bytes = device_budget(config, device)
     allowed = budgets(config, layer_bytes, device_bytes, host_budget(config, is_gpu))
-    if apart is not None and config.experts != "all":
+    if others:
+        placement = place_with(layer_bytes, fixed, allowed, others)
+    elif apart is not None and config.experts != "all":
         placement = place_with_expert_cache(layer_bytes, apart, fixed, allowed, is_gpu, config.experts == "chosen")
     else:
         placement = place(layer_bytes, fixed, allowed)

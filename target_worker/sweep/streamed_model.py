@@ -31,6 +31,7 @@ from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.compiled_layers import CompiledLayers, LayerAt
 from target_worker.sweep.tiers import Tiers
 from target_worker.sweep.warm_up import PassSeconds, compute_curve
+from target_worker.verification.logit_rows import best_tokens
 
 CPU = torch.device("cpu")
 NANO = 1e-9
@@ -61,18 +62,27 @@ class StreamedModel:
         self.device = device
         self._figures = tiers.figures()
         self._best_speed = BestSpeed(self._figures, SPEED_BYTES)
-        scratch_bytes = max(layer.scratch_bytes(skeleton.dtype) for layer in tiers.layers)
-        self._scratch = ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=device))
+        self._by_matrix = device.type != "cpu"  # there memory is short, and time is not
+        scratch_bytes = max(layer.scratch_bytes(skeleton.dtype, self._by_matrix) for layer in tiers.layers)
+        self._others = tuple(dict.fromkeys(tiers.elsewhere.values()))  # devices
+        self._scratch = {
+            where: ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=where))
+            for where in (device, *self._others)
+        }
+        self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # see `_on`
         self._made: dict[LayerAt, MadeLayer] = {}
         self._has_failed = False  # the last sweep
         self._held: torch.Tensor | None = None  # layer 0's slab, while that layer alone is computed again and again
         self._layer_seconds = 0.0  # that it took the last time
         self.num_layers_begun = 0  # since the start
+        self.best: torch.Tensor | None = None  # `best_tokens` of the last sweep, where logits are not the host's
         self._num_computed = len(tiers.layers)  # layers of a sweep, from the first on; rows pass by the others
         self._host_embeddings = embeddings_for_host(skeleton.model, device.type)
         for slots, where in zip(split_slots(skeleton, self._host_embeddings), (device, CPU), strict=True):
             bind_resident(skeleton, slots, where)
         move_buffers(skeleton.model, device)
+        for index, where in tiers.elsewhere.items():
+            move_buffers(skeleton.layers[index], where)
         if tiers.experts is not None:
             tiers.experts.bind(skeleton.dtype)
         for index, layer in enumerate(skeleton.layers):
@@ -80,7 +90,9 @@ class StreamedModel:
 
     @torch.inference_mode()
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
-        """(num_logit_rows, vocab_size) logits of the rows that want them, on the CPU, and where the time went.
+        """(num_logit_rows, vocab_size) logits of the rows that want them, and where the time went.
+
+        They are on the device, valid until the next sweep; of each row's largest `best` knows.
 
         Raises:
             StreamError: a layer could not be read, or a file was overwritten meanwhile; the ring has begun again and
@@ -116,7 +128,7 @@ class StreamedModel:
         num_layers = len(self.tiers.layers)
         try:
             logits = self._first_layers(slot, 1, min(WARM_LAYERS, num_layers))
-            require_numbers(logits[0].double().numpy(), 0)
+            require_numbers(logits[0].cpu().double().numpy(), 0)
             if self.tiers.experts is not None:  # which rows choose, not what pads them; and some take long to come
                 return SweepPrior(step=1, volume=self._expert_volume())
             self.tiers.restart()
@@ -157,7 +169,8 @@ class StreamedModel:
 
     def _logits(self, batch: Batch) -> torch.Tensor:
         with working_on(self.device), self._kv.sweep(batch) as batch:
-            batch.send()
+            batch.send(self._others)
+            self._moved.clear()
             output = self.skeleton.model(
                 **self._inputs(batch),
                 position_ids=batch.position_ids,
@@ -165,7 +178,8 @@ class StreamedModel:
                 logits_to_keep=batch.logit_rows,
                 batch=batch,
             )
-            logits: torch.Tensor = output.logits[0].cpu()  # of a GPU's sweep, the one place that waits for it
+            logits: torch.Tensor = output.logits[0]
+            self.best = None if self.device.type == "cpu" else best_tokens(logits)
             return logits
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -188,8 +202,11 @@ class StreamedModel:
             if index >= self._num_computed:
                 return hidden_states
             self.num_layers_begun += 1
+            where = self.tiers.elsewhere.get(index, self.device)
+            if self._others:
+                hidden_states, kwargs = hidden_states.to(where, non_blocking=True), self._on(where, kwargs)
             arrival = self.tiers.layer(index) if self._held is None else self._timed(self._held)
-            with arrival as slab, self._kv.layer(index):
+            with arrival as slab, self._kv.layer(index), working_on(where):
                 place = self._bind(index, slab)
                 if self._compiled is not None:
                     is_last, rotary = index + 1 == self._num_computed, kwargs["position_embeddings"]
@@ -199,9 +216,25 @@ class StreamedModel:
                     with with_rows(chunk.num_tokens):
                         rows = hidden_states[:, chunk.begin : chunk.end]
                         parts.append(forward(rows, chunk=chunk, **_narrow(kwargs, chunk, batch)))
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+                out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            return out.to(self.device, non_blocking=True) if index + 1 == self._num_computed else out
 
         return run
+
+    def _on(self, device: torch.device, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A layer's keyword arguments where it is computed. What is sent there is sent once in a sweep."""
+
+        def send(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(send, value))
+            if not isinstance(value, torch.Tensor) or value.device == device:
+                return value
+            kept = self._moved.get((id(value), device))  # which keeps the original: its id is nobody else's
+            if kept is None:
+                kept = self._moved[id(value), device] = (value, value.to(device, non_blocking=True))
+            return kept[1]
+
+        return {name: send(value) for name, value in kwargs.items()}
 
     @contextmanager
     def _timed(self, slab: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -226,7 +259,7 @@ class StreamedModel:
         layer, place = self.tiers.layers[index], (index, slab.data_ptr())
         made = self._made.get(place)
         if made is None:
-            made = layer.made(slab, self.skeleton.dtype, self._scratch)
+            made = layer.made(slab, self.skeleton.dtype, self._scratch[slab.device], self._by_matrix)
             if len(self._made) < MOST_MADE:
                 self._made[place] = made
         else:

@@ -17,6 +17,7 @@ from target_worker.scheduler.batching import Part
 from target_worker.scheduler.job import Job
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.scheduler.sweeper import Swept
+from target_worker.verification.logit_rows import LogitRows, RowReader
 from target_worker.verification.verdict import judge
 
 
@@ -27,7 +28,12 @@ class SweepModel(Protocol):
     device: torch.device
 
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
-        """(num_logit_rows, vocab_size) logits, and where the time went."""
+        """(num_logit_rows, vocab_size) logits where they were computed, until the next sweep; and where time went."""
+        ...
+
+    @property
+    def best(self) -> torch.Tensor | None:
+        """Of the last sweep's logits, as `best_tokens`, where they are not the host's."""
         ...
 
     def warm_up(self, slot: Slot) -> SweepPrior | None:
@@ -39,21 +45,27 @@ class StreamedSweeper:
     """Sweeps with a model and judges by its logits."""
 
     def __init__(self, model: SweepModel) -> None:
-        self._model = model
+        self._model, self._reader = model, RowReader()
         self.rows = model.rows
 
     def sweep(self, parts: Sequence[Part[Job]]) -> Swept:
         """One batch of all parts."""
         segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
         logits, figures = self._model.sweep(Batch(segments, self._model.rows, self._model.device))
-        trees = [part.job for part in parts if part.has_tree]
-        own = dict(zip(map(id, trees), torch.split(logits, [job.num_nodes for job in trees]), strict=True))
+        own = self._by_job([part.job for part in parts if part.has_tree], logits)
 
         def verdict_on(job: Job) -> Verdict:
             call, rows = replace(job.call, tree=job.tree), own[id(job)]
-            return judge(call, job.text.tokens, lambda path: rows[path[-1]].double().numpy())
+            return judge(call, job.text.tokens, rows.after, rows.best_after)
 
         return Swept(figures, verdict_on)
+
+    def _by_job(self, jobs: Sequence[Job], logits: torch.Tensor) -> dict[int, LogitRows]:
+        """Each job's rows, which follow one another, by its `id`."""
+        sizes, best = [job.num_nodes for job in jobs], self._model.best
+        own_best = torch.split(best, sizes) if best is not None else [None] * len(jobs)
+        pairs = zip(torch.split(logits, sizes), own_best, strict=True)
+        return {id(job): LogitRows(*pair, self._reader) for job, pair in zip(jobs, pairs, strict=True)}
 
     def warm_up(self, slot: Slot) -> SweepPrior | None:
         """Passes rows through the model for nobody."""

@@ -41,11 +41,13 @@ class Tiers:
         checksums: Mapping[str, int] | None = None,
         lanes: Lanes | None = None,
         experts: Mapping[int, LayerExperts] | None = None,
+        elsewhere: Mapping[int, torch.device] | None = None,
     ) -> None:
         """`checksums` (crc32 by tensor name) are compared when a layer is first seen; `lanes` are None on the CPU.
 
         `experts`, by layer, come into `placement.fixed.experts` bytes when rows choose them: from disk, and to an
-        accelerator with memory of its own from the host's, where all of them then stay.
+        accelerator with memory of its own from the host's, where all of them then stay. Layers `elsewhere` stay on
+        other accelerators than the rest.
         """
         self.layers = tuple(layers)
         self.placement = placement
@@ -74,10 +76,12 @@ class Tiers:
             if lanes is None:
                 arrivals = ExpertReads(experts, slab_bytes, num_slabs, num_threads, checksums or {}, self._traffic)
             else:
-                arrivals = ExpertCopies(self._host, numbers, slab_bytes, num_slabs, lanes, self._lane_traffic)
+                shifts = {expert: on_host[number].device_shift for expert, number in numbers.items()}
+                arrivals = ExpertCopies(self._host, numbers, shifts, slab_bytes, num_slabs, lanes, self._lane_traffic)
             self.experts = ExpertStore(experts, num_slabs, arrivals)
         self._resources = ExitStack()
-        self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8 on the device, where that has its own memory
+        self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8 on a device, where that has its own memory
+        self.elsewhere = dict(elsewhere or {})
         self._copies: DeviceRing | None = None
 
     @property
@@ -86,9 +90,9 @@ class Tiers:
         return self._host.is_direct and (self.experts is None or self.experts.is_direct)
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether the accelerator can copy the host's layers directly; so it can where there is none."""
-        return self._lanes is None or self._lanes.is_pinned
+    def unpinned_bytes(self) -> int:
+        """Of the host's layers, that an accelerator cannot copy directly."""
+        return 0 if self._lanes is None else self._lanes.unpinned_bytes
 
     def __enter__(self) -> Tiers:
         try:
@@ -100,7 +104,7 @@ class Tiers:
             self._host.fill()
             if self.experts is not None:
                 self._resources.enter_context(self.experts)
-            if self._lanes is not None and self.placement.num_slabs:
+            if self._lanes is not None and self.placement.streamed:
                 self._copies = self._resources.enter_context(self._device_ring(self._lanes))
         except BaseException:
             self._resources.close()
@@ -114,17 +118,22 @@ class Tiers:
 
     def _upload(self, lanes: Lanes) -> None:
         """Puts resident layers on the device, one by one through a slab that is not kept."""
-        resident = self.placement.layers(Tier.RESIDENT)
+        resident = (*self.placement.layers(Tier.RESIDENT), *self.placement.layers(Tier.ELSEWHERE))
         if resident:
             staging = Slab.over(large_pages(max(self.layers[index].num_bytes for index in resident)))
             for index in resident:
                 data = self._host.read(index, staging)
-                self._resident[index] = lanes.device_memory(len(data)).copy_(data)
+                shift = self.layers[index].device_shift
+                size, device = len(data) + shift, self.elsewhere.get(index)
+                memory = (
+                    lanes.device_memory(size) if device is None else torch.empty(size, dtype=torch.uint8, device=device)
+                )
+                self._resident[index] = memory[shift:].copy_(data)
 
     def _device_ring(self, lanes: Lanes) -> DeviceRing:
         streamed = [index for index in range(len(self.layers)) if index not in self._resident]
-        sizes = [self.layers[index].num_bytes for index in streamed]
-        return DeviceRing(streamed, sizes, self._host, lanes, self.placement.num_slabs, self._lane_traffic)
+        sizes, shifts = zip(*((self.layers[i].num_bytes, self.layers[i].device_shift) for i in streamed), strict=True)
+        return DeviceRing(streamed, sizes, self._host, lanes, self.placement.num_slabs, self._lane_traffic, shifts)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:

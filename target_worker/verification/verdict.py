@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bough.model.sampling.sampler import Row, adjusted, draw, draw_by, position_logprobs, probabilities, require_numbers
+from bough.model.sampling.sampler import (
+    Row,
+    adjusted,
+    draw,
+    draw_by,
+    position_logprobs,
+    probabilities,
+    require_number,
+    require_numbers,
+)
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import Verdict, VerifyCall
 from bough.protocol.prefix_hash import Tokens
@@ -14,11 +23,17 @@ from target_worker.verification.traversal import Traversal
 from target_worker.verification.verify import draws_at, law_given, walk
 
 
-def judge(call: VerifyCall, held: Tokens, logits_after: Callable[[Sequence[int]], Row]) -> Verdict:
+def judge(
+    call: VerifyCall,
+    held: Tokens,
+    logits_after: Callable[[Sequence[int]], Row],
+    best_after: Callable[[Sequence[int]], int | None] = lambda _: None,
+) -> Verdict:
     """The verdict on a tree; `held` are the tokens before the root.
 
     `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes. Few paths are ever asked for, by
-    Scheme.TRAVERSAL all that have something below them.
+    Scheme.TRAVERSAL all that have something below them. Where nothing but the largest logit matters, `best_after` is
+    asked first: its token, -1 where it is no number, None where that is not known.
     """
     tree, params, base = call.tree, call.sampling, call.context.base_length
     children, logprobs, prompt_length = tree.children(), [], call.context.prompt_length
@@ -39,7 +54,12 @@ def judge(call: VerifyCall, held: Tokens, logits_after: Callable[[Sequence[int]]
     law = laws_of(tree, call.scheme, target_probs)
 
     def next_token(path: Sequence[int]) -> int:
-        raw, position = logits_after(path), base + len(path)
+        position = base + len(path)
+        best = best_after(path) if call.scheme is Scheme.TARGET and params.is_plain_greedy else None
+        if best is not None:
+            require_number(best >= 0, position)
+            return best
+        raw = logits_after(path)
         row = row_after(path, raw)
         if call.scheme is Scheme.TARGET or not children[path[-1]]:
             token = draw(row, params, position)

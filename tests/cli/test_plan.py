@@ -25,7 +25,8 @@ from bough.model.loading.loading import DTYPES, build_skeleton
 from bough.model.packing.pack import pack
 from bough.model.sizes.hardware_probe import STAND_IN_BYTES, Read, best_rate, disk_speed
 from bough.model.sizes.memory_budget import resident_bytes
-from bough.model.sizes.model_sizes import Packing, find_config, model_shapes
+from bough.model.sizes.model_sizes import find_config, model_shapes
+from bough.model.sizes.stored_format import Packing
 from bough.sizing.cost_model import Speed, Speeds, SweepModel, purchases, rate, sweep_model
 from bough.sizing.flops import ExpertWork, Work
 from bough.sizing.placement import Budgets, Fixed, Placement, Tier, place

@@ -200,8 +200,8 @@ def test_bits_of_a_drafts_products(flags: list[str], bits: str) -> None:
     draft = settings_from(argument_parser().parse_args(["up", *flags])).draft
     assert draft is not None
     assert draft.bits == bits
-    with pytest.raises(ConfigError, match=r"--bits: must be .*16, got '4'"):
-        parse(DraftConfig, "draft_worker", [*to_flags(draft), "--bits", "4"], {})
+    with pytest.raises(ConfigError, match=r"--bits: must be .*16, got '5'"):
+        parse(DraftConfig, "draft_worker", [*to_flags(draft), "--bits", "5"], {})
 
 
 def test_a_port_that_is_none_is_refused_before_anything_starts() -> None:

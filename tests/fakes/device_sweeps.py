@@ -12,6 +12,7 @@ import torch
 
 from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.split_layers import split_memory
 from bough.trees.tree import Tree
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.models import CPU, streamed
@@ -30,6 +31,7 @@ class Where:
     host_layers: int = 2
     kv_on_host: bool = False
     expert_slabs: int = 0
+    elsewhere: tuple[int, ...] = ()  # layers that a second device has
     chance: float = ALWAYS
     seed: int = 0
 
@@ -41,7 +43,17 @@ def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16
     host = 99 if where.expert_slabs else where.host_layers
     staged = NUM_ROWS if where.kv_on_host else 0
     with streamed(
-        folder, dtype, rows, where.max_resident, lanes, host, staged, where.expert_slabs, device(), kv_lanes
+        folder,
+        dtype,
+        rows,
+        where.max_resident,
+        lanes,
+        host,
+        staged,
+        where.expert_slabs,
+        device(),
+        kv_lanes,
+        dict.fromkeys(where.elsewhere, device(1)),
     ) as model:
         layer = model.tiers.layer
 
@@ -64,11 +76,12 @@ def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16
 def three_sweeps(model: StreamedModel, kv: torch.device, counting: bool = False) -> torch.Tensor:
     """Logits of a tree beside another session's root, and of what follows when a path of it is committed."""
     shape = model.skeleton.kv_shape()
-    arena = KVArena(shape, shape.empty(NUM_ROWS, kv))
+    arena = KVArena(shape, split_memory(shape, NUM_ROWS, kv, model.tiers.elsewhere))
     first, second = arena.take(NUM_ROWS // 2), arena.take(NUM_ROWS // 2)
 
     def sweep(*segments: Segment) -> torch.Tensor:
-        return model.sweep(Batch(segments, model.rows, model.device))[0]
+        logits = model.sweep(Batch(segments, model.rows, model.device))[0]
+        return logits if counting else logits.cpu()
 
     sweep(Segment.context(first, 0, [5, 6, 7, 8]), Segment.tree(second, 0, Tree.root(3)))
     first.compact(range(4), [5, 6, 7, 8])

@@ -42,7 +42,7 @@ class Work(NamedTuple):
 class FakeLanes:
     """A thread takes pieces of work from one lane or the other by chance; a copy is two pieces, half the bytes each."""
 
-    is_pinned = True
+    unpinned_bytes = 0
 
     def __init__(self, seed: int) -> None:
         self._choice = random.Random(seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.pack_manifest import read_checksums
 from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.loading import build_skeleton
-from bough.sizing.placement import Budgets, Fixed, place
+from bough.sizing.placement import Budgets, Fixed, Tier, place
 from bough.trees.tree import Tree
 from target_worker.kv.kv_offload import KVStage
 from target_worker.link.layer_extents import LayerExperts, LayerWeights, plan_apart, plan_layer, sizes_of
@@ -37,12 +37,13 @@ def streamed(
     expert_slabs: int = 0,
     device: torch.device = CPU,
     kv_lanes: Lanes | None = None,
+    elsewhere: Mapping[int, torch.device] | None = None,
 ) -> Iterator[StreamedModel]:
     """A model whose layers stream through two slabs, but for `max_resident` of them.
 
     With `lanes` there is a `device` with memory of its own, and in the host's room for `host_layers`. With
     `staged_rows` keys and values of so many come to it with their layer. With `expert_slabs` experts are read when they
-    are chosen.
+    are chosen. Layers `elsewhere` stay on other devices.
     """
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)
     layers: Sequence[LayerWeights] = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
@@ -56,7 +57,10 @@ def streamed(
     if experts:
         room = expert_slabs * sizes_of(experts.values()).slab_bytes
         placement = replace(placement, fixed=replace(placement.fixed, experts=room))
-    with Tiers(layers, placement, 2, read_checksums(folder), lanes, experts) as tiers:
+    if elsewhere:
+        tiers_of = [Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers)]
+        placement = replace(placement, tiers=tuple(tiers_of))
+    with Tiers(layers, placement, 2, read_checksums(folder), lanes, experts, elsewhere) as tiers:
         kv = KVStage(skeleton.kv_shape(), staged_rows, kv_lanes or InlineLanes()) if staged_rows else None
         yield StreamedModel(skeleton, tiers, rows, device, kv)
 

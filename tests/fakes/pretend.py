@@ -43,6 +43,7 @@ class Notes:
     stops: list[str] = field(default_factory=list)  # the host waited for the device
     sends: list[str] = field(default_factory=list)  # copies to the device outside its copying lane: it waits as well
     inside: list[str] = field(default_factory=list)  # of these two, within a layer
+    crossings: list[str] = field(default_factory=list)  # copies from one device to another
     is_in_layer: bool = False
     is_capturing: bool = False
     order: Order = field(default_factory=Order)
@@ -54,7 +55,7 @@ class Notes:
     def clear(self) -> None:
         """Forgets what has happened, but not in which order."""
         self.launches.clear()
-        for notes in (self.stops, self.sends, self.inside):
+        for notes in (self.stops, self.sends, self.inside, self.crossings):
             notes.clear()
 
     def stop(self, what: str) -> None:
@@ -83,7 +84,7 @@ class Pretended(torch.Tensor):
     raw: torch.Tensor
 
     @staticmethod
-    def __new__(cls, raw: torch.Tensor) -> Pretended:
+    def __new__(cls, raw: torch.Tensor, index: int = 0) -> Pretended:
         with torch.inference_mode(False):
             made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls,
@@ -91,7 +92,7 @@ class Pretended(torch.Tensor):
                 strides=raw.stride(),
                 storage_offset=raw.storage_offset(),
                 dtype=raw.dtype,
-                device=device(),
+                device=device(index),
             )
         made.raw = raw
         return made  # type: ignore[no-any-return]
@@ -106,7 +107,7 @@ class Pretended(torch.Tensor):
         return self.raw.is_contiguous(*args, **kwargs)
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy")
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy")
 
     def tolist(self) -> Any:
         notes.stop("tolist")
@@ -118,10 +119,15 @@ class Pretended(torch.Tensor):
 
 
 @cache
-def device() -> torch.device:
-    """Registered when it is first wanted; a process has it from then on."""
+def _register() -> None:
+    """A process has it from then on."""
     _setup_privateuseone_for_python_backend(NAME)
-    return torch.device(NAME, 0)
+
+
+def device(index: int = 0) -> torch.device:
+    """One of as many as are wanted: there is none before it is asked for."""
+    _register()
+    return torch.device(NAME, index)
 
 
 def raw(value: Any) -> Any:
@@ -154,7 +160,7 @@ def _copied(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     source = args[1] if name == "copy_" else args[0]
     where = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
     if source.device.type == where.type:
-        return None
+        return None if where.index in (None, source.device.index) else _crossed(func, name, args, kwargs, where)
     notes.order.computes([raw(source)], [raw(args[0])] if name == "copy_" else [])
     (notes.stop if where.type == "cpu" else notes.send)(f"{name} {tuple(source.shape)}")
     if name == "copy_":
@@ -162,10 +168,25 @@ def _copied(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
         return args[0]
     made = func(raw(source), **{key: value for key, value in kwargs.items() if key != "device"})
     made = made.clone() if made.data_ptr() == raw(source).data_ptr() else made
-    return made if where.type == "cpu" else Pretended(made)
+    return made if where.type == "cpu" else Pretended(made, where.index or 0)
+
+
+def _crossed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], where: torch.device) -> Any:
+    """What copies from one device to another: both wait for it, and nobody else."""
+    source = args[1] if name == "copy_" else args[0]
+    notes.crossings.append(f"{name} {tuple(source.shape)} to {where}")
+    notes.order.computes([raw(source)], [raw(args[0])] if name == "copy_" else [])
+    if name == "copy_":
+        raw(args[0]).copy_(raw(source))
+        return args[0]
+    return Pretended(
+        func(raw(source), **{key: value for key, value in kwargs.items() if key != "device"}).clone(), where.index
+    )
 
 
 def _refuse_mixing(func: Any, name: str, mine: list[Pretended], others: list[torch.Tensor]) -> None:
+    if len({x.device for x in mine if x.dim()}) > 1:
+        raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found two of {NAME}")
     if not mine or not others:
         return
     if name in {"index", "index_put_"}:  # which take their numbers from either memory
@@ -179,8 +200,9 @@ def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], makes_min
     if name in ASKING:
         notes.stop(name)
     raws = {key: raw(value) for key, value in kwargs.items()}
+    index = next((x.device.index for x in tree_leaves((args, kwargs)) if isinstance(x, Pretended)), 0)
     if makes_mine:
-        raws["device"] = torch.device("cpu")
+        index, raws["device"] = torch.device(kwargs["device"]).index or 0, torch.device("cpu")
     out = func(*tree_map(raw, args), **tree_map(raw, raws))
     written = _written(func, args, kwargs)
     if name not in VIEWING | MAKING:
@@ -191,7 +213,11 @@ def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], makes_min
         out.flatten().view(torch.uint8).fill_(UNWRITTEN)
     if written and isinstance(out, torch.Tensor):
         return written[0]
-    return tree_map(lambda x: Pretended(x) if isinstance(x, torch.Tensor) and not isinstance(x, Pretended) else x, out)
+
+    def wrapped(x: Any) -> Any:
+        return Pretended(x, index) if isinstance(x, torch.Tensor) and not isinstance(x, Pretended) else x
+
+    return tree_map(wrapped, out)
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
@@ -214,8 +240,8 @@ class _Sending(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.tensor and str(kwargs.get("device", "cpu")).startswith(NAME):
-            del kwargs["device"]
-            return torch.tensor(*args, **kwargs).to(device())
+            where = kwargs.pop("device")
+            return torch.tensor(*args, **kwargs).to(where)
         return func(*args, **kwargs)
 
 
@@ -225,10 +251,11 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     def launch(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         assert all(isinstance(x, Pretended) for x in tensors), "a kernel takes what is on the device"
+        assert len({x.device for x in tensors}) == 1, "and on one"
         notes.launches[function.__name__] += 1
         out = function(*tree_map(raw, args), **tree_map(raw, kwargs))
         notes.order.computes([raw(x) for x in tensors], [raw(tensors[-1])] if out is None else [])
-        return Pretended(out) if isinstance(out, torch.Tensor) else out
+        return Pretended(out, tensors[0].device.index) if isinstance(out, torch.Tensor) else out
 
     return launch
 

@@ -52,7 +52,7 @@ class PretendedLanes:
 
     def __init__(self, chance: float = ALWAYS, seed: int = 0) -> None:
         """With `chance` a copy runs when another is queued, and what nobody waited for is not made before."""
-        self.is_pinned = True
+        self.unpinned_bytes = 0
         self._lane, self._chance, self._choice = f"copies {next(_numbers)}", chance, random.Random(seed)
         self._queue: deque[tuple[Callable[[], object], PretendedMark]] = deque()
         self._lock = threading.RLock()

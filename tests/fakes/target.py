@@ -38,6 +38,7 @@ class FakeModel:
     """
 
     device = CPU
+    best: torch.Tensor | None = None
 
     def __init__(self, rows: RowCounts = ROWS, figures: SweepFigures = FIGURES) -> None:
         self.rows = rows

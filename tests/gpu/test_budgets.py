@@ -14,7 +14,8 @@ from tests.fakes.pretend import Notes, device, notes, pretending
 from tests.model.test_reproducible import FAMILIES
 
 DENSE_LAUNCHES = 57  # of a layer of a Llama and a chunk of rows, in 16 bits, with its share of what is around layers
-MOST_SENDS = 8  # tokens, positions, paths, and which rows are wanted, before the first layer
+LOGITS_LAUNCHES = 8  # of a sweep, for each row's largest logit
+MOST_SENDS = 9  # tokens, positions, paths, and which rows are wanted, before the first layer
 
 
 def counted(folder: Path, where: Where, rows: int, kv: torch.device) -> tuple[Notes, int]:
@@ -36,7 +37,7 @@ def test_a_dense_sweep_waits_once_and_sends_nothing_within_a_layer(kv_on_host: b
 
 def test_a_layer_is_launched_in_few_pieces(tiny: Path) -> None:
     seen, num_layers = counted(tiny, Where(), 64, device())
-    assert sum(seen.launches.values()) <= num_layers * DENSE_LAUNCHES, seen.launches
+    assert sum(seen.launches.values()) <= num_layers * DENSE_LAUNCHES + LOGITS_LAUNCHES, seen.launches
 
 
 def test_a_packed_layer_costs_a_launch_more_for_each_matrix(tiny: Path, tmp_path: Path) -> None:

@@ -8,14 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.config.processes import DraftConfig, parse
+from bough.errors import ConfigError
 from bough.model.batch.batch import Batch
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import build_skeleton
+from bough.model.packing.pack import pack
 from bough.model.running.cuda_graphs import Captured
 from bough.model.running.runner import ResidentModel
+from bough.model.sizes.draft_needs import draft_needs
+from draft_worker.model.sources import with_weights
 from tests.conftest import save_model
 from tests.fakes.models import CPU
 from tests.fakes.pretend import device, notes, pretending
+from tests.gpu.test_whole_sweeps import in_words
 from tests.model.test_graphs import batch_of, run_again, slots_in
 from tests.model.test_reproducible import FAMILIES
 
@@ -31,9 +37,10 @@ def captured(act: Callable[[], torch.Tensor]) -> Captured:
         notes.is_capturing = False
 
 
-def logits_of(folder: Path, where: torch.device, has_graphs: bool) -> list[torch.Tensor]:
+def logits_of(folder: Path, where: torch.device, has_graphs: bool, stays_packed: bool = False) -> list[torch.Tensor]:
     """Of a few batches of two sessions."""
-    model = ResidentModel(build_skeleton(Checkpoint.open(folder), torch.float32), where)
+    skeleton = build_skeleton(Checkpoint.open(folder), torch.float32)
+    model = ResidentModel(skeleton, where, stays_packed=stays_packed)
     memory = model.skeleton.kv_shape().empty(300, where)
     slots = slots_in(model, memory)
     model.warm_up(memory, captured if has_graphs else None)
@@ -60,3 +67,37 @@ def test_steps_are_captured_and_right(family: str, tmp_path: Path) -> None:
         found = logits_of(folder, device(), has_graphs=True)
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["bough", "gptq", "awq"])
+def test_a_packed_draft_stays_packed_and_says_the_same(method: str, tiny: Path, tmp_path: Path) -> None:
+    """Its matrices take a fifth of the room, and the largest is there once more, written out."""
+    folder = tmp_path / method
+    if method == "bough":
+        pack(str(tiny), 4, folder)
+    else:
+        in_words(folder, method, True, tiny)
+    wanted = logits_of(folder, CPU, has_graphs=False)
+    with pretending():
+        written, packed = (logits_of(folder, device(), True, stays_packed) for stays_packed in (False, True))
+    for mine, same, theirs in zip(packed, written, wanted, strict=True):
+        assert torch.equal(mine, same)
+        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
+
+
+def test_few_bits_are_refused_where_they_cannot_be(tiny: Path, tmp_path: Path) -> None:
+    pack(str(tiny), 4, tmp_path / "packed")
+    packed, plain = (build_skeleton(Checkpoint.open(f), torch.bfloat16) for f in (tmp_path / "packed", tiny))
+    with pytest.raises(ConfigError, match=r"^--bits: value was 4; must be auto, 8 or 16 on the CPU$"):
+        with_weights(packed, CPU, "4")
+    with pytest.raises(
+        ConfigError, match=r"^--bits: value was 4; must be auto or 16 for .*, which is not packed: `bough"
+    ):
+        with_weights(plain, torch.device("cuda", 0), "4")
+
+
+def test_what_bough_up_reckons_with_is_what_it_takes(tiny: Path, tmp_path: Path) -> None:
+    pack(str(tiny), 4, tmp_path / "packed")
+    flags = "--model", str(tmp_path / "packed")
+    few, many = (draft_needs(parse(DraftConfig, "t", [*flags, "--bits", bits], {})).weights for bits in ("4", "16"))
+    assert few < 0.7 * many

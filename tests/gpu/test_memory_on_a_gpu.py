@@ -10,13 +10,15 @@ import torch
 from transformers import LlamaConfig
 
 from bough.config.processes import TargetConfig, parse
+from bough.errors import ConfigError
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.loading.default_settings import GPU_ROWS, chosen_dtype, conversion, settled
 from bough.model.loading.loading import build_skeleton
 from bough.model.running.host_embeddings import embeddings_for_host, host_bytes
 from bough.model.sizes import memory_budget
-from bough.model.sizes.memory_budget import budgets, device_budget, with_kv_memory
+from bough.model.sizes.memory_budget import budgets, device_budget, other_devices, with_kv_memory
 from bough.model.sizes.model_sizes import model_shapes
+from bough.sizing.other_devices import place_with
 from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place
 from tests.conftest import TINY, save_model
 from tests.fakes.device_sweeps import Where, on_cpu, on_device
@@ -50,16 +52,45 @@ def placed(monkeypatch: pytest.MonkeyPatch, config: LlamaConfig, *flags: str) ->
     shapes = model_shapes(config, Path(), settings.dtype, 0, settings.rows, "cuda")
     device, host = device_budget(settings, GPU), memory_budget.host_budget(settings, is_gpu=True)
     settings = with_kv_memory(settings, shapes.kv, 8192, device, host)
-    return place(shapes.layer_bytes, shapes.fixed(settings, True), budgets(settings, shapes.layer_bytes, device, host))
+    others = other_devices(settings, config, shapes.kv, shapes.scratch_bytes, "cuda:0", 2)
+    allowed = budgets(settings, shapes.layer_bytes, device, host)
+    return place_with(shapes.layer_bytes, shapes.fixed(settings, True), allowed, others)
 
 
 def test_a_card_of_24_gb_keeps_34_layers_of_a_70b_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 0.8 of the memory and embeddings there it kept 18."""
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
-    placement = placed(monkeypatch, llama_70b(dtype="float16", quantization_config=awq))
+    placement = placed(monkeypatch, llama_70b(dtype="float16", quantization_config=AWQ))
     assert len(placement.layers(Tier.RESIDENT)) >= 34
     assert placement.device_bytes <= 0.95 * (CARD - CONTEXT)
     assert placement.fixed.host_embeddings == 2 * 8192 * 128256
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+
+
+def test_of_what_is_unpacked_one_matrix_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer in 16 bits is 1.7 GB, as many as three or four in 4 bits."""
+    placement = placed(monkeypatch, llama_70b(dtype="float16", quantization_config=AWQ))
+    assert placement.fixed.scratch == 2 * 8192 * 28672
+    assert len(placement.layers(Tier.RESIDENT)) >= 38
+
+
+@pytest.mark.parametrize("num_sessions", [1, 2, 4])
+def test_kv_is_told_by_sessions(num_sessions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which each takes layers from the card, by what its tokens take."""
+    config = llama_70b(dtype="float16", quantization_config=AWQ)
+    flags = "--max-context", "8000", "--max-nodes", "192"
+    placement = placed(monkeypatch, config, *flags, "--kv-sessions", str(num_sessions))
+    assert placement.fixed.kv == num_sessions * 8192 * 320 * 1024
+    assert len(placement.layers(Tier.RESIDENT)) >= 42 - 7 * num_sessions
+
+
+def test_kv_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--kv-sessions", "2", "--kv-memory", "4GB"
+    with pytest.raises(
+        ConfigError, match=r"^--kv-sessions: value was 2; must not be given beside --kv-memory \(4.00 GB"
+    ):
+        placed(monkeypatch, llama_70b(), *flags)
 
 
 def test_the_ring_to_the_host_leaves_its_memory_to_layers() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from bough.model.loading.late_writes import can_wait
 from bough.model.packing.pack import pack
+from target_worker.link.layer_extents import LayerWeights
 from tests.conftest import save_model
-from tests.fakes.device_sweeps import Where, on_cpu, on_device
+from tests.fakes.device_sweeps import Where, on_cpu, on_device, on_the_device, three_sweeps
+from tests.fakes.pretend import device, pretending
 from tests.fakes.pretend_lanes import ALWAYS, NEVER
 from tests.model.test_packed import awq, gptq, rewrite, tensors_of
 from tests.model.test_reproducible import FAMILIES
@@ -44,6 +48,9 @@ PLACES = {
     "all stay in the host's memory": Where(max_resident=0, host_layers=4),
     "all stay on the device": Where(max_resident=4),
     "keys and values are the host's": Where(kv_on_host=True),
+    "a second device has the last two": Where(max_resident=1, elsewhere=(2, 3)),
+    "a second device has one between others": Where(max_resident=0, elsewhere=(1,)),
+    "a second device has all": Where(max_resident=0, elsewhere=(0, 1, 2, 3)),
 }
 
 
@@ -53,7 +60,7 @@ def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(name: s
     where = PLACES[name]
     wanted = on_device(tiny, Where(), torch.bfloat16)
     for chance, seed in ((ALWAYS, 0), (NEVER, 0), (0.6, 1)):
-        again = Where(where.max_resident, where.host_layers, where.kv_on_host, 0, chance, seed)
+        again = replace(where, chance=chance, seed=seed)
         assert torch.equal(on_device(tiny, again, torch.bfloat16), wanted), (chance, seed)
 
 
@@ -82,3 +89,23 @@ def test_bough_s_own_packing(bits: int, tiny: Path, tmp_path: Path) -> None:
 def test_packings_of_others(method: str, is_ordered: bool, tiny: Path, tmp_path: Path) -> None:
     folder = in_words(tmp_path / method, method, is_ordered, tiny)
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_matrices_written_one_by_one_are_those_of_a_layer_at_once(
+    is_late: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In room for the largest of them, over several chunks of rows."""
+    pack(str(tiny), 4, tmp_path / "packed")
+    wanted = on_device(tmp_path / "packed", Where(), torch.bfloat16)
+    if not is_late:
+        monkeypatch.setattr(LayerWeights, "_late", lambda *_: [])
+    with pretending(), on_the_device(tmp_path / "packed", Where(), torch.bfloat16) as model:
+        slots = model.tiers.layers[0].slots
+        late, early = (
+            [slot.source.scratch_bytes(torch.bfloat16) for slot in slots if can_wait(slot) is waits]
+            for waits in (True, False)
+        )
+        wanted_bytes = (max(late) if is_late else sum(late)) + sum(early)
+        assert len(model._scratch[device()]._memory) == wanted_bytes
+        assert torch.equal(three_sweeps(model, device()).float(), wanted)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from bough.model.packing.pack import pack
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from target_worker.link.device_ring import DeviceRing
-from target_worker.link.streams import CudaLanes, InlineLanes
+from target_worker.link.streams import InlineLanes
 from tests.conftest import TINY, save_model
 from tests.fakes.lanes import FakeLanes
 from tests.fakes.models import new_slot, plain_logits, streamed
@@ -161,28 +160,6 @@ def test_three_tiers_give_the_bits_that_two_give(
         for mine, theirs in zip(plain_logits(model, tokens), wanted, strict=True):
             assert torch.equal(mine, theirs)
         assert model.tiers.figures().num_bytes >= len(tokens) * placement.link_bytes
-
-
-def unlaunched(*_: object, **__: object) -> None:
-    raise RuntimeError("CUDA error: that of the pinning")
-
-
-def test_where_pinning_is_refused_memory_serves_that_is_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked = []
-    cudart = SimpleNamespace(cudaHostRegister=lambda address, size, _: asked.append((address, size)) or len(asked) - 1)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch, "zeros", unlaunched)
-    lanes = CudaLanes(torch.device("cuda", 0))
-    for is_pinned in (True, False):
-        memory = lanes.host_memory(8192)
-        memory[0], memory[-1] = 1, 2
-        assert asked[-1][0] % 4096 == 0
-        assert (len(memory), lanes.is_pinned) == (8192, is_pinned)
-    assert "0.00 GB of host memory could not be pinned (CUDA error 1)" in caplog.text
 
 
 class Recorded(TorchDispatchMode):

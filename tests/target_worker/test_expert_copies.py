@@ -53,7 +53,8 @@ class Rounds:
         size = sizes_of(layers.values()).slab_bytes
         self.numbers, _ = numbered(layers, 100)
         self.traffic = LaneTraffic()
-        self.copies = ExpertCopies(FakeHost(size), self.numbers, size, num_slabs, lanes, self.traffic)
+        shifts = {expert: 8 * (number % 2) for expert, number in self.numbers.items()}
+        self.copies = ExpertCopies(FakeHost(size), self.numbers, shifts, size, num_slabs, lanes, self.traffic)
         self.store = ExpertStore(layers, num_slabs, self.copies)
         self.ring = DeviceRing(range(len(layers)), [size] * len(layers), FakeHost(size), lanes, num_slabs=2)
         self.right: list[bool] = []

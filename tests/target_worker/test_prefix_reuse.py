@@ -144,6 +144,8 @@ def test_a_call_knows_what_it_computed_over_several_sweeps(model: FakeModel, eng
 class Recording:
     """A real model that remembers its logits."""
 
+    best = None
+
     def __init__(self, model: StreamedModel) -> None:
         self.rows, self.device, self._model = model.rows, model.device, model
         self.logits: list[torch.Tensor] = []

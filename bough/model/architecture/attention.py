@@ -106,7 +106,7 @@ def _attend_on_paths(
     chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
 ) -> torch.Tensor:
     """All rows of a chunk at once, over paths: on an accelerator, and on the CPU for a chunk that has no pieces."""
-    paths, (held_keys, held_values) = chunk.paths, chunk.memory(layer)
+    paths, (held_keys, held_values) = chunk.paths_on(queries.device), chunk.memory(layer)
     num_rows = len(paths.rows)
     held_keys.index_copy_(0, paths.rows, keys[:num_rows])
     held_values.index_copy_(0, paths.rows, values[:num_rows])

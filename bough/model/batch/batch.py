@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -57,6 +57,18 @@ class Chunk:
         """The pieces for an accelerator, in rows of `memory`."""
         return self.path_arrays().on(self.device)
 
+    def paths_on(self, device: torch.device) -> Paths:
+        """The same on any accelerator that has layers; sent there once."""
+        if device == self.device:
+            return self.paths
+        if device not in self._paths_elsewhere:
+            self._paths_elsewhere[device] = self.path_arrays().on(device)
+        return self._paths_elsewhere[device]
+
+    @cached_property
+    def _paths_elsewhere(self) -> dict[torch.device, Paths]:
+        return {}
+
     def path_arrays(self) -> PathArrays:
         """The same, not yet there."""
         return PathArrays.of(self.pieces, self.begins)
@@ -93,11 +105,11 @@ class Batch:
         begins = range(0, self.num_rows, counts.most)
         self.chunks = tuple(self._chunk(begin, min(begin + counts.most, self.num_rows)) for begin in begins)
 
-    def send(self) -> None:
-        """Puts what attention wants on an accelerator, before anything is queued there that this would wait for."""
-        if self._device.type != "cpu":
+    def send(self, elsewhere: Collection[torch.device] = ()) -> None:
+        """Puts what attention wants on accelerators, before anything is queued there that this would wait for."""
+        for device in (self._device, *elsewhere) if self._device.type != "cpu" else elsewhere:
             for chunk in self.chunks:
-                _ = chunk.paths
+                chunk.paths_on(device)
 
     def seen_as(self, chunks: Sequence[Chunk]) -> Batch:
         """The same rows in other chunks, one for each of its own: where keys and values are somewhere else."""

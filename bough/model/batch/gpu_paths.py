@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 IntArray = NDArray[np.int32]
+TILE_ROWS = 16  # of one slot, that may attend together
 
 
 class Paths(NamedTuple):
@@ -27,6 +28,7 @@ class Paths(NamedTuple):
     bases: torch.Tensor  # (num_rows,) int32
     lengths: torch.Tensor  # (num_rows,) int32: keys on each row's path
     tails: torch.Tensor  # (num_rows, width) int32: [i, j] is for position bases[i] + j; beyond the path anything
+    tiles: torch.Tensor  # (num_tiles, 2) int32: first row and end of rows of one piece, TILE_ROWS of them at most
 
 
 class PathArrays(NamedTuple):
@@ -37,6 +39,7 @@ class PathArrays(NamedTuple):
     bases: IntArray
     lengths: IntArray
     tails: IntArray
+    tiles: IntArray
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], begins: Sequence[int]) -> PathArrays:
@@ -54,9 +57,21 @@ class PathArrays(NamedTuple):
             np.repeat(np.array([piece.base for piece in pieces], np.int32), sizes),
             np.concatenate([piece.lengths for piece in pieces]),
             tails,
+            _tiles(sizes),
         )
 
     def on(self, device: torch.device) -> Paths:
         """As attention takes them."""
         rows, *others = (torch.from_numpy(array).to(device) for array in self)
         return Paths(rows.long(), *others)
+
+
+def _tiles(sizes: Sequence[int]) -> IntArray:
+    """Of pieces that follow one another from row 0."""
+    ends = np.cumsum(sizes)
+    pairs = [
+        (row, min(row + TILE_ROWS, end))
+        for begin, end in zip(ends - sizes, ends, strict=True)
+        for row in range(begin, end, TILE_ROWS)
+    ]
+    return np.array(pairs, np.int32)

@@ -63,12 +63,12 @@ class ReusedMemory:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory  # (num_bytes,) uint8
-        self._used = 0
+        self._used, self._is_late = 0, False
         self.writes: list[Callable[[], object]] = []  # since the beginning, in order
 
-    def begin(self) -> None:
-        """Gives everything back."""
-        self._used, self.writes = 0, []
+    def begin(self, at: int = 0, is_late: bool = False) -> None:
+        """Gives everything back but what is before a byte. What is late is not written when it is made."""
+        self._used, self._is_late, self.writes = at, is_late, []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor."""
@@ -77,8 +77,9 @@ class ReusedMemory:
         return self._memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def write(self, how: Callable[[], object]) -> None:
-        """And keeps it in `writes`."""
-        how()
+        """Unless it is late; and keeps it in `writes`."""
+        if not self._is_late:
+            how()
         self.writes.append(how)
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 ROWS = (1, 8, 16, 32, 64, 128)  # of a step; others are padded to the next
 TAIL_WIDTH = 32  # levels of a tree that are told apart from what is committed
-NUM_COLUMNS = 6  # of a row's inputs beside its tail
+NUM_COLUMNS = 6  # of a row's inputs beside its tail and a tile: at most every row is one
 NUM_WARM_UPS = 2  # runs before a capture: what is made once must not be captured
 
 
@@ -50,6 +50,7 @@ class GraphedSteps:
         self._steps: dict[int, Captured] = {}
         for num, inputs in reversed(self._inputs.items()):  # what is shared is as large as the largest wants it
             inputs[5 * num : NUM_COLUMNS * num] = 1  # every row is a root in the first row: its path has one key
+            inputs[NUM_COLUMNS * num : (NUM_COLUMNS + 2) * num].view(num, 2)[:, 1] = 1  # and all tiles have that row
             self._steps[num] = capture(lambda num=num: self._run(num))  # type: ignore[misc]
 
     def has(self, batch: Batch) -> bool:
@@ -69,10 +70,11 @@ class GraphedSteps:
 
     def _run(self, num_rows: int) -> torch.Tensor:
         """What is captured, on the inputs of so many rows."""
-        inputs, num_columns = self._inputs[num_rows], NUM_COLUMNS * num_rows
-        columns, tails = inputs[:num_columns].view(NUM_COLUMNS, num_rows), inputs[num_columns:]
+        inputs, sizes = self._inputs[num_rows], (NUM_COLUMNS * num_rows, 2 * num_rows, TAIL_WIDTH * num_rows)
+        columns, tiles, tails = torch.split(inputs, list(sizes))
+        columns = columns.view(NUM_COLUMNS, num_rows)
         tokens, positions, rows, origins, bases, lengths = columns
-        paths = Paths(rows.long(), origins, bases, lengths, tails.view(num_rows, TAIL_WIDTH))
+        paths = Paths(rows.long(), origins, bases, lengths, tails.view(num_rows, TAIL_WIDTH), tiles.view(num_rows, 2))
         output = self._skeleton.model(
             input_ids=tokens.long()[None],
             position_ids=positions.long()[None],
@@ -99,18 +101,19 @@ class _SteadyChunk(Chunk):
 
 
 def _num_inputs(num_rows: int) -> int:
-    return (NUM_COLUMNS + TAIL_WIDTH) * num_rows
+    return (NUM_COLUMNS + 2 + TAIL_WIDTH) * num_rows
 
 
 def _inputs(batch: Batch, num_rows: int) -> np.ndarray:
     """(num_inputs,) int32. Rows of padding are the last one again: they write what it writes, where it does."""
     (chunk,) = batch.chunks
-    rows, origins, bases, lengths, tails = chunk.path_arrays()
+    rows, origins, bases, lengths, tails, tiles = chunk.path_arrays()
     columns = np.stack((batch.tokens, batch.positions, rows, origins, bases, lengths))
     padding = num_rows - batch.num_tokens
     columns = np.pad(columns, ((0, 0), (0, padding)), mode="edge")
     tails = np.pad(np.pad(tails, ((0, padding), (0, 0)), mode="edge"), ((0, 0), (0, TAIL_WIDTH - tails.shape[1])))
-    return np.concatenate((columns.ravel(), tails.ravel())).astype(np.int32, copy=False)
+    tiles = np.pad(tiles, ((0, num_rows - len(tiles)), (0, 0)))  # without rows
+    return np.concatenate((columns.ravel(), tiles.ravel(), tails.ravel())).astype(np.int32, copy=False)
 
 
 class GpuCapture:

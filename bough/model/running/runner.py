@@ -8,6 +8,7 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.session_kv import KVMemory, KVSlot
 from bough.model.llama.decoder import LeanDecoder
 from bough.model.llama.weights import is_lean
+from bough.model.loading.late_writes import bind_packed
 from bough.model.loading.loading import Skeleton, bind_all
 from bough.model.running.cuda_graphs import Capture, GpuCapture, GraphedSteps, graphed_steps
 from bough.model.running.device import working_on
@@ -20,15 +21,20 @@ class ResidentModel:
     Through transformers' own modules, or where the architecture and the device allow it through a leaner path of ours.
     """
 
-    def __init__(self, skeleton: Skeleton, device: torch.device, is_int8: bool = False) -> None:
-        """`is_int8` makes products in 8 bits, where `bough.model.llama.weights.can_int8` says that it is possible."""
+    def __init__(
+        self, skeleton: Skeleton, device: torch.device, is_int8: bool = False, stays_packed: bool = False
+    ) -> None:
+        """`is_int8` makes products in 8 bits, where `bough.model.llama.weights.can_int8` says that it is possible.
+
+        `stays_packed` keeps packed matrices as they are, and writes each out when it is multiplied by.
+        """
         self.skeleton = skeleton
-        self.is_int8 = is_int8
+        self.is_int8, self.stays_packed = is_int8, stays_packed
         self.device = device
         self._steps: GraphedSteps | None = None
         self._lean = LeanDecoder(skeleton, is_int8) if is_lean(skeleton, device) else None
         if self._lean is None:
-            bind_all(skeleton, device)
+            (bind_packed if stays_packed else bind_all)(skeleton, device)
 
     def warm_up(self, memory: KVMemory, capture: Capture | None = None) -> None:
         """Runs one token in the first row of a memory, so that what is compiled at its first use (seconds) is there.
@@ -44,7 +50,8 @@ class ResidentModel:
 
     def describe(self) -> str:
         """What kind of model it is, for people."""
-        return self.skeleton.describe() + (", products in 8 bits" if self.is_int8 else "")
+        how = ", products in 8 bits" if self.is_int8 else ", written out by matrix" if self.stays_packed else ""
+        return self.skeleton.describe() + how
 
     @property
     def is_graphed(self) -> bool:

@@ -96,7 +96,12 @@ def draw_by(law: Callable[[Row], Row], logits: Row, params: SamplingParams, posi
 
 def require_numbers(logits: Row, position: int) -> None:
     """Raises Unavailable where the logits hold no number to choose by."""
-    if not np.isfinite(logits.max()):
+    require_number(bool(np.isfinite(logits.max())), position)
+
+
+def require_number(is_there: bool, position: int) -> None:
+    """The same of logits that somebody else has looked at."""
+    if not is_there:
         raise Unavailable(f"the target's logits for position {position} are not numbers; its weights may be damaged")
 
 

@@ -33,12 +33,15 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     size = DTYPE_BYTES.get(config.dtype, AUTO_BYTES)
     quantization = whole.get("quantization_config") or text.get("quantization_config") or {}
     unpacked = 8 * size / (quantization.get("bits") or quantization.get("w_bit") or PACKED_BITS)
+    unpacked, largest = (1.0, unpacked) if config.bits == "4" else (unpacked, 0.0)  # the largest is written out
     kept = _kept_layers(checkpoint, int(text.get("num_hidden_layers", 1)))
     weights = sum(
         _bytes_in_memory(place, size, unpacked)
         for name, place in checkpoint.tensors.items()
         if (found := LAYER.search(name)) is None or int(found[1]) in kept
     )
+    packed = (place.num_bytes for place in checkpoint.tensors.values() if place.dtype not in FLOATS)
+    weights += largest * max(packed, default=0)
     heads = int(text.get("num_attention_heads") or 1)
     head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
     row_bytes = 2 * len(kept) * int(text.get("num_key_value_heads") or heads) * head_dim * size

@@ -20,11 +20,9 @@ import numpy as np
 import torch
 
 from bough.errors import ConfigError
-from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import FreshMemory
+from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.cpu.huge_pages import large_pages
-from bough.model.quant.bough_format import Packed
-from bough.model.quant.quantize import GROUP_SIZES, SCALE_BYTES
+from bough.model.quant.samples import PackedFormat
 from bough.model.running.batch_invariance import Product
 from bough.sizing.cost_model import Speed
 
@@ -47,6 +45,11 @@ def find_device(wants_gpu: bool) -> torch.device:
 def has_gpu() -> bool:
     """Whether there is one that torch can use."""
     return torch.cuda.is_available()
+
+
+def num_gpus() -> int:
+    """As many as torch can use."""
+    return torch.cuda.device_count()
 
 
 def set_threads(num_threads: int) -> None:
@@ -119,20 +122,25 @@ def _product_seconds(product: Product, weights: torch.Tensor, num_rows: int, lim
     return _compute_seconds(lambda: product(hidden, next(order), None), weights.device, limit_seconds)
 
 
-def unpack_speed(bits: int, dtype: torch.dtype, device: torch.device) -> Speed:
-    """Bytes per second of weights written out from 4 or 8 bits."""
-    outputs, inputs = UNPACK_SHAPE
-    nowhere = Path()
-    shape = (outputs, inputs * bits // 8)
-    groups = (SCALE_BYTES[bits] // 2, outputs, inputs // GROUP_SIZES[bits])
-    packed = Packed(
-        TensorPlace("packed", nowhere, 0, shape[0] * shape[1], "U8" if bits == 4 else "I8", shape),
-        TensorPlace("scales", nowhere, 0, math.prod(groups) * 2, "F16", groups),
-        bits,
-    )
-    raw = [torch.ones(place.num_bytes, dtype=torch.uint8, device=device) for place in packed.places]
-    seconds = _compute_seconds(lambda: packed.value(raw, dtype, FreshMemory(device)), device, PROBE_SECONDS)
-    return Speed(outputs * inputs * dtype.itemsize / seconds, f"measured: {bits} bits written out, bytes written")
+def unpack_speed(
+    packing: PackedFormat, matrices: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> Speed:
+    """Bytes per second of weights written out from a format, as a layer's largest matrix; on the CPU a smaller one.
+
+    `matrices` are (outputs, inputs). One that a GPU's cache holds would be written out faster than any of a model's.
+    """
+    shape = max(matrices, key=math.prod) if device.type != "cpu" else UNPACK_SHAPE
+    sample = packing.sample(*shape)
+    raw, num_bytes = [part.to(device) for part in sample.raw], math.prod(shape) * dtype.itemsize
+    memory = ReusedMemory(torch.empty(sample.source.scratch_bytes(dtype), dtype=torch.uint8, device=device))
+
+    def write_out() -> None:
+        memory.begin()
+        sample.source.value(raw, dtype, memory)
+
+    seconds = _compute_seconds(write_out, device, PROBE_SECONDS)
+    how = f"measured: {packing}, {shape[0]} x {shape[1]} written out, bytes written"
+    return Speed(num_bytes / seconds, how)
 
 
 def _compute_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float) -> float:

@@ -19,6 +19,7 @@ from bough.model.quant.format import BLOCK_BYTES, BLOCK_ELEMENTS
 from bough.model.sizes.target_limits import Limits
 from bough.runtime.kv_budget import kv_budget
 from bough.runtime.machine import default_budget, free_memory
+from bough.sizing.other_devices import OtherDevice
 from bough.sizing.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, Placement, Tier, gigabytes
 from bough.sizing.row_counts import OWN_MOST
 
@@ -34,6 +35,11 @@ FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 def free_device_bytes(device: torch.device) -> int:
     """What this process may still take of an accelerator's memory; on the CPU, that is the host's."""
     return free_memory() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+
+
+def whole_device_bytes(device: torch.device) -> int:
+    """Of an accelerator's memory, whoever has it."""
+    return int(torch.cuda.mem_get_info(device)[1])
 
 
 def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
@@ -53,18 +59,43 @@ def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
 
 
 def device_budget(settings: TargetConfig, device: torch.device) -> int:
-    """Bytes of the accelerator's memory for the model, KV and all: as told, or most of what is free."""
+    """Bytes of the accelerator's memory for the model, KV and all: as told, or most of what is free.
+
+    Raises:
+        ConfigError: all of it is another's.
+    """
     if settings.device_memory:
         return settings.device_memory
     free = free_device_bytes(device)
-    return default_budget(free) if device.type == "cpu" else int(GPU_SHARE * free)
+    if device.type == "cpu":
+        return default_budget(free)
+    if not settings.device_reserve:
+        return int(GPU_SHARE * free)
+    whole = whole_device_bytes(device) - settings.device_reserve
+    if whole <= 0:
+        raise ConfigError(
+            f"--device-reserve: value was {gigabytes(settings.device_reserve)}; must be less than {device} has, "
+            f"{gigabytes(whole_device_bytes(device))}"
+        )
+    return int(GPU_SHARE * min(free, whole))
 
 
 def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device: int, host: int) -> Target:
-    """The same settings, with memory for KV where that is not told: by `device` and `host`, bytes that may be taken."""
+    """The same settings, with memory for KV where that is not told: by `device` and `host`, bytes that may be taken.
+
+    Raises:
+        ConfigError: it is told twice.
+    """
+    if settings.kv_memory and settings.kv_sessions:
+        raise ConfigError(
+            f"--kv-sessions: value was {settings.kv_sessions}; must not be given beside --kv-memory "
+            f"({gigabytes(settings.kv_memory)}), which says the same in bytes"
+        )
     if settings.kv_memory:
         return settings
     session_bytes = Limits.of(settings, num_positions).slot_rows * shape.row_bytes
+    if settings.kv_sessions:
+        return replace(settings, kv_memory=settings.kv_sessions * session_bytes)
     return replace(settings, kv_memory=kv_budget(session_bytes, host if settings.kv_tier == "host" else device))
 
 
@@ -107,6 +138,32 @@ def fixed_bytes(
     return Fixed(resident - embeddings, staged, activations, scratch, on_host, host_embeddings=embeddings)
 
 
+def other_devices(
+    settings: TargetConfig, config: PretrainedConfig, shape: KVShape, scratch: int, device: str, count: int
+) -> list[OtherDevice]:
+    """Those on which layers of the target stay; `count` GPUs are here, and sweeps go through `device`.
+
+    Raises:
+        ConfigError: one is not there, or is the target's own; or what such layers cannot be had with is asked for.
+    """
+    if not settings.resident_devices:
+        return []
+    told = ",".join(f"{name}={num_bytes}" for name, num_bytes in settings.resident_devices)
+    for name, value, only in (("kv-tier", settings.kv_tier, "device"), ("experts", settings.experts, "auto or all")):
+        if value in ("host", "chosen"):
+            raise ConfigError(f"--{name}: value was {value}; must be {only} beside --resident-devices {told}")
+    limits = Limits.of(settings, max_positions(config))
+    layer_kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes // shape.num_layers
+    fixed = layer_activation_bytes(config, shape, limits) + scratch
+    for name, _ in settings.resident_devices:
+        if name == device or int(name.removeprefix("cuda:")) >= count:
+            there = (
+                ", ".join(f"cuda:{i}" for i in range(count) if f"cuda:{i}" != device) or "nothing: there is no other"
+            )
+            raise ConfigError(f"--resident-devices: value was {told}; must be of {there}")
+    return [OtherDevice(name, num_bytes, fixed, layer_kv) for name, num_bytes in settings.resident_devices]
+
+
 def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:
     """What a target with these settings may take; `device` and `host` in bytes."""
     return Budgets(
@@ -120,14 +177,24 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
 def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -> int:
     """What a sweep takes at most beside weights and slots; an estimate from above (tests/model/test_memory.py)."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
+    head = _sweep_rows(limits) * vocab_size * size * 2  # in parts, then in one piece
+    judged = 8 * vocab_size * FLOAT64_BYTES  # a row at a time
+    return layer_activation_bytes(config, shape, limits) + head + judged
+
+
+def _sweep_rows(limits: Limits) -> int:
+    """Of the largest sweep, padding included."""
     rows = max(limits.rows, OWN_MOST)
-    tokens = -(-limits.max_sweep_tokens // rows) * rows
+    return -(-limits.max_sweep_tokens // rows) * rows
+
+
+def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -> int:
+    """Of that, what a device takes that has layers and no output head."""
+    size, rows, tokens = shape.dtype.itemsize, max(limits.rows, OWN_MOST), _sweep_rows(limits)
     hidden = tokens * int(config.hidden_size) * size * HIDDEN_COPIES
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
     attention = 2 * limits.slot_rows * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
-    head = tokens * vocab_size * size * 2  # in parts, then in one piece
-    judged = 8 * vocab_size * FLOAT64_BYTES  # a row at a time
-    return hidden + intermediate + attention + head + judged
+    return hidden + intermediate + attention
 
 
 def unpacking_bytes(skeleton: Skeleton, device: torch.device) -> int:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -21,74 +19,17 @@ from bough.model.architecture.moe import EXPERT_ROWS, has_own_products
 from bough.model.checkpoint.hub import is_hub_id
 from bough.model.checkpoint.tensor_source import room_bytes
 from bough.model.kv.session_kv import KVShape
+from bough.model.loading.late_writes import is_late
 from bough.model.loading.loading import DTYPES
-from bough.model.packing.pack import is_packed, packed_bytes
 from bough.model.quant.formats import format_of
-from bough.model.quant.quantize import GROUP_SIZES
+from bough.model.quant.samples import PackedFormat
 from bough.model.running.batch_invariance import row_counts
 from bough.model.running.host_embeddings import embeddings_for_host
 from bough.model.sizes.memory_budget import fixed_bytes
+from bough.model.sizes.stored_format import Packing
 from bough.sizing.flops import ExpertWork, Work
 from bough.sizing.placement import ExpertSizes, Fixed, SeparateExperts
 from bough.sizing.row_counts import RowCounts
-
-SCALE_BYTES, INDEX_BYTES = 2, 4
-COMMUNITY_GROUP = 128  # of GPTQ and AWQ, where config.json does not say
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How the matrices of the layers are stored."""
-
-    method: str
-    bits: int
-    group_size: int  # inputs that share a scale; -1 is all
-    kept: tuple[str, ...] = ()  # names of modules that stay in 16 bits
-
-    @classmethod
-    def of(cls, config: PretrainedConfig, folder: Path, bits: int) -> Packing | None:
-        """As asked for by `bits`, or where that is 0 as the configuration says; None is not packed.
-
-        Raises:
-            CheckpointError: the configuration names a packing that cannot be read here.
-        """
-        if bits:
-            return cls("bough", bits, GROUP_SIZES[bits]) if bits in GROUP_SIZES else None
-        quantization = format_of(config, folder)
-        if quantization is None:
-            return None
-        if not quantization.bits:
-            raise CheckpointError(
-                f"model: {folder} is a draft of mixed bits, whose weights are written out as they are loaded; "
-                "--drop-layers of its target, or the target itself, would do"
-            )
-        entry = config.quantization_config
-        fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
-        group_size = int(fields.get("group_size") or fields.get("q_group_size") or COMMUNITY_GROUP)
-        if quantization.method == "bough":
-            group_size = GROUP_SIZES[quantization.bits]
-        return cls(
-            quantization.method, quantization.bits, group_size, tuple(fields.get("modules_to_not_convert") or ())
-        )
-
-    def has(self, name: str, module: nn.Module, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is packed, whose name in its layer is given: a matrix of a linear layer, or of experts.
-
-        Of bough's own packing it is what `bough pack` does: not those of a checkpoint that has all experts in one.
-        """
-        if self.method == "bough":
-            return is_packed(module, name, parameter.shape, self.bits)
-        is_matrix = (isinstance(module, nn.Linear) and parameter.dim() == 2) or parameter.dim() == 3
-        return is_matrix and not any(kept in name for kept in self.kept)
-
-    def num_bytes(self, shape: torch.Size) -> int:
-        """Integers and scales; of GPTQ and AWQ also zeros, and of GPTQ the group of each input."""
-        if self.method == "bough":
-            return packed_bytes(shape, self.bits)
-        size, num_inputs = math.prod(shape), shape[-1]
-        num_groups = size // (num_inputs if self.group_size < 0 else self.group_size)
-        index = num_inputs * INDEX_BYTES * math.prod(shape[:-2]) if self.method == "gptq" else 0
-        return size * self.bits // 8 + num_groups * SCALE_BYTES + num_groups * self.bits // 8 + index
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +43,8 @@ class ModelShapes:
     layer_flops: tuple[float, ...]  # of one token
     resident_bytes: int  # embeddings, final norm and output head, each tensor once
     host_bytes: int  # of these, what stays in the host's memory
-    scratch_bytes: int  # room for the values of one layer that are no views of its bytes
-    packed_bits: int  # 4 or 8; 0 where nothing is packed
+    scratch_bytes: int  # room for the values of one layer that are no views of its bytes, as many as are there at once
+    packing: PackedFormat | None  # None where nothing is packed
     matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of a layer that has most bytes
     rows: RowCounts  # of a chunk
     work: Work
@@ -129,6 +70,7 @@ class _Parameter:
     unpacked_bytes: int
     flops: float  # of one token
     num_experts: int  # of a stack that is read by parts; 0 where it is none
+    can_wait: bool  # as `bough.model.loading.late_writes` has it
 
 
 def find_config(model: str) -> tuple[PretrainedConfig, Path]:
@@ -171,7 +113,7 @@ def model_shapes(
     dtype = DTYPES[dtype_name]
     packing = Packing.of(config, folder, bits)
     stored = dtype if bits == 16 else _stored_dtype(config, dtype)
-    model = build_empty(config, dtype)
+    model, by_matrix = build_empty(config, dtype), device_type != "cpu"
     layers = list(model.get_decoder().layers)
     parameters = [list(_parameters(layer, packing, stored, dtype, chosen_share(config))) for layer in layers]
     sizes = tuple(sum(p.stored_bytes for p in layer) for layer in parameters)
@@ -184,17 +126,21 @@ def model_shapes(
         layer_flops=tuple(sum(p.flops for p in layer) for layer in parameters),
         resident_bytes=_outside_bytes(model, layers),
         host_bytes=_host_bytes(model, device_type),
-        scratch_bytes=max(sum(p.scratch_bytes for p in layer) for layer in parameters),
-        packed_bits=packing.bits if packing else 0,
+        scratch_bytes=max(_scratch_bytes(layer, by_matrix) for layer in parameters),
+        packing=packing.format if packing else None,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
         rows=row_counts(model, None if bits else format_of(config, folder), dtype, rows, device_type),
-        work=_work(config, parameters, _head_bytes(model), dtype),
-        apart=_apart(parameters),
+        work=_work(config, parameters, _head_bytes(model), dtype, by_matrix),
+        apart=_apart(parameters, by_matrix),
     )
 
 
 def _work(
-    config: PretrainedConfig, layers: Sequence[Sequence[_Parameter]], head_bytes: int, dtype: torch.dtype
+    config: PretrainedConfig,
+    layers: Sequence[Sequence[_Parameter]],
+    head_bytes: int,
+    dtype: torch.dtype,
+    by_matrix: bool,
 ) -> Work:
     stacks = [p for layer in layers for p in layer if p.num_experts]
     rest = [p for layer in layers for p in layer if not p.num_experts]
@@ -210,10 +156,17 @@ def _work(
         sum(p.value_bytes for p in rest) + head_bytes,
         sum(p.unpacked_bytes for p in rest),
         experts if stacks else None,
+        by_matrix,
     )
 
 
-def _apart(layers: Sequence[Sequence[_Parameter]]) -> SeparateExperts | None:
+def _scratch_bytes(layer: Sequence[_Parameter], by_matrix: bool) -> int:
+    """For what is written out of a layer: all of it, or of its matrices the largest alone."""
+    late = [p.scratch_bytes for p in layer if by_matrix and p.can_wait]
+    return max(late, default=0) + sum(p.scratch_bytes for p in layer if not (by_matrix and p.can_wait))
+
+
+def _apart(layers: Sequence[Sequence[_Parameter]], by_matrix: bool) -> SeparateExperts | None:
     """Sizes of layers without their experts, and of these."""
     stacks = [stack for layer in layers if (stack := [p for p in layer if p.num_experts])]
     if not stacks:
@@ -222,7 +175,7 @@ def _apart(layers: Sequence[Sequence[_Parameter]]) -> SeparateExperts | None:
     sizes = [sum(p.stored_bytes for p in stack) for stack in stacks]
     largest = max(size // count for size, count in zip(sizes, counts, strict=True))
     rest = [[p for p in layer if not p.num_experts] for layer in layers]
-    scratch = max(sum(p.scratch_bytes for p in layer) for layer in rest)
+    scratch = max(_scratch_bytes(layer, by_matrix) for layer in rest)
     scratch += max(p.scratch_bytes for stack in stacks for p in stack)
     sizes_of_rest = [sum(p.stored_bytes for p in layer) for layer in rest]
     return SeparateExperts(sizes_of_rest, ExpertSizes(largest, max(counts), sum(counts), sum(sizes)), scratch)
@@ -256,6 +209,7 @@ def _parameters(
                 value if is_packed else 0,
                 2.0 * parameter.numel() * (expert_share if is_stack else 1) if parameter.dim() >= 2 else 0.0,
                 shape[0] if is_stack and has_own_products(module) else 0,
+                is_late(module, key),
             )
 
 

@@ -32,9 +32,9 @@ def test_a_dry_run_goes_through_everything(
     assert report["ok"]
     assert report["is_dry_run"]
     assert [case["layers"] for case in report["equality"]] == [
-        {"resident": 1, "host": 5, "disk": 0},
-        {"resident": 1, "host": 1, "disk": 4},
-        {"resident": 1, "host": 5, "disk": 0},
+        {"resident": 1, "elsewhere": 0, "host": 5, "disk": 0},
+        {"resident": 1, "elsewhere": 0, "host": 1, "disk": 4},
+        {"resident": 1, "elsewhere": 0, "host": 5, "disk": 0},
     ]
     assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
     assert len(report["unpacking"]) == 2 * 5, "every format, in both types"
@@ -45,6 +45,14 @@ def test_a_dry_run_goes_through_everything(
     assert experts["equal"] == experts["compared"]
     assert experts["chosen"]["gigabytes"][0] < 0.5 * experts["whole"]["gigabytes"][0], "a token chooses two of eight"
     assert [row["graph_ms"] for row in report["draft"]] == [None] * 5, "there are no graphs on the CPU"
+    assert report["second_gpu"]["layers_there"] == 3
+    assert report["second_gpu"]["is_equal"], "the CPU stands for its own neighbour"
+    assert [row["bits"] for row in report["chosen"]] == [16, 4]
+    for row in report["chosen"]:
+        assert row["seconds_a_token"] == pytest.approx(
+            (row["draft_seconds"] + row["sweep_seconds"]) / row["tokens_a_round"], rel=0.02, abs=1e-4
+        )
+    assert report["pipeline"]["is_same"], report["pipeline"]
     for part, wrong in (
         ("draft", {"is_close": False}),
         ("memory", {"is_within": False}),
@@ -52,7 +60,9 @@ def test_a_dry_run_goes_through_everything(
     ):
         broken = {**report, part: [*report[part][1:], {**report[part][0], **wrong}]}
         assert not gpu_check._holds(broken, on_gpu=False)
+    for part in ("pipeline", "second_gpu"):
+        assert not gpu_check._holds({**report, part: {"is_same": False, "is_close": False}}, on_gpu=False)
     assert not gpu_check._holds(report, on_gpu=True), "a GPU's steps are graphs"
     assert {(row["bits"], row["tokens"]) for row in report["sweeps"]} == {(16, 1), (16, 8), (4, 1), (4, 8)}
-    assert all(row["layers"] == {"resident": 2, "host": 3, "disk": 0} for row in report["sweeps"])
+    assert all(row["layers"] == {"resident": 2, "elsewhere": 0, "host": 3, "disk": 0} for row in report["sweeps"])
     assert not list(tmp_path.iterdir()), "it clears up"

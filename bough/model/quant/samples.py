@@ -1,0 +1,81 @@
+"""A matrix of random bytes in any format of few bits: to try how it is written out, without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.tensor_source import Source
+from bough.model.quant.awq import Awq
+from bough.model.quant.bough_format import Packed
+from bough.model.quant.gptq import Gptq
+from bough.model.quant.quantize import GROUP_SIZES
+
+KINDS = {"uint8": "U8", "int8": "I8", "int32": "I32", "float16": "F16"}
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """How a matrix is stored."""
+
+    method: str  # bough, gptq or awq
+    bits: int
+    group_size: int  # inputs that share a scale; -1 is all
+    is_ordered: bool = True  # of GPTQ: inputs are in the order of their groups
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.bits} bits" + ("" if self.is_ordered else " by g_idx")
+
+    def sample(self, outputs: int, inputs: int) -> PackedSample:
+        """A matrix; `outputs` and `inputs` are multiples of what a word or a group holds."""
+        rng, group = np.random.default_rng(0), inputs if self.group_size < 0 else self.group_size
+
+        def words(*shape: int) -> NDArray[Any]:
+            return rng.integers(-(1 << 31), 1 << 31, shape).astype(np.int32)
+
+        def scales(*shape: int) -> NDArray[Any]:
+            return rng.uniform(0.001, 0.01, shape).astype(np.float16)
+
+        if self.method == "bough":
+            bytes_ = rng.integers(0, 256, (outputs, inputs * self.bits // 8), np.uint8)
+            packed = bytes_ if self.bits == 4 else bytes_.view(np.int8)
+            kinds, own_group = 2 if self.bits == 4 else 1, GROUP_SIZES[self.bits]
+            return _sample(lambda w, s: Packed(w, s, self.bits), packed, scales(kinds, outputs, inputs // own_group))
+        per_word, num_groups = WORD_BITS // self.bits, inputs // group
+        zeros, own_scales = words(num_groups, outputs // per_word), scales(num_groups, outputs)
+        if self.method == "awq":
+            return _sample(Awq, words(inputs, outputs // per_word), zeros, own_scales)
+        parts = words(inputs // per_word, outputs), zeros, own_scales
+        if self.is_ordered:
+            return _sample(lambda w, z, s: Gptq(w, z, s, None, self.bits, 1), *parts)
+        order = rng.permutation(np.arange(inputs) // group).astype(np.int32)
+        return _sample(lambda w, z, s, g: Gptq(w, z, s, g, self.bits, 1), *parts, order)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSample:
+    """One matrix."""
+
+    source: Source
+    raw: tuple[torch.Tensor, ...]  # its bytes, on the host
+
+    @property
+    def packed_bytes(self) -> int:
+        """That are read."""
+        return sum(part.nbytes for part in self.raw)
+
+
+def _sample(make: Callable[..., Source], *arrays: NDArray[Any]) -> PackedSample:
+    places = [
+        TensorPlace(f"{number}", Path(), 0, array.nbytes, KINDS[str(array.dtype)], array.shape)
+        for number, array in enumerate(arrays)
+    ]
+    return PackedSample(make(*places), tuple(torch.from_numpy(array).view(torch.uint8).flatten() for array in arrays))

@@ -1,0 +1,80 @@
+"""Memory that is taken from the system before it is used: by several threads, and near a device.
+
+A page of memory is taken, and written full of zeros, when it is first touched, by the one thread that touches it: a few
+gigabytes a second. Where a machine has several nodes of memory (NUMA), it comes from that thread's; a device on another
+one then copies over the link between them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from bough.runtime.machine import ROOT, usable_cpus
+
+MADV_POPULATE_WRITE = 23  # of madvise(2), since Linux 5.14
+MPOL_PREFERRED = 1  # of mbind(2): others where that node has none left
+MBIND = {"x86_64": 237, "aarch64": 235}  # its number by processor; libc has no function for it
+PAGE_BYTES = 4096
+PART_BYTES = 64 * 1024 * 1024  # that a thread takes at a time
+MOST_THREADS = 8
+MASK_BITS = 1024  # of the set of nodes
+
+
+def node_of(pci_address: str, root: Path = ROOT) -> int | None:
+    """The node of memory that a device is nearest to; None where there is but one, or the system does not say."""
+    try:
+        node = int((root / "sys/bus/pci/devices" / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def prefer_node(memory: memoryview, node: int) -> bool:
+    """Has pages that are not taken yet come from a node; False where the system, or a container's rules, refuse."""
+    number = MBIND.get(platform.machine())
+    if number is None or not 0 <= node < MASK_BITS:
+        return False
+    mask = (ctypes.c_ulong * (MASK_BITS // (8 * ctypes.sizeof(ctypes.c_ulong))))()
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask[node // bits] = 1 << (node % bits)
+    begin, size = ctypes.c_void_p(_address(memory)), ctypes.c_ulong(len(memory))
+    return int(_libc().syscall(number, begin, size, MPOL_PREFERRED, mask, ctypes.c_ulong(MASK_BITS), 0)) == 0
+
+
+def populate(memory: memoryview, num_threads: int = 0) -> None:
+    """Takes all pages of memory that begins at a page and that nobody has written to; 0 is as many threads as help."""
+    parts = [memory[begin : begin + PART_BYTES] for begin in range(0, len(memory), PART_BYTES)]
+    with ThreadPoolExecutor(num_threads or min(MOST_THREADS, usable_cpus()), thread_name_prefix="pages") as threads:
+        for _ in threads.map(_take, parts):
+            pass
+
+
+def in_pieces(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Sizes that follow one another, in runs of at most so many bytes, or of one that has more."""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if not runs or sum(runs[-1]) + size > most:
+            runs.append([])
+        runs[-1].append(size)
+    return runs
+
+
+def _take(part: memoryview) -> None:
+    begin, size = ctypes.c_void_p(_address(part)), ctypes.c_size_t(len(part))
+    if _libc().madvise(begin, size, MADV_POPULATE_WRITE) != 0:  # an older system
+        np.frombuffer(part, np.uint8)[::PAGE_BYTES] = 0
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None if os.name == "posix" else "libc.so.6", use_errno=True)

@@ -1,0 +1,60 @@
+"""The tree that is worth most here by published acceptance, swept for real; part of `python -m loadtest.gpu`.
+
+The draft is not run: its guesses are accepted as those of Llama-3-70B-Instruct's 8B draft were (Sequoia, arXiv
+2402.12374, appendix E), and each level of its tree takes the time that a step of its shape took. What is measured is
+the sweep of the very tree that comes out best; seconds a token are reckoned from both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bough.trees.acceptance import acceptance_from
+from bough.trees.optimal_tree import best_size, expected_tokens
+from bough.trees.tree import Tree
+
+PUBLISHED = Path(__file__).parent.parent / "data" / "acceptance-published.json"
+LEVELS = 24  # of a tree, at most, as an orchestrator's default
+TO_BEAT = {  # seconds a token that others have published for a 70B, by the bits of its weights
+    16: {
+        "Sequoia, 70B/8B, L40": 0.60,
+        "Sequoia's best, L40": 0.56,
+        "SpecExec, 70B/8B, A100": 1 / 2.94,
+    },
+    4: {
+        "UMbreLLa, 70B, RTX 4090": 1 / 8.6,
+        "UMbreLLa, 70B, RTX 4070 Ti": 1 / 6.1,
+        "SpecExec, 70B/7B, RTX 4090": 1 / 5.66,
+        "SpecExec, 70B/7B, A100": 1 / 6.17,
+    },
+}
+
+
+def chosen(
+    bits: int, seconds_by_tokens: Mapping[int, float], step_seconds: float, sweep: Callable[[Tree], float]
+) -> dict[str, Any]:
+    """What the best tree comes to; `sweep` takes a tree through the target and says how many seconds that took."""
+    acceptance = acceptance_from(PUBLISHED.name, json.loads(PUBLISHED.read_text()))
+    sizes = sorted(seconds_by_tokens)
+    curve = np.interp(np.arange(1, sizes[-1] + 1), sizes, [seconds_by_tokens[size] for size in sizes])
+    shape = best_size(acceptance, curve, step_seconds, LEVELS).shape
+    tree = Tree.of([*range(shape.budget)], [-1, *shape.parents], [0.0] * shape.budget)
+    tokens, draft_seconds = expected_tokens(shape, acceptance), max(shape.depths(), default=0) * step_seconds
+    sweep_seconds = sweep(tree)
+    seconds = (draft_seconds + sweep_seconds) / tokens
+    return {
+        "bits": bits,
+        "nodes": len(tree),
+        "levels": max(shape.depths(), default=0),
+        "tokens_a_round": round(tokens, 2),
+        "draft_seconds": round(draft_seconds, 4),
+        "sweep_seconds": round(sweep_seconds, 4),
+        "seconds_a_token": round(seconds, 4),
+        "plain_seconds_a_token": round(seconds_by_tokens[sizes[0]], 4),
+        "times_as_fast_as": {name: round(theirs / seconds, 2) for name, theirs in TO_BEAT[bits].items()},
+    }

@@ -1,0 +1,31 @@
+"""The whole pipeline, all its processes, on the demonstration pair; part of `python -m loadtest.gpu`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+SECONDS = 150
+NUM_TOKENS = 48
+
+
+def pipeline(device: torch.device) -> dict[str, Any]:
+    """What `bough demo` says: whether trees and plain decoding gave the same tokens, and how fast.
+
+    On the CPU, where this check is only tried, its workers are simulated ones.
+    """
+    command = [sys.executable, "-m", "bough.cli", "demo", "--max-tokens", str(NUM_TOKENS)]
+    command += ["--simulate", "all-resident"] if device.type == "cpu" else []
+    environ = {**os.environ, "BOUGH_TARGET_DEVICE": str(device), "BOUGH_DRAFT_DEVICE": str(device)}
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"is_same": False, "error": f"no answer within {SECONDS} seconds"}
+    if done.returncode not in (0, 1):
+        return {"is_same": False, "error": done.stderr[-500:]}
+    return {"is_same": done.returncode == 0, **json.loads(done.stdout.splitlines()[-1])}

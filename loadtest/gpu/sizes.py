@@ -1,0 +1,70 @@
+"""How large everything is that `python -m loadtest.gpu` measures, and how small where the check itself is tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import LlamaConfig
+
+from loadtest.gpu.experts import Mixture
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of everything that is measured."""
+
+    target: LlamaConfig  # of one layer, which all others repeat: only its time is looked at
+    max_layers: int
+    max_resident: int
+    small: LlamaConfig
+    num_compared: int  # nodes of a tree, with plain decoding
+    mixture: Mixture
+    drafts: dict[str, LlamaConfig]  # by name; the last one is that of the published acceptance
+    trees: tuple[int, ...]
+    copy_bytes: int
+    unpacked: tuple[tuple[int, int], tuple[int, int]]  # matrices (outputs, inputs) that are compared, and timed
+    matrices: tuple[tuple[int, int], ...]  # of a layer whose rows' bits are compared
+    contexts: tuple[tuple[int, ...], tuple[int, ...]]  # rows and lengths that attention is timed with
+
+
+def _llama(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: int, vocab: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        num_hidden_layers=layers,
+        vocab_size=vocab,
+        max_position_embeddings=4096,
+    )
+
+
+REAL = Sizes(
+    target=_llama(8192, 28672, 64, 8, 1, 128_256),
+    max_layers=1000,
+    max_resident=1000,
+    small=_llama(1024, 2816, 16, 4, 6, 4096),
+    num_compared=40,
+    mixture=Mixture(layers=8, experts=64, chosen=8),
+    drafts={"1B": _llama(2048, 8192, 32, 8, 16, 128_256), "8B": _llama(4096, 14336, 32, 8, 32, 128_256)},
+    trees=(1, 64, 256, 512, 768),
+    copy_bytes=1 << 30,
+    unpacked=((4096, 2048), (28672, 8192)),
+    matrices=((8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672)),
+    contexts=((64, 256, 768), (1024, 4096, 8192)),
+)
+_TINY = (64, 96, 4, 2)
+MINIATURE = Sizes(
+    target=_llama(*_TINY, 1, 256),
+    max_layers=5,
+    max_resident=2,
+    small=_llama(*_TINY, 6, 256),
+    num_compared=3,
+    mixture=Mixture(layers=7, experts=8, chosen=2),
+    drafts={"tiny": _llama(*_TINY, 2, 256)},
+    trees=(1, 8),
+    copy_bytes=1 << 20,
+    unpacked=((256, 128), (256, 128)),
+    matrices=((64, 64),),
+    contexts=((4,), (32,)),
+)

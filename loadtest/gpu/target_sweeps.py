@@ -1,0 +1,148 @@
+"""Sweeps of a target of a 70B's shape; part of `python -m loadtest.gpu`."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.kv.session_kv import KVSlot
+from bough.model.packing.pack import pack
+from bough.sizing.placement import Tier
+from bough.trees.tree import Tree
+from loadtest.gpu.chosen import chosen
+from loadtest.gpu.random_models import Machine, layers_without_disk, repeated, streamed, write_random
+from loadtest.gpu.sizes import Sizes
+from target_worker.link.streams import CudaLanes, InlineLanes, Lanes
+from target_worker.sweep.streamed_model import StreamedModel
+
+CONTEXT, REPEATS = 256, 3
+
+
+def random_tree(size: int, vocab_size: int, seed: int = 0) -> Tree:
+    """Every node below one of the six before it."""
+    rng = np.random.default_rng(seed)
+    parents = [-1] + [int(rng.integers(max(0, node - 6), node)) for node in range(1, size)]
+    return Tree.of([node % vocab_size for node in range(size)], parents, [0.0] * size)
+
+
+def new_lanes(device: torch.device) -> Lanes:
+    """Of the GPU; on the CPU, lanes that stand for one."""
+    return InlineLanes() if device.type == "cpu" else CudaLanes(device)
+
+
+class Sweeps:
+    """Of one model and one session, several in a row."""
+
+    def __init__(self, model: StreamedModel, num_rows: int) -> None:
+        self.model, self._slot = model, KVSlot(model.skeleton.kv_shape(), num_rows, model.device)
+        context = [token % model.skeleton.vocab_size for token in range(CONTEXT)]
+        model.sweep(Batch([Segment.context(self._slot, 0, context)], model.rows, model.device))
+        self._slot.compact(range(CONTEXT), context)
+
+    def seconds(self, tree: Tree) -> float:
+        """Of one sweep."""
+        return self.timed(tree)[0]
+
+    def timed(self, tree: Tree) -> tuple[float, float]:
+        """Seconds of one sweep, and how many of them it waited for layers."""
+        model = self.model
+        batch = Batch([Segment.tree(self._slot, CONTEXT, tree)], model.rows, model.device)
+        model.sweep(batch)  # kernels are compiled, and the ring is as ahead as it will be
+        began = time.perf_counter()
+        figures = [model.sweep(batch)[1] for _ in range(REPEATS)]
+        seconds = (time.perf_counter() - began) / REPEATS
+        return seconds, sum(f.wait_ns for f in figures) / REPEATS / 1e9
+
+
+def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float) -> list[dict[str, Any]]:
+    """Time of a sweep by its tokens against the time that its bytes need at `rate` per second."""
+    placement, rows = timed.model.tiers.placement, []
+    ideal = placement.link_bytes / rate
+    for size in sizes.trees:
+        seconds, waiting = timed.timed(random_tree(size, timed.model.skeleton.vocab_size))
+        row = {
+            "bits": bits,
+            "tokens": size,
+            "layers": {tier.value: len(placement.layers(tier)) for tier in Tier},
+            "link_gb": round(placement.link_bytes / 1e9, 3),
+            "seconds": round(seconds, 4),
+            "ideal_seconds": round(ideal, 4),
+            "link_efficiency": round(ideal / seconds, 3),
+            "waiting_for_layers_seconds": round(waiting, 4),
+        }
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def release(device: torch.device) -> None:
+    """Gives a GPU's memory that torch has kept back to whoever comes next."""
+    if device.type != "cpu":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
+def write_big(config: LlamaConfig, folder: Path, device: torch.device) -> dict[int, Checkpoint]:
+    """The one layer of the 70B-shaped target in 16 and in 4 bits."""
+    write_random(folder / "16", config, device)
+    pack(str(folder / "16"), 4, folder / "4")
+    return {bits: Checkpoint.open(folder / str(bits)) for bits in (16, 4)}
+
+
+def big_model(
+    sources: dict[int, Checkpoint],
+    machine: Machine,
+    sizes: Sizes,
+    folder: Path,
+    num_asked: int,
+    rate: float,
+    step_seconds: float,
+) -> dict[str, Any]:
+    """Sweeps of the target with as many layers as the two memories hold, and of the trees that are worth most.
+
+    A draft takes `step_seconds` for each of a tree's levels.
+    """
+    rows, memory, best, num_rows = [], [], [], CONTEXT + max(sizes.trees)
+    for bits, source in sources.items():
+        asked = repeated(source, min(num_asked, sizes.max_layers), folder / f"{bits}-asked")
+        num_layers = layers_without_disk(asked, machine, num_rows)
+        if num_layers < (wanted := min(num_asked, sizes.max_layers)):
+            print(f"{bits} bits: {num_layers} of {wanted} layers, as the two memories hold no more", flush=True)
+        if machine.device.type != "cpu":
+            all_memory = torch.cuda.get_device_properties(machine.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, machine.device_memory / all_memory), machine.device)
+            torch.cuda.reset_peak_memory_stats(machine.device)
+        fresh = replace(machine, lanes=new_lanes(machine.device))
+        with streamed(repeated(source, num_layers, folder / f"{bits}-run"), fresh, num_rows) as model:
+            timed = Sweeps(model, num_rows)
+            own = sweeps(timed, sizes, bits, rate)
+            rows += own
+            by_tokens = {row["tokens"]: row["seconds"] for row in own}
+            worth = chosen(bits, by_tokens, step_seconds, timed.seconds)
+            best.append({**worth, "layers": num_layers})
+            print(best[-1], flush=True)
+            memory.append(_memory(model, machine))
+        del model, timed
+        gc.collect()  # a host's worth of memory goes before the next model comes
+    return {"layers_asked": num_asked, "sweeps": rows, "memory": memory, "chosen": best}
+
+
+def _memory(model: StreamedModel, machine: Machine) -> dict[str, Any]:
+    planned = model.tiers.placement.device_bytes
+    on_gpu = machine.device.type != "cpu"
+    used = torch.cuda.max_memory_allocated(machine.device) if on_gpu else planned
+    return {
+        "planned_gb": round(planned / 1e9, 3),
+        "used_gb": round(used / 1e9, 3),
+        "is_within": used <= machine.device_memory,
+        "unpinned_gb": round(model.tiers.unpinned_bytes / 1e9, 3),
+    }

@@ -1,0 +1,133 @@
+"""Layers of a target on a second device: hidden states cross, twice for each run of such layers, and nobody waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bough.config.processes import TargetConfig, parse
+from bough.errors import ConfigError
+from bough.model.kv.session_kv import KVShape, KVSlot
+from bough.model.kv.split_layers import split_memory
+from bough.model.packing.pack import pack
+from bough.model.sizes.memory_budget import other_devices
+from bough.sizing.other_devices import OtherDevice, place_with
+from bough.sizing.placement import Budgets, Fixed, Tier, place
+from tests.fakes.device_sweeps import Where, on_device, on_the_device, three_sweeps
+from tests.fakes.pretend import device, notes, pretending
+from tests.gpu.test_memory_on_a_gpu import AWQ, llama_70b, placed
+
+GB = 1000**3
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("elsewhere", "num_crossings"), [((2, 3), 2), ((1,), 2), ((0, 2), 4)])
+def test_what_crosses_are_hidden_states_and_once_what_goes_with_them(
+    elsewhere: tuple[int, ...], num_crossings: int, tiny: Path
+) -> None:
+    where = Where(max_resident=1, elsewhere=elsewhere)
+    with pretending(), on_the_device(tiny, where, torch.bfloat16, 64) as model:
+        three_sweeps(model, device(), counting=True)
+    hidden = [crossing for crossing in notes.crossings if "(1, 64, 64)" in crossing]
+    assert len(hidden) == num_crossings, notes.crossings
+    assert len(notes.crossings) <= num_crossings + 3, "two tables of positions, and positions"
+    assert len(notes.stops) == 1, notes.stops
+    assert not notes.inside
+
+
+def test_packed_layers_are_written_out_where_they_are(tiny: Path, tmp_path: Path) -> None:
+    pack(str(tiny), 4, tmp_path / "packed")
+    wanted = on_device(tmp_path / "packed", Where(), torch.bfloat16)
+    assert torch.equal(on_device(tmp_path / "packed", Where(elsewhere=(1, 3)), torch.bfloat16), wanted)
+
+
+def test_slots_move_and_copy_layers_wherever_they_are() -> None:
+    shape, kept = KVShape(3, 2, 4, torch.float32), torch.randn(3, 6, 2, 4)
+    with pretending():
+        whole, split = shape.empty(20, CPU), split_memory(shape, 20, device(), {1: device(1)})
+        slots = []
+        for memory in (whole, split):
+            slot, other = KVSlot(shape, 0, CPU), KVSlot(shape, 0, CPU)
+            slot.place(memory, 2, 10)
+            other.place(memory, 11, 20)
+            for layer in range(3):
+                for held in (slot.keys, slot.values):
+                    held[layer, :6] = kept[layer] if memory is whole else kept[layer].to(held[layer].device)
+            slot.compact([0, 1, 4], [7, 8, 9])
+            slot.move(0, 8, 3)
+            other.fork(slot, 2)
+            slots.append((slot, other))
+        assert split.keys.shape == whole.keys.shape
+        for mine, theirs in zip(slots[1], slots[0], strict=True):
+            for layer in range(3):
+                assert mine.keys[layer].device == device(layer % 2)
+                held = slice(0, theirs.length)
+                assert torch.equal(mine.keys[layer][held].cpu(), theirs.keys[layer][held])
+                assert torch.equal(mine.values[layer][held].cpu(), theirs.values[layer][held])
+
+
+def test_two_cards_of_24_gb_hold_a_70b_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = llama_70b(dtype="float16", quantization_config=AWQ)
+    alone = placed(monkeypatch, config, "--max-context", "2048")
+    both = placed(monkeypatch, config, "--max-context", "2048", "--resident-devices", "cuda:1=23GB")
+    assert alone.streamed
+    assert not both.streamed
+    assert both.num_slabs == 0
+    elsewhere = both.layers(Tier.ELSEWHERE)
+    assert elsewhere == tuple(range(80 - len(elsewhere), 80)), "in one run: hidden states cross twice"
+    assert both.device_bytes <= alone.device_bytes
+
+
+def other(budget: int, fixed: int = 0, layer_kv: int = 0) -> OtherDevice:
+    return OtherDevice("cuda:1", budget, fixed, layer_kv)
+
+
+def test_what_streams_is_less_by_what_is_elsewhere() -> None:
+    sizes, budgets = [GB] * 20, Budgets(8 * GB, 20 * GB, 2 * GB, 99)
+    before = place(sizes, Fixed(0, 2 * GB, 0, 0), budgets)
+    after = place_with(sizes, Fixed(0, 2 * GB, 0, 0), budgets, [other(6 * GB + 1, GB, GB // 4)])
+    assert len(after.layers(Tier.ELSEWHERE)) == 4
+    assert after.others == (0,) * 4
+    assert after.fixed.kv == 2 * GB * 16 // 20
+    assert len(after.streamed) <= len(before.streamed) - 4
+    assert after.device_bytes <= 8 * GB
+    assert sorted((*after.layers(Tier.RESIDENT), *after.layers(Tier.ELSEWHERE), *after.streamed)) == [*range(20)]
+
+
+def test_several_are_filled_in_the_order_in_which_they_are_named() -> None:
+    placement = place_with(
+        [GB] * 12, Fixed(0, 0, 0, 0), Budgets(4 * GB, 20 * GB, 2 * GB, 99), [other(3 * GB), other(2 * GB)]
+    )
+    assert placement.others == (0, 0, 0, 1, 1)
+
+
+def test_a_card_that_holds_no_layer_is_refused() -> None:
+    wanted = r"^--resident-devices: value was cuda:1=1.00 GB; must be 1.75 GB or more, for one layer of 1.00 GB"
+    with pytest.raises(ConfigError, match=wanted):
+        place_with([GB] * 12, Fixed(0, 0, 0, 0), Budgets(4 * GB, 0, 2 * GB, 99), [other(GB, GB // 2, GB // 4)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({"resident-devices": "cuda:1"}, r"resident-devices: must be .*cuda:1=10GB,cuda:2=8GB, got 'cuda:1'"),
+        ({"resident-devices": "cpu=1GB"}, r"resident-devices: must be .*, got 'cpu=1GB'"),
+        ({"resident-devices": "cuda:1=1GB,cuda:1=2GB"}, r"resident-devices: must name each GPU once, got"),
+        ({"resident-devices": "cuda:0=1GB"}, r"^--resident-devices: value was cuda:0=1000000000; must be of cuda:1$"),
+        ({"resident-devices": "cuda:2=1GB"}, r"^--resident-devices: value was cuda:2=1000000000; must be of cuda:1$"),
+        ({"resident-devices": "cuda:1=1GB", "kv-tier": "host"}, r"^--kv-tier: value was host; must be device beside"),
+        ({"resident-devices": "cuda:1=1GB", "experts": "chosen"}, r"^--experts: value was chosen; must be auto or all"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(flags: dict[str, Any], wanted: str) -> None:
+    given = [part for name, value in flags.items() for part in (f"--{name}", value)]
+
+    def others() -> list[OtherDevice]:
+        settings = parse(TargetConfig, "t", ["--model", "m", "--kv-memory", "8GB", *given], {})
+        return other_devices(settings, llama_70b(), KVShape(80, 8, 128, torch.float16), 0, "cuda:0", 2)
+
+    with pytest.raises(ConfigError, match=wanted):
+        others()

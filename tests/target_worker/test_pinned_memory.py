@@ -1,0 +1,162 @@
+"""The host's memory as a GPU wants it: taken by several threads, near it, pinned as far as the system allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from bough.model.batch.batch import Batch, Segment
+from bough.model.cpu.huge_pages import large_pages
+from bough.model.kv.session_kv import KVSlot
+from bough.runtime import host_memory
+from bough.runtime.host_memory import in_pieces, node_of, populate, prefer_node
+from bough.trees.tree import Tree
+from target_worker.link.pinned_memory import PinnedMemory
+from target_worker.link.streams import CudaLanes, InlineLanes
+from target_worker.sweep.streamed_model import StreamedModel
+from tests.fakes.models import new_slot, streamed
+
+GPU = torch.device("cuda", 0)
+MEGABYTE = 1 << 20
+
+
+class Cudart:
+    """Refuses to pin the pieces of which it is told."""
+
+    def __init__(self, refused: tuple[int, ...]) -> None:
+        self.asked: list[int] = []
+        self.unpinned: list[int] = []
+        self._refused = refused
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.asked.append(address)
+        return 2 if len(self.asked) - 1 in self._refused else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.unpinned.append(address)
+        return 0
+
+
+def unlaunched(*_: object, **__: object) -> None:
+    raise RuntimeError("CUDA error: that of the pinning")
+
+
+@pytest.fixture
+def cudart_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cudart]:
+    """A CUDA that is not here."""
+
+    def make(*refused: int, **ids: int) -> Cudart:
+        cudart = Cudart(refused)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**ids))
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+        monkeypatch.setattr(torch, "zeros", unlaunched)
+        return cudart
+
+    return make
+
+
+def test_a_piece_that_is_refused_serves_unpinned_beside_others(
+    cudart_of: Callable[..., Cudart], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was once all or nothing, of a hundred gigabytes."""
+    cudart, lanes = cudart_of(1), CudaLanes(GPU)
+    pieces = [lanes.host_memory(size) for size in (MEGABYTE, 2 * MEGABYTE, 3 * MEGABYTE)]
+    for piece in pieces:
+        piece[0], piece[-1] = 1, 2
+    assert lanes.unpinned_bytes == 2 * MEGABYTE
+    assert "2.10 MB of host memory could not be pinned (CUDA error 2)" in caplog.text
+    assert all(address % 4096 == 0 for address in cudart.asked)
+    lanes.close()
+    assert cudart.unpinned == [cudart.asked[0], cudart.asked[2]]
+
+
+def test_memory_is_asked_for_near_the_gpu(
+    cudart_of: Callable[..., Cudart], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "sys/bus/pci/devices/0000:65:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text("1\n")
+    asked: list[tuple[int, int]] = []
+
+    def prefer(memory: memoryview, node: int) -> bool:
+        asked.append((len(memory), node))
+        return False
+
+    cudart_of(pci_domain_id=0, pci_bus_id=0x65, pci_device_id=0)
+    monkeypatch.setattr("target_worker.link.pinned_memory.node_of", lambda address: node_of(address, tmp_path))
+    monkeypatch.setattr("target_worker.link.pinned_memory.prefer_node", prefer)
+    with caplog.at_level(logging.INFO):
+        PinnedMemory(GPU).take(MEGABYTE)
+    assert asked == [(MEGABYTE, 1)]
+    assert "cuda:0 comes from any NUMA node: the system refuses to have it of node 1" in caplog.text
+
+
+@pytest.mark.parametrize("text", [None, "-1\n", "none"])
+def test_a_machine_with_one_node_names_none(text: str | None, tmp_path: Path) -> None:
+    folder = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
+    folder.mkdir(parents=True)
+    if text is not None:
+        (folder / "numa_node").write_text(text)
+    assert node_of("0000:01:00.0", tmp_path) is None
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_pages_are_there_before_they_are_used(is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`is_old`: of a system that cannot be asked for it."""
+    if is_old:
+        refusing = SimpleNamespace(madvise=lambda *_: -1)
+        monkeypatch.setattr(host_memory, "_libc", lambda: refusing)
+    memory, before = large_pages(150 * MEGABYTE), resident_bytes()
+    populate(memory, 3)
+    assert resident_bytes() - before > 140 * MEGABYTE
+    assert not np.frombuffer(memory, np.uint8).any()
+
+
+def test_what_prefers_a_node_can_be_used_whatever_the_system_says() -> None:
+    memory = large_pages(MEGABYTE)
+    assert prefer_node(memory, 0) in (True, False)
+    assert prefer_node(memory, 5000) is False
+    populate(memory)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "runs"), [([], []), ([5], [[5]]), ([2, 2, 2], [[2, 2], [2]]), ([9, 1, 3, 1], [[9], [1, 3], [1]])]
+)
+def test_slabs_share_a_piece_and_none_has_two(sizes: list[int], runs: list[list[int]]) -> None:
+    assert in_pieces(sizes, 4) == runs
+
+
+def test_layers_that_stay_are_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is read into them is right, which `streamed` compares."""
+    asked: list[int] = []
+
+    class Lanes(InlineLanes):
+        def host_memory(self, num_bytes: int) -> memoryview:
+            asked.append(num_bytes)
+            return large_pages(num_bytes)
+
+    monkeypatch.setattr("target_worker.link.host_layers.PIECE_BYTES", 1)
+    with streamed(tiny, torch.float32, lanes=Lanes(), host_layers=4) as model:
+        logits = swept(model, new_slot(model))
+    assert len(asked) == 4
+    with streamed(tiny, torch.float32) as model:
+        torch.testing.assert_close(logits, swept(model, new_slot(model)))
+
+
+def swept(model: StreamedModel, slot: KVSlot) -> torch.Tensor:
+    batch = Batch([Segment.tree(slot, 0, Tree.root(3))], model.rows, model.device)
+    return model.sweep(batch)[0].clone()
