@@ -42,14 +42,14 @@ from tests.orchestrator.test_tokenizing import Held
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of all large messages that were decoded."""
     sizes: list[int] = []
-    decode: Callable[..., Any] = server._decoded
+    decode: Callable[..., Any] = server.decoded
 
     def noted(data: bytes, *args: Any) -> Any:
         if len(data) > 1000:
             sizes.append(len(data))
         return decode(data, *args)
 
-    monkeypatch.setattr(server, "_decoded", noted)
+    monkeypatch.setattr(server, "decoded", noted)
     return sizes
 
 
