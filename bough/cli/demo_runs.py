@@ -96,10 +96,12 @@ class Contest:
     @property
     def is_same(self) -> bool:
         """Whether all runs have the tokens of plain decoding."""
-        wanted = self.plain.runs[0].answer.token_ids
+        expected = self.plain.runs[0].answer.token_ids
         sides = [self.first, *([self.warm] if self.warm else []), *(self.fixed or {}).values()]
         outputs = [run.answer.token_ids for side in sides for run in side.runs]
-        return self.first.runs[0].answer.token_ids == wanted and all(wanted[: len(each)] == each for each in outputs)
+        return self.first.runs[0].answer.token_ids == expected and all(
+            expected[: len(each)] == each for each in outputs
+        )
 
     @property
     def best_fixed(self) -> int:

@@ -92,12 +92,12 @@ def _ends(key: ApiKey) -> str:
 def _remove(arguments: argparse.Namespace, name: str) -> int:
     lines = _lines(arguments.file)
     entries = [(line, read_keys(FLAG, line)) for line in lines]
-    gone = [line for line, key in entries if any(_is_meant(one, name, arguments.id) for one in key)]
-    if not gone:
+    removed = [line for line, key in entries if any(_is_meant(one, name, arguments.id) for one in key)]
+    if not removed:
         beside = f" with the id {arguments.id}" if arguments.id else ""
         raise ConfigError(f"NAME: must be a tenant with a key in {arguments.file}, got {name}{beside}")
-    _write(arguments.file, [line for line in lines if line not in gone])
-    print(f"{len(gone)} of {name} removed; requests that run go on to their end", file=sys.stderr)
+    _write(arguments.file, [line for line in lines if line not in removed])
+    print(f"{len(removed)} of {name} removed; requests that run go on to their end", file=sys.stderr)
     return 0
 
 

@@ -73,8 +73,8 @@ class Application:
         """Messages of unhealthy deployments, else of the application; empty if it runs."""
         if self.status == "RUNNING":
             return ""
-        said = [f"{each.name}: {each.message}" for each in self.deployments if each.message and not each.is_healthy]
-        return "; ".join(said) or self.message
+        messages = [f"{each.name}: {each.message}" for each in self.deployments if each.message and not each.is_healthy]
+        return "; ".join(messages) or self.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class RayDashboard:
                 text = reply.read()
             return json.loads(text) if text else None
         except urllib.error.HTTPError as exc:
-            said = (exc.read().decode(errors="replace").strip().splitlines() or [""])[-1]  # a traceback's last line
+            detail = (exc.read().decode(errors="replace").strip().splitlines() or [""])[-1]  # a traceback's last line
             kind = ConfigError if exc.code in (400, 401, 403) else Unavailable
-            raise kind(f"{self.url}{path}: {exc.code} {said or exc.reason}") from exc
+            raise kind(f"{self.url}{path}: {exc.code} {detail or exc.reason}") from exc
         except (OSError, HTTPException, ValueError) as exc:
             raise Unavailable(f"the Ray dashboard at {self.url} does not answer: {exc}") from exc
 

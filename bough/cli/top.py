@@ -20,7 +20,7 @@ CLEAR = "\x1b[H\x1b[2J"  # clears a terminal
 NUM_ROUNDS = 8  # latest rounds shown
 
 
-class Sight(NamedTuple):
+class Snapshot(NamedTuple):
     """A snapshot of everything that is shown."""
 
     at: float  # seconds on the monotonic clock
@@ -31,7 +31,7 @@ class Sight(NamedTuple):
 
 async def top(arguments: argparse.Namespace) -> int:
     """Show the load every `--interval` seconds, `--count` times or forever; exit status 1 if nothing answers."""
-    before: Sight | None = None
+    before: Snapshot | None = None
     async with client_from(arguments) as client:
         number = 0
         while arguments.count == 0 or number < arguments.count:
@@ -51,16 +51,16 @@ async def top(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _look(client: Client) -> Sight:
+async def _look(client: Client) -> Snapshot:
     server, loads = await client.server_info(), await client.loads()
     try:
         decisions = await client.decisions()
     except NotFound:  # nothing has run yet
         decisions = ()
-    return Sight(time.monotonic(), server, loads, decisions)
+    return Snapshot(time.monotonic(), server, loads, decisions)
 
 
-def lines(address: str, now: Sight, before: Sight | None) -> Iterator[str]:
+def lines(address: str, now: Snapshot, before: Snapshot | None) -> Iterator[str]:
     """The lines to show; rates are over the time since the snapshot `before`."""
     loads = now.loads
     rate = ""

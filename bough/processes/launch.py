@@ -198,12 +198,12 @@ class Cluster:
             records = await registry.workers()
         except Unavailable:
             return {INDEX: ""}
-        wanted = ["target_worker", *(["draft_worker"] if self.settings.draft is not None else []), "orchestrator"]
-        children = {name: self.children[name] for name in wanted if name in self.children}
+        required = ["target_worker", *(["draft_worker"] if self.settings.draft is not None else []), "orchestrator"]
+        children = {name: self.children[name] for name in required if name in self.children}
         own = {name: record for name, child in children.items() for record in records if child.is_of(record)}
         if "orchestrator" in own:
             self.address = own["orchestrator"].address
-        missing = {name: "" for name in wanted if name not in own}
+        missing = {name: "" for name in required if name not in own}
         return missing or await self._unused({name: own[name].address for name in own if name != "orchestrator"})
 
     async def _unused(self, addresses: Mapping[str, str]) -> dict[str, str]:

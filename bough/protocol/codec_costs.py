@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from bough.errors import InvalidRequest
 from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.decision import Decision, Mode, Parts
+from bough.protocol.decision import Decision, Mode, RoundSeconds
 from bough.protocol.messages import RoundTimings, Timings
 
 
@@ -70,5 +70,5 @@ def _decision_from_wire(message: generation_pb2.Decision) -> Decision:
         known = ", ".join(mode.value for mode in Mode)
         raise InvalidRequest(f"decisions.mode: must be one of {known}, got {message.mode!r}") from exc
     for name in ("expected", "seconds"):
-        values[name] = Parts(*(getattr(values[name], part.name) for part in fields(Parts)))
+        values[name] = RoundSeconds(*(getattr(values[name], part.name) for part in fields(RoundSeconds)))
     return Decision(**values)

@@ -21,7 +21,7 @@ class Mode(Enum):
 
 
 @dataclass(slots=True)
-class Parts:
+class RoundSeconds:
     """Seconds of a round by activity."""
 
     draft: float = 0.0
@@ -58,8 +58,8 @@ class Decision:
     num_rows: int = 0  # rows of the sweep, all sessions together
     expected_tokens: float = 1.0
     tokens: int = 0
-    expected: Parts = field(default_factory=Parts)
-    seconds: Parts = field(default_factory=Parts)
+    expected: RoundSeconds = field(default_factory=RoundSeconds)
+    seconds: RoundSeconds = field(default_factory=RoundSeconds)
 
     @property
     def is_predicted(self) -> bool:
@@ -71,7 +71,7 @@ class Decision:
         self.tokens, self.num_left_out, self.num_rows = num_tokens, len(result.left_out_nodes), result.num_rows
         self.num_steps = grown.timings.num_passes if grown is not None else 0
         calls_ns = timings.draft_ns + timings.network_ns + timings.target_ns
-        self.seconds = Parts(
+        self.seconds = RoundSeconds(
             timings.draft_ns * NANO,
             timings.network_ns * NANO,
             timings.queue_ns * NANO,

@@ -62,10 +62,10 @@ class PrefixIndex(Generic[Holder]):
         """
         num_blocks = next((n for n, block in enumerate(hashes) if block not in self._holders), len(hashes))
         for n in range(num_blocks, 0, -1):
-            wanted = tokens[: n * BLOCK_TOKENS]
+            prefix = tokens[: n * BLOCK_TOKENS]
             for holder in self._holders[hashes[n - 1]]:
-                if self._salts[holder] == cache_salt and self._tokens[holder][: len(wanted)] == wanted:
-                    return PrefixMatch(holder, len(wanted))
+                if self._salts[holder] == cache_salt and self._tokens[holder][: len(prefix)] == prefix:
+                    return PrefixMatch(holder, len(prefix))
         return None
 
     def check_integrity(self, holders: Sequence[Holder]) -> None:

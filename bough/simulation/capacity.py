@@ -160,12 +160,12 @@ class _Simulation:
 
     def _make_room(self, target: Target) -> None:
         """Distribute the KV memory of a target after a change, preempting sessions if needed."""
-        going, gone = target.slots.settle()
-        for session in gone:
+        resumed, preempted = target.slots.settle()
+        for session in preempted:
             self._put_back(cast(Session, session), target)
-        for session in going:
+        for session in resumed:
             cast(Session, session).enter("place", self._env.now)
-        self._send_round(cast(list[Session], going))
+        self._send_round(cast(list[Session], resumed))
 
     def _put_back(self, session: Session, target: Target) -> None:
         """Queue a preempted session again, before all younger ones."""

@@ -69,23 +69,23 @@ class SlotMemory:
 
         A session in a round is not preempted at once: `gives_way` is set, and the others wait for it.
         """
-        going: list[Holder] = []
-        gone: list[Holder] = []
+        resumed: list[Holder] = []
+        preempted: list[Holder] = []
         while self._growing:
             first, youngest = self._growing[0], self._running[-1]
             if self._missing(first) <= self.free_tokens:
                 self._growing.remove(first)
                 self._take(first)
-                going.append(first)
+                resumed.append(first)
             elif youngest in self._growing:
                 self.leave(youngest)
-                gone.append(youngest)
+                preempted.append(youngest)
             else:
                 youngest.gives_way = True
-                return going, gone
+                return resumed, preempted
         for session in self._running:
             session.gives_way = False
-        return going, gone
+        return resumed, preempted
 
     def _missing(self, session: Holder) -> int:
         steps = -(-session.wanted_tokens // STEP_TOKENS) * STEP_TOKENS

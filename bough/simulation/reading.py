@@ -14,9 +14,9 @@ Reader = Callable[[str, Any], Any]  # given a field's full name and its JSON val
 Part = TypeVar("Part")
 
 
-def refusal(name: str, value: object, wanted: str) -> ConfigError:
+def refusal(name: str, value: object, must_be: str) -> ConfigError:
     """The error for an invalid field, with what it must be and what it was."""
-    return ConfigError(f"{name}: value was {value!r}; must be {wanted}")
+    return ConfigError(f"{name}: value was {value!r}; must be {must_be}")
 
 
 def described(read: Reader, default: Any = MISSING) -> Any:
@@ -26,14 +26,14 @@ def described(read: Reader, default: Any = MISSING) -> Any:
 
 def number(low: float = 0.0, high: float = math.inf, above: bool = False) -> Reader:
     """A reader of finite numbers from `low` (or `above` it) to `high`."""
-    wanted = f"a number {'above' if above else 'of at least'} {low:g}" + (
+    must_be = f"a number {'above' if above else 'of at least'} {low:g}" + (
         f" and at most {high:g}" if high < math.inf else ""
     )
 
     def read(name: str, value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or not low <= value <= high or (above and value == low):
-            raise refusal(name, value, wanted)
+            raise refusal(name, value, must_be)
         return float(value)
 
     return read

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from bough.protocol.decision import Decision, Mode, Parts
+from bough.protocol.decision import Decision, Mode, RoundSeconds
 
-PART_NAMES = tuple(part.name for part in fields(Parts))
+PART_NAMES = tuple(part.name for part in fields(RoundSeconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Account:
     num_predicted: int  # rounds with a prediction
     token_bias: float | None  # over the predicted rounds; None if there are none
     seconds_bias: float | None
-    expected: Parts  # means over the predicted rounds
-    real: Parts
+    expected: RoundSeconds  # means over the predicted rounds
+    real: RoundSeconds
     rate: float  # tokens per second, over rounds with a known plain rate, or else over all
     plain_rate: float | None  # expected tokens per second of the same tokens without a draft; None if unknown
 
@@ -89,8 +89,8 @@ def _bias(
     return sum(map(expected, decisions)) / total - 1 if total else None
 
 
-def _mean_parts(parts: Sequence[Parts]) -> Parts:
-    return Parts(*(_ratio(sum(getattr(each, name) for each in parts), len(parts)) for name in PART_NAMES))
+def _mean_parts(parts: Sequence[RoundSeconds]) -> RoundSeconds:
+    return RoundSeconds(*(_ratio(sum(getattr(each, name) for each in parts), len(parts)) for name in PART_NAMES))
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -16,12 +16,12 @@ from bough.protocol.cost_curve import CostCurve
 FLAT = CostCurve((1, 2), (1.0, 1.0))
 WINDOW = 32  # most samples of a bucket
 TRUST = 3.0  # weight, in samples, of a given shape, and of the estimate from neighbouring buckets
-FADING = 4.0  # samples of a bucket for which the neighbours' estimate loses a weight of 1
-FAR = 0.35  # log distance of the nearest sample from the neighbours' estimate at which its weight is halved
-NEAR = 0.25  # factor by which a sample's weight drops for each bucket of distance
-KNOWN = 3  # samples of a bucket from which a change can be detected
-RUN = 3  # consecutive samples with residuals of the same sign that indicate a change
-STEP = math.log(1.15)  # least residual that indicates a change
+FADING_SAMPLES = 4.0  # samples of a bucket for which the neighbours' estimate loses a weight of 1
+HALF_WEIGHT_DISTANCE = 0.35  # log distance from the nearest sample at which that estimate has half its weight
+NEIGHBOUR_DECAY = 0.25  # factor by which a sample's weight drops for each bucket of distance
+KNOWN_SAMPLES = 3  # samples of a bucket from which a change can be detected
+CHANGE_RUN = 3  # consecutive samples with residuals of the same sign that indicate a change
+CHANGE_STEP = math.log(1.15)  # least residual that indicates a change
 CLIP = 3.0  # samples are clipped at this many median deviations
 LEAST_DEVIATION = 0.02
 
@@ -68,9 +68,9 @@ class RowAverages:
     Between and beyond buckets, the value is the shape times the interpolated ratio. Values never decrease with rows:
     buckets that violate this are pooled.
 
-    When `RUN` consecutive samples of known buckets deviate alike, by at least `STEP` and by more than usual, the
-    quantity has changed as a whole: earlier samples are scaled by the median deviation and soon outweighed by new ones.
-    Consecutive outliers do not deviate alike.
+    When `CHANGE_RUN` consecutive samples of known buckets deviate alike, by at least `CHANGE_STEP` and by more than
+    usual, the quantity has changed as a whole: earlier samples are scaled by the median deviation, and new ones soon
+    outweigh them. Consecutive outliers do not deviate alike.
     """
 
     def __init__(self, shape: CostCurve, rows: NDArray[np.int64], is_given: bool = False) -> None:
@@ -81,7 +81,7 @@ class RowAverages:
         self._anchor = 0.0  # log scale of the shape
         self._buckets: dict[int, _Bucket] = {}  # by log2 of rows
         self._residuals: deque[float] = deque(maxlen=WINDOW)
-        self._run: deque[tuple[int, float]] = deque(maxlen=RUN)  # bucket and residual of deviating samples
+        self._run: deque[tuple[int, float]] = deque(maxlen=CHANGE_RUN)  # bucket and residual of deviating samples
         self._fitted: tuple[list[float], list[float]] | None = None  # log rows, ascending, and log ratios
 
     @property
@@ -94,11 +94,11 @@ class RowAverages:
         where, number = math.log(rows), rows.bit_length()
         ratio = math.log(value) - self._log_shape(where)
         bucket = self._buckets.setdefault(number, _Bucket())
-        if len(bucket.samples) >= KNOWN:
+        if len(bucket.samples) >= KNOWN_SAMPLES:
             self._compare(number, ratio - self._ratio(where))
         bucket.add(where, ratio)
         self._fitted = None
-        if len(self._run) == RUN and self._is_alike():
+        if len(self._run) == CHANGE_RUN and self._is_alike():
             self._step()
 
     def value(self, rows: int) -> float:
@@ -121,21 +121,21 @@ class RowAverages:
             self._run.append((number, residual))
 
     def _least_step(self) -> float:
-        return max(STEP, CLIP * median(self._residuals)) if self._residuals else STEP
+        return max(CHANGE_STEP, CLIP * median(self._residuals)) if self._residuals else CHANGE_STEP
 
     def _is_alike(self) -> bool:
         residuals = [residual for _, residual in self._run]
         return max(residuals) - min(residuals) <= 2 * self._least_step()
 
     def _step(self) -> None:
-        """Scale the samples before the run; each bucket keeps its average, with a weight of KNOWN samples."""
+        """Scale the samples before the run; each bucket keeps its average, with a weight of KNOWN_SAMPLES samples."""
         shift = median([residual for _, residual in self._run])
         later = [(number, self._buckets[number].pop()) for number, _ in reversed(self._run)]
         for bucket in self._buckets.values():
             if bucket.samples:
                 where, ratio = bucket.average
                 bucket.clear()
-                bucket.add(where, ratio + shift, times=KNOWN)
+                bucket.add(where, ratio + shift, times=KNOWN_SAMPLES)
         for number, (where, ratio) in reversed(later):
             self._buckets[number].add(where, ratio)
         self._anchor += shift
@@ -169,12 +169,14 @@ class RowAverages:
         values = []
         for number, size, mean, shape in zip(numbers, sizes, means, shapes, strict=True):
             ratio = mean
-            if trust := max(0.0, TRUST - size / FADING):
-                near = [NEAR ** abs(number - other) * count for other, count in zip(numbers, sizes, strict=True)]
+            if trust := max(0.0, TRUST - size / FADING_SAMPLES):
+                near = [
+                    NEIGHBOUR_DECAY ** abs(number - other) * count for other, count in zip(numbers, sizes, strict=True)
+                ]
                 weighted = sum(weight * other for weight, other in zip(near, means, strict=True))
                 common = (weighted + self._of_shape * self._anchor) / (sum(near) + self._of_shape)
                 if size > 1:
-                    trust /= 1 + (self._buckets[number].distance(common) / FAR) ** 2
+                    trust /= 1 + (self._buckets[number].distance(common) / HALF_WEIGHT_DISTANCE) ** 2
                 ratio = (size * mean + trust * common) / (size + trust)
             values.append(shape + ratio)
         return list(places), [value - shape for value, shape in zip(_rising(values, sizes), shapes, strict=True)]

@@ -103,8 +103,8 @@ def expert_volume(fixed_bytes: int, expert_bytes: int, chosen_share: float, most
 def grid(step: int, most_rows: int) -> NDArray[np.int64]:
     """The knots of a curve: multiples of `step` up to `most_rows`, two in every factor of two."""
     powers = 2.0 ** np.arange(math.ceil(math.log2(max(2, most_rows))) + 1)
-    wanted = np.concatenate((powers, 1.5 * powers, [most_rows]))
-    padded = (-(-np.minimum(wanted, most_rows) // step)).astype(np.int64) * step
+    candidates = np.concatenate((powers, 1.5 * powers, [most_rows]))
+    padded = (-(-np.minimum(candidates, most_rows) // step)).astype(np.int64) * step
     unique: NDArray[np.int64] = np.unique(padded)
     return unique
 

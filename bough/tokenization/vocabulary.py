@@ -39,9 +39,9 @@ class TokenizerFiles:
 
 def first_difference(draft: Sequence[str], target: Sequence[str]) -> str | None:
     """Describes the first token id that differs between a draft's and a target's vocabulary; None if equal."""
-    for index, (drafted, wanted) in enumerate(zip(draft, target, strict=False)):
-        if drafted != wanted:
-            return f"token {index} is {drafted!r} in the draft and {wanted!r} in the target"
+    for index, (draft_token, target_token) in enumerate(zip(draft, target, strict=False)):
+        if draft_token != target_token:
+            return f"token {index} is {draft_token!r} in the draft and {target_token!r} in the target"
     if len(draft) != len(target):
         return f"the draft has {len(draft)} tokens and the target {len(target)}"
     return None

@@ -11,7 +11,9 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.processes.launch import Settings
 
 
-def stack_settings(profile: str = "", orchestrator_flags: Sequence[str] = ()) -> Settings:
+def stack_settings(
+    profile: str = "", orchestrator_flags: Sequence[str] = (), everywhere_flags: Sequence[str] = ()
+) -> Settings:
     """Of one target, one draft and one orchestrator on free ports.
 
     The demonstration target keeps no layer in memory; its draft is itself without two layers.
@@ -22,7 +24,8 @@ def stack_settings(profile: str = "", orchestrator_flags: Sequence[str] = ()) ->
         model = str(demonstration_folder())
         target = ["--model", model, "--resident-layers", "0"]
         draft = ["--model", model, "--drop-layers", SUBSTITUTE_DROPS]
-    orchestrator = ["--port", "0", "--http-port", "0", *orchestrator_flags]
+    orchestrator = ["--port", "0", "--http-port", "0", *orchestrator_flags, *everywhere_flags]
+    target, draft = [*target, *everywhere_flags], [*draft, *everywhere_flags]
     return Settings(
         parse(TargetConfig, "target_worker", target, os.environ),
         parse(DraftConfig, "draft_worker", draft, os.environ),

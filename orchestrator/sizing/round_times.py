@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bough.protocol.decision import Parts
+from bough.protocol.decision import RoundSeconds
 from bough.sizing.choice import SweepLoad
 from orchestrator.sizing.pairs import Habits
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
@@ -64,7 +64,7 @@ class RoundTimes:
             free = target.drafting.median + SHARE_OF_WAIT * self._wait(situation)
         return StepCost(free, self._drafts.of(draft.worker_id).step_seconds)
 
-    def expect(self, parts: Parts, situation: Situation, load: SweepLoad, habits: Habits | None) -> None:
+    def expect(self, parts: RoundSeconds, situation: Situation, load: SweepLoad, habits: Habits | None) -> None:
         """Fills in what a round should take beside its sweep; `habits` where a draft is asked."""
         target = self._targets.of(situation.target.worker_id)
         parts.network, parts.other = target.network.median, target.orchestrator.median

@@ -22,7 +22,7 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.errors import ConfigError, NotFound
 from bough.processes.exit_with_parent import MODULE
 from bough.processes.launch import Cluster, Settings
-from bough.protocol.decision import Decision, Mode, Parts
+from bough.protocol.decision import Decision, Mode, RoundSeconds
 from bough.protocol.generation import GenerateOptions, Speculation, Started, TextPrompt
 from bough.sizing.account import account, why
 from bough.trees.tree_plan import Scheme, StaticShape
@@ -33,13 +33,13 @@ from tests.fakes.simulated import write_profile
 DRAFTED = Decision(
     1, Mode.DRAFT, "d", budget=64, width=8, depth=24, price=4.0, draft_rate=4.1, plain_rate=1.1, num_context=35,
     num_grown=60, num_sent=50, num_left_out=10, num_steps=7, num_rows=90, expected_tokens=4.4, tokens=5,
-    expected=Parts(draft=0.1, sweep=1.0), seconds=Parts(draft=0.2, sweep=1.05),
+    expected=RoundSeconds(draft=0.1, sweep=1.0), seconds=RoundSeconds(draft=0.2, sweep=1.05),
 )  # fmt: skip
 PLAIN = Decision(
     2, Mode.LOOKUP, price=1.0, draft_rate=0.5, plain_rate=1.0, expected_tokens=1.0, tokens=1,
-    expected=Parts(sweep=1.0), seconds=Parts(sweep=1.0),
+    expected=RoundSeconds(sweep=1.0), seconds=RoundSeconds(sweep=1.0),
 )  # fmt: skip
-FIXED = Decision(3, Mode.FIXED, budget=4, num_grown=4, num_sent=4, tokens=2, seconds=Parts(sweep=0.5))
+FIXED = Decision(3, Mode.FIXED, budget=4, num_grown=4, num_sent=4, tokens=2, seconds=RoundSeconds(sweep=0.5))
 
 
 def test_rounds_are_summed_up() -> None:

@@ -148,7 +148,7 @@ def wire_tree(tokens: list[int], parents: list[int]) -> common_pb2.Tree:
         ({"tree": wire_tree([1, 262], [0])}, r"tree\.tokens\[1\]: must .* got 262"),
         ({"tree": wire_tree([1, -5], [0])}, r"tree\.tokens\[1\]: must .* got -5"),
         ({"tree": wire_tree([1, 4, 4], [0, 0])}, r"tree\.tokens\[2\]: must differ .* got 4"),
-        ({"tree": wire_tree(list(range(33)), list(range(32)))}, "33 nodes; at most 32"),
+        ({"tree": wire_tree(list(range(33)), list(range(32)))}, "must have at most 32 nodes, got 33"),
         ({"context": common_pb2.Context()}, r"context\.session_id"),
         ({"context": common_pb2.Context(session_id="x", tokens=[999])}, r"context\.tokens\[0\]: must .* got 999"),
         ({"sampling": common_pb2.SamplingParams()}, "top_p: must .* got 0.0"),
@@ -255,7 +255,7 @@ async def test_a_draft_refuses_sizes_that_make_no_sense(draft: draft_pb2_grpc.Dr
         sampling=good.sampling,
         growth=common_pb2.Growth(best_first=common_pb2.BestFirst(budget=8, width=0, depth=2)),
     )
-    with pytest.raises(grpc.aio.AioRpcError, match="width: 0"):
+    with pytest.raises(grpc.aio.AioRpcError, match="width: must be 1 to 512, got 0"):
         await draft.Grow(request)
     request.growth.best_first.width = 4
     assert len((await draft.Grow(request)).tree.tokens) == 8

@@ -23,7 +23,7 @@ from bough.protocol import messages as m
 from bough.protocol.codec_costs import decisions_from_wire, decisions_to_wire
 from bough.protocol.codec_trees import growth_to_wire
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.decision import Decision, DraftCalibration, Mode, Parts
+from bough.protocol.decision import Decision, DraftCalibration, Mode, RoundSeconds
 from bough.protocol.sampling_params import BANNED, PositionLogprobs, SamplingParams, TokenLogprob
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.acceptance import DepthCounts, SchemeAcceptance
@@ -219,7 +219,7 @@ def test_acceptance_survives_the_wire(
 
 def test_decisions_survive_the_wire() -> None:
     decision = Decision(3, Mode.PROBE, "draft-1", 4, 2, 2, 1.5, 0.25, 2.0, 1.75, 12, 30, 5, 4, 1, 2, 34, 1.5, 2)
-    decision.expected, decision.seconds = Parts(1, 2, 3, 4, 5), Parts(0.5, 0.25, 0, 8, 16)
+    decision.expected, decision.seconds = RoundSeconds(1, 2, 3, 4, 5), RoundSeconds(0.5, 0.25, 0, 8, 16)
     message = decisions_to_wire([decision, Decision(1, Mode.OFF)])
     assert decisions_from_wire(message) == (decision, Decision(1, Mode.OFF))
     message.decisions[0].mode = "guess"

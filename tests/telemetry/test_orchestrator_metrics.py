@@ -12,7 +12,7 @@ import pytest
 
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import ConfigError, Exhausted
-from bough.protocol.decision import Decision, Mode, Parts
+from bough.protocol.decision import Decision, Mode, RoundSeconds
 from bough.protocol.generation import Event, Finished, Speculation, SpeculationMetrics, Started, Tokens, Usage
 from bough.protocol.messages import RoundTimings, Timings, Verdict, VerifyResult
 from bough.telemetry.metrics import MetricsServer
@@ -43,10 +43,10 @@ def served(figures: Figures) -> dict[str, float]:
 
 
 def a_round(mode: Mode, *, sent: int, left_out: int = 0, tokens: int, expected: float = 0.0) -> Decision:
-    parts = Parts(draft=0.25, sweep=0.75) if expected else Parts()
+    parts = RoundSeconds(draft=0.25, sweep=0.75) if expected else RoundSeconds()
     return Decision(
         1, mode, num_sent=sent, num_left_out=left_out, tokens=tokens, expected_tokens=expected, expected=parts,
-        seconds=Parts(draft=0.5, sweep=1.0),
+        seconds=RoundSeconds(draft=0.5, sweep=1.0),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bough.protocol.decision import Decision, Mode, Parts
+from bough.protocol.decision import Decision, Mode, RoundSeconds
 from orchestrator.sizing.acceptance_counts import HALF_LIFE_ROUNDS
 from orchestrator.sizing.decision_log import MAX_DRAFTS, MAX_ROUNDS, MAX_SESSIONS, DecisionLog
 
@@ -18,8 +18,8 @@ def decision(number: int = 1, draft_id: str = "d", expected_tokens: float = 2.0,
         num_grown=8,
         expected_tokens=expected_tokens,
         tokens=tokens,
-        expected=Parts(draft=0.25, sweep=0.75),
-        seconds=Parts(draft=0.5, network=0.1, queue=0.1, sweep=1.2, other=0.1),
+        expected=RoundSeconds(draft=0.25, sweep=0.75),
+        seconds=RoundSeconds(draft=0.5, network=0.1, queue=0.1, sweep=1.2, other=0.1),
     )
 
 
@@ -84,7 +84,7 @@ def test_rounds_in_which_nothing_was_predicted_of_a_draft_are_no_part_of_it(with
     elif without == "tree":
         entry.num_grown = 1
     else:
-        entry.expected = Parts()
+        entry.expected = RoundSeconds()
     log.add("s", entry)
     assert log.calibrations() == ()
     assert log.of("s") == (entry,)

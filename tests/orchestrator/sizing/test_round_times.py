@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.decision import Parts
+from bough.protocol.decision import RoundSeconds
 from bough.protocol.messages import GrowResult, RoundTimings, Timings, Verdict, VerifyResult
 from bough.trees.tree import Tree
 from orchestrator.sizing.pairs import Habits
@@ -55,13 +55,13 @@ def test_what_a_round_takes_beside_the_sweep() -> None:
     assert load.other_rows == 0
     assert load.num_trees == 1
     assert load.fixed_seconds == pytest.approx(0.005 + 0.040 + 0.002)
-    parts = Parts()
+    parts = RoundSeconds()
     times.expect(parts, facts(), load, Habits(num_steps=3.0))
     assert parts.network == pytest.approx(0.010), "to the target and to the draft"
     assert parts.draft == pytest.approx(3 * 0.030, rel=1e-3)
     assert parts.queue == 0.0
     assert parts.other == pytest.approx(0.002)
-    without = Parts()
+    without = RoundSeconds()
     times.expect(without, facts(), load, None)
     assert (without.draft, without.network) == (0.0, pytest.approx(0.005))
 
