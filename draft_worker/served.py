@@ -21,7 +21,7 @@ from bough.security.access import metrics_context
 from bough.telemetry.metrics import MetricsServer, metrics_note
 from bough.telemetry.spans import noted_spans
 from bough.tokenization.vocabulary import TokenizerFiles
-from draft_worker.engine.engine import Engine, Request
+from draft_worker.engine.engine import DraftEngine, Request
 from draft_worker.metrics import DraftCollector, Figures
 
 
@@ -30,7 +30,7 @@ class ServedDraft(ABC):
 
     tokenizer: TokenizerFiles
     vocab_size: int
-    _engine: Engine
+    _engine: DraftEngine
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
         self._config, self._worker_id = config, worker_id

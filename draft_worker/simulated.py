@@ -24,9 +24,9 @@ from bough.simulation.pair import SimulatedPair, text_seed
 from bough.simulation.profile import jittered
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.candidates import Guessing
-from draft_worker.candidates.temperature_scaling import Sharpnesses
+from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
-from draft_worker.engine.engine import Engine
+from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.job import Stepping
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
@@ -102,8 +102,8 @@ class SimulatedDraftWorker(ServedDraft):
         ahead_steps = num_steps(config.ahead_steps, "cpu")
         arena = Arena(num_rows, ROW_BYTES, rows_to_keep=lambda slot: slot.num_rows)
         pool = SessionPool(arena, self._window, ahead_steps * MAX_ROWS)
-        draft, sharpnesses = SimulatedDraft(pair, clock), Sharpnesses(config.sharpness)
-        self._engine = Engine(draft, self.vocab_size, config.branch, pool, ahead_steps, sharpnesses)
+        draft, sharpnesses = SimulatedDraft(pair, clock), TemperatureScalings(config.sharpness)
+        self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, ahead_steps, sharpnesses)
         self._name = config.model_name or f"{pair.name}-draft"
         self._start_thread(self._name)
 

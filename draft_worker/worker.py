@@ -25,9 +25,9 @@ from bough.processes.startup import stage
 from bough.protocol.messages import WorkerInfo
 from bough.runtime.kv_budget import kv_budget
 from bough.trees.tree_plan import MAX_EXPANSIONS
-from draft_worker.candidates.temperature_scaling import Sharpnesses
+from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
-from draft_worker.engine.engine import Engine
+from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.model.model_draft import ModelDraft
@@ -73,8 +73,8 @@ class DraftWorker(ServedDraft):
 
         pool = on_a_passing_thread(load)
         self.vocab_size = self._model.skeleton.vocab_size
-        draft, sharpnesses = ModelDraft(self._model, self.vocab_size), Sharpnesses(config.sharpness)
-        self._engine = Engine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, sharpnesses)
+        draft, sharpnesses = ModelDraft(self._model, self.vocab_size), TemperatureScalings(config.sharpness)
+        self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, sharpnesses)
         self._start_thread(self._name, lambda: compute_with(config.threads))
 
     def info(self) -> WorkerInfo:

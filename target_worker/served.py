@@ -17,7 +17,7 @@ from bough.security.access import metrics_context
 from bough.telemetry.metrics import metrics_note
 from bough.tokenization.vocabulary import TokenizerFiles
 from target_worker.metrics import Load, Metrics
-from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.engine import SweepEngine
 
 
 class ServedTarget(ABC):
@@ -26,7 +26,7 @@ class ServedTarget(ABC):
     tokenizer: TokenizerFiles
     vocab_size: int
     max_nodes: int  # of a tree
-    _engine: Engine
+    _engine: SweepEngine
 
     def __init__(self, config: TargetConfig, worker_id: str, model_name: str) -> None:
         self._config, self._worker_id, self._name = config, worker_id, model_name

@@ -13,7 +13,7 @@ from bough.config.processes import TargetConfig
 from bough.config.reader import at_most
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
-from bough.model.sizes.target_limits import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Verdict, WorkerInfo
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
@@ -27,8 +27,8 @@ from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import LEAST_SECONDS, SweepPrior, expert_volume
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.engine import Engine
-from target_worker.scheduler.job import Job
+from target_worker.scheduler.engine import SweepEngine
+from target_worker.scheduler.job import VerifyJob
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.scheduler.sweeper import Swept
 from target_worker.served import ServedTarget
@@ -49,7 +49,7 @@ class SimulatedSweeper:
         step = pair.profile.target.row_step
         self.rows = RowCounts(most=-(-CHUNK_ROWS // step) * step, step=step)
 
-    def sweep(self, parts: Sequence[Part[Job]]) -> Swept:
+    def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
         """Returns when a sweep of these rows would be over."""
         began = self._clock.now()
         profile, num_rows = self._pair.profile, sum(part.num_tokens for part in parts)
@@ -91,7 +91,7 @@ def link_bytes(target: TargetProfile, num_rows: int) -> int:
     return round(LINK_BYTES * target.link_seconds_of(num_rows))
 
 
-def verdict_by(law: Law, job: Job) -> Verdict:
+def verdict_by(law: Law, job: VerifyJob) -> Verdict:
     """The tokens of a law's text as far as the tree has them, and the one after them."""
     call, tree = job.call, job.tree
     first = call.context.base_length + 1  # position of what follows the root
@@ -133,11 +133,13 @@ class SimulatedTarget(ServedTarget):
         max_context = min(at_most(config, "max_context", profile.max_context), profile.kv_tokens - self.max_nodes)
         if max_context < 1:
             raise refusal("target.kv_tokens", profile.kv_tokens, f"more than the nodes of a tree, {self.max_nodes}")
-        self._limits = Limits(profile.row_step, max_sweep_tokens, self.max_nodes, max_context)
+        self._limits = TargetLimits(profile.row_step, max_sweep_tokens, self.max_nodes, max_context)
         arena = Arena(profile.kv_tokens, ROW_BYTES)
         pool = SlotPool(arena, config.lease_seconds, time.monotonic, self._limits.kv_step)
         sweeper = SimulatedSweeper(pair, clock)
-        self._engine = Engine(sweeper, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe)
+        self._engine = SweepEngine(
+            sweeper, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe
+        )
         self._start_engine()
 
     def info(self) -> WorkerInfo:

@@ -32,17 +32,17 @@ from bough.model.sizes.memory_budget import (
     unpacking_bytes,
     with_kv_memory,
 )
-from bough.model.sizes.target_limits import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.messages import WorkerInfo
 from bough.sizing.placement import Placement, Tier, gigabytes
 from target_worker.identity.code_hash import code_hash
 from target_worker.identity.weights_hash import WeightsHash
-from target_worker.kv.kv_offload import KVHome, KVInPlace, KVStage
+from target_worker.kv.kv_offload import KVHome, KVInPlace, OffloadedKV
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.link.layer_extents import LayerExperts, plan_apart, plan_layer, sizes_apart
-from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.engine import SweepEngine
 from target_worker.served import ServedTarget
 from target_worker.sweep.budgets import choose_places
 from target_worker.sweep.streamed_model import StreamedModel
@@ -79,7 +79,7 @@ class TargetWorker(ServedTarget):
         self._experts: dict[int, LayerExperts] = {}  # by layer, of which `layers` are then without them
         self.vocab_size = self._skeleton.vocab_size
         self.max_nodes = config.max_nodes
-        self._limits = Limits.of(config, self._skeleton.max_positions)
+        self._limits = TargetLimits.of(config, self._skeleton.max_positions)
         self._config = config = self._with_kv_memory(config)
         self._num_rows = self._limits.num_rows(self._skeleton.kv_shape().row_bytes, config.kv_memory)
         self._placement = self._place()
@@ -109,7 +109,7 @@ class TargetWorker(ServedTarget):
         tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
         model, waiting, observe = self._model, config.max_waiting, self._metrics.observe
-        self._engine = Engine(
+        self._engine = SweepEngine(
             StreamedSweeper(model), pool, self._limits, waiting, config.gather, observe, lambda: model.num_layers_begun
         )
         self._start_engine(lambda: compute_reproducibly_with(config.threads))
@@ -197,7 +197,7 @@ class TargetWorker(ServedTarget):
         else:
             self._resources.callback(self._kv_lanes.close)
             memory = shape.within(self._kv_lanes.host_memory(num_bytes), num_rows)
-            home = KVStage(shape, num_rows, self._kv_lanes)
+            home = OffloadedKV(shape, num_rows, self._kv_lanes)
         arena = KVArena(shape, memory)
         return SlotPool(arena, self._config.lease_seconds, time.monotonic, self._limits.kv_step), home
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from bough.client.resumable_stream import Patience, ResumableStream
+from bough.client.resumable_stream import ResumableStream, RetryWindow
 from bough.errors import BoughError, ConfigError, Exhausted, NotFound, Unavailable
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
@@ -92,7 +92,7 @@ class Client:
         or repeated, and Finished has a warning. A server without capacity is called again when it says. Leaving the
         loop early aborts the request.
         """
-        stream, patience = ResumableStream(options), Patience()
+        stream, patience = ResumableStream(options), RetryWindow()
         is_known = False  # an orchestrator has answered
         while True:
             server = self._servers[0]

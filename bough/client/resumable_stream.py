@@ -60,7 +60,7 @@ class ResumableStream:
             self._is_broken = True
 
 
-class Patience:
+class RetryWindow:
     """Exponential backoff between attempts, limited in time since the first failure without progress."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
 Holder = TypeVar("Holder", bound=Hashable)
 
 
-class Match(NamedTuple, Generic[Holder]):
+class PrefixMatch(NamedTuple, Generic[Holder]):
     """A holder, and the length in tokens of the prefix it shares, in whole blocks."""
 
     holder: Holder
@@ -55,7 +55,7 @@ class PrefixIndex(Generic[Holder]):
         self._tokens.pop(holder, None)
         self._salts.pop(holder, None)
 
-    def longest(self, tokens: list[int], hashes: Sequence[int], cache_salt: str = "") -> Match[Holder] | None:
+    def longest(self, tokens: list[int], hashes: Sequence[int], cache_salt: str = "") -> PrefixMatch[Holder] | None:
         """The holder of this salt with the longest common prefix of whole blocks, or None if no block is shared.
 
         `hashes` are the block hashes of `tokens`. They select candidates; the tokens themselves are compared.
@@ -65,7 +65,7 @@ class PrefixIndex(Generic[Holder]):
             prefix = tokens[: n * BLOCK_TOKENS]
             for holder in self._holders[hashes[n - 1]]:
                 if self._salts[holder] == cache_salt and self._tokens[holder][: len(prefix)] == prefix:
-                    return Match(holder, len(prefix))
+                    return PrefixMatch(holder, len(prefix))
         return None
 
     def check_integrity(self, holders: Sequence[Holder]) -> None:

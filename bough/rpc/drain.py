@@ -19,7 +19,7 @@ BETWEEN_CALLS_SECONDS = 5.0  # a session that has not called for so long is not 
 ENDING_SECONDS = 5.0  # that a call which is cut off takes at most to free what it holds
 
 
-class Gate:
+class Drainer:
     """Counts the calls that are work, and can be shut."""
 
     def __init__(self, *work: str) -> None:
@@ -34,7 +34,7 @@ class Gate:
         """Whether work is inside."""
         return bool(self._inside)
 
-    def shut(self, refusal: str) -> None:
+    def stop_accepting(self, refusal: str) -> None:
         """From now on work is refused as Unavailable with this text, but for what `goes_on`."""
         self._refusal = refusal
 
@@ -47,7 +47,7 @@ class Gate:
         return nullcontext()
 
     @contextmanager
-    def passing(self, method: str, request: Any) -> Iterator[None]:
+    def track(self, method: str, request: Any) -> Iterator[None]:
         """Around one call. Raises Unavailable where it is refused, or was cut off half-way."""
         if method not in self._work:
             yield
@@ -68,7 +68,7 @@ class Gate:
             self._inside.discard(task)
             self._cut.discard(task)
 
-    async def emptied(self, patience_seconds: float) -> bool:
+    async def wait_idle(self, patience_seconds: float) -> bool:
         """Waits until nothing is inside; False where that took too long."""
         deadline = time.monotonic() + patience_seconds
         while self.is_busy:
@@ -87,7 +87,7 @@ class Gate:
             await asyncio.sleep(POLL_SECONDS)
 
 
-class SessionGate(Gate):
+class SessionGate(Drainer):
     """A worker's: a request of a session is many calls, and between two of them it is inside too."""
 
     def __init__(self, *work: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -107,9 +107,9 @@ class SessionGate(Gate):
         return request.context.session_id in self._last_calls
 
     @contextmanager
-    def passing(self, method: str, request: Any) -> Iterator[None]:
+    def track(self, method: str, request: Any) -> Iterator[None]:
         """As for any gate; a session that is released is not waited for."""
-        with super().passing(method, request):
+        with super().track(method, request):
             session_id = request.context.session_id if method in self._work else ""
             self._note(session_id)
             try:

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from bough import errors
 from bough.config.addresses import joined
 from bough.errors import ConfigError, DeadlineExceeded, InvalidRequest
-from bough.rpc.drain import Gate
+from bough.rpc.drain import Drainer
 from bough.rpc.health_service import HealthService
 from bough.rpc.lasting_server import LastingServer
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
@@ -72,7 +72,7 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns what a servicer raises into a status, so that servicers are free of it; leads every call by the gate."""
 
-    gate: Gate
+    gate: Drainer
     stalled_seconds: float | None = None  # a stream whose reader takes nothing for so long ends
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
@@ -96,7 +96,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             try:
                 with self.gate.entering(method, len(data)):
                     request = decoded(data, decode)
-                    with self.gate.passing(method, request):
+                    with self.gate.track(method, request):
                         return await answer(request, context)
             except grpc.aio.AbortError:
                 raise
@@ -145,7 +145,7 @@ class Served:
 
     port: int
     service: str
-    gate: Gate
+    gate: Drainer
     _health: HealthService
 
     async def set_ready(self, is_ready: bool) -> None:
@@ -160,8 +160,8 @@ class Served:
     async def drain(self, refusal: str, patience_seconds: float) -> None:
         """Refuses new work with this text, lets what runs finish in time, and ends the rest as Unavailable."""
         await self.leave()
-        self.gate.shut(refusal)
-        if not await self.gate.emptied(patience_seconds):
+        self.gate.stop_accepting(refusal)
+        if not await self.gate.wait_idle(patience_seconds):
             logger.warning("not everything was finished in %g s: the rest is cut off", patience_seconds)
         await self.gate.cut()
 
@@ -172,7 +172,7 @@ async def serving(
     port: int,
     service: str,
     add: Callable[[grpc.aio.Server], None],
-    gate: Gate | None = None,
+    gate: Drainer | None = None,
     stalled_seconds: float | None = None,
     grace_seconds: float = 1.0,
     max_connection_age: float = 0.0,
@@ -190,7 +190,7 @@ async def serving(
     Raises:
         ConfigError: the port is in use or the host is not ours.
     """
-    gate = gate or Gate()
+    gate = gate or Drainer()
     # Without a grace period of its own, an old connection waits for its calls for as long as they take.
     age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
     interceptors = [CallContextInterceptor(), *doorkeepers, ErrorInterceptor(gate, stalled_seconds)]

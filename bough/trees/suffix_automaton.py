@@ -16,7 +16,7 @@ from bough.trees.tree import Tree
 MAX_BRANCH = 4  # continuations considered for each node
 
 
-class Match(NamedTuple):
+class TextMatch(NamedTuple):
     """A string of `length` tokens that occurs in the text, and its automaton state."""
 
     state: int
@@ -29,7 +29,7 @@ class Follower(NamedTuple):
     token: int
     match_length: int  # tokens in the match
     times: int  # occurrences of the match followed by this token
-    match: Match  # the match extended by this token
+    match: TextMatch  # the match extended by this token
 
 
 class Draft(Enum):
@@ -51,13 +51,13 @@ class GuessKind(NamedTuple):
     draft: Draft = Draft.SILENT
 
 
-class Context(NamedTuple):
+class LookupContext(NamedTuple):
     """A node of a growing tree, with the match of the text followed by the node's path."""
 
     node: int
     depth: int
     score: float  # log-probability of the path
-    match: Match
+    match: TextMatch
     drafted: dict[int, int]  # the draft's children of the same node: token to node in the draft's tree
 
 
@@ -68,8 +68,8 @@ class Guesses(NamedTuple):
     kinds: tuple[GuessKind, ...]  # (num_nodes - 1,)
 
 
-class Limits(NamedTuple):
-    """Limits of a tree of continuations."""
+class LookupLimits(NamedTuple):
+    """LookupLimits of a tree of continuations."""
 
     max_nodes: int  # not counting the root
     max_depth: int
@@ -93,7 +93,7 @@ class SuffixAutomaton:
         self._count = [0]  # by state: occurrences, counted for strings of up to max_match + 1 tokens
         self._last = [0]  # by state: the latest end position
         self._whole = 0  # the state of the whole text
-        self._counted = Match(0, 0)  # the longest counted suffix of the text
+        self._counted = TextMatch(0, 0)  # the longest counted suffix of the text
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
@@ -101,21 +101,21 @@ class SuffixAutomaton:
             self._append(token)
             self._count_end(token)
 
-    def longest_match(self) -> Match:
+    def longest_match(self) -> TextMatch:
         """The longest suffix of the text, up to `max_match` tokens, that also occurs earlier."""
         match = self._shortened(self._counted)
         while match.state and not self._next[match.state]:
             match = self._parent(match)
         return match
 
-    def followers(self, match: Match, limit: int) -> list[Follower]:
+    def followers(self, match: TextMatch, limit: int) -> list[Follower]:
         """Tokens that followed a match or its suffixes: longest match first, then most frequent, then most recent."""
         found: dict[int, Follower] = {}
         while match.state and len(found) < limit:
             fresh = [(token, state) for token, state in self._next[match.state].items() if token not in found]
             fresh.sort(key=lambda entry: (-self._count[entry[1]], -self._last[entry[1]]))
             for token, state in fresh[: limit - len(found)]:
-                longer = self._shortened(Match(state, match.length + 1))
+                longer = self._shortened(TextMatch(state, match.length + 1))
                 found[token] = Follower(token, match.length, self._count[state], longer)
             match = self._parent(match)
         return list(found.values())
@@ -154,33 +154,33 @@ class SuffixAutomaton:
     def _count_end(self, token: int) -> None:
         """Count every suffix of the text up to max_match + 1 tokens: a match and the token after it."""
         state, length = self._counted
-        self._counted = self._within(Match(self._next[state][token], length + 1), self._max_match + 1)
+        self._counted = self._within(TextMatch(self._next[state][token], length + 1), self._max_match + 1)
         state = self._counted.state
         while state:
             self._count[state] += 1
             self._last[state] = self.num_tokens
             state = self._link[state]
 
-    def _shortened(self, match: Match) -> Match:
+    def _shortened(self, match: TextMatch) -> TextMatch:
         return self._within(match, self._max_match)
 
-    def _within(self, match: Match, max_length: int) -> Match:
+    def _within(self, match: TextMatch, max_length: int) -> TextMatch:
         """The last `max_length` tokens of a match, with their current state."""
         state, length = match.state, min(match.length, max_length)
         while state and self._length[self._link[state]] >= length:
             state = self._link[state]
-        return Match(state, length)
+        return TextMatch(state, length)
 
-    def _parent(self, match: Match) -> Match:
+    def _parent(self, match: TextMatch) -> TextMatch:
         link = self._link[match.state]
-        return Match(link, self._length[link])
+        return TextMatch(link, self._length[link])
 
 
 _BOUNDS = ((Draft.UNLIKELY, math.log(0.1)), (Draft.POSSIBLE, math.log(0.5)))
 
 
 def grow_continuations(
-    text: SuffixAutomaton, drafted: Tree, limits: Limits, log_prob: Callable[[GuessKind], float]
+    text: SuffixAutomaton, drafted: Tree, limits: LookupLimits, log_prob: Callable[[GuessKind], float]
 ) -> Guesses:
     """A tree of the likeliest continuations of `text`, by `log_prob` of each kind; the root is the text's last token.
 
@@ -191,9 +191,9 @@ def grow_continuations(
     tokens, parents, log_probs = [int(drafted.tokens[0])], [-1], [0.0]
     kinds: list[GuessKind] = []
     children = drafted.children()
-    heap: list[tuple[float, int, int, GuessKind, Follower, Context]] = []  # (parent, rank) breaks ties
+    heap: list[tuple[float, int, int, GuessKind, Follower, LookupContext]] = []  # (parent, rank) breaks ties
 
-    def consider(parent: Context) -> None:
+    def consider(parent: LookupContext) -> None:
         if parent.depth >= limits.max_depth or tokens[parent.node] in limits.stop_tokens:
             return
         for rank, follower in enumerate(text.followers(parent.match, MAX_BRANCH)):
@@ -202,7 +202,7 @@ def grow_continuations(
             score = parent.score + min(log_prob(kind), 0.0)
             heapq.heappush(heap, (-score, parent.node, rank, kind, follower, parent))
 
-    consider(Context(0, 0, 0.0, text.longest_match(), children[0]))
+    consider(LookupContext(0, 0, 0.0, text.longest_match(), children[0]))
     while heap and len(kinds) < limits.max_nodes:
         cost, _, _, kind, follower, parent = heapq.heappop(heap)
         tokens.append(follower.token)
@@ -211,7 +211,7 @@ def grow_continuations(
         kinds.append(kind)
         drafted_node = parent.drafted.get(follower.token)
         below = children[drafted_node] if drafted_node is not None else {}
-        consider(Context(len(kinds), kind.depth, -cost, follower.match, below))
+        consider(LookupContext(len(kinds), kind.depth, -cost, follower.match, below))
     return Guesses(Tree.of(tokens, parents, log_probs), tuple(kinds))
 
 

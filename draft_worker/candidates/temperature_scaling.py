@@ -27,7 +27,7 @@ LEAST_CHANCE = 1e-6  # that none of the candidates is right
 MAX_KINDS = 64  # of guesses of which something is remembered
 
 
-class Sharpness:
+class TemperatureScaling:
     """The power for one kind of guess."""
 
     def __init__(self, power: float = 1.0, is_learnt: bool = True) -> None:
@@ -49,24 +49,24 @@ class Sharpness:
         self.power = min(MOST_POWER, max(LEAST_POWER, self.power + slope / self._information))
 
 
-class Sharpnesses:
+class TemperatureScalings:
     """What all sessions of a draft worker have taught it together, by kind of guess."""
 
     def __init__(self, power: float = 0.0) -> None:
         """`power` is that of every kind; 0 has each of them learnt."""
-        self._fixed = Sharpness(power or 1.0, is_learnt=False)
-        self._own = Sharpness(is_learnt=False)
+        self._fixed = TemperatureScaling(power or 1.0, is_learnt=False)
+        self._own = TemperatureScaling(is_learnt=False)
         self._is_learnt = power == 0.0
-        self._learnt: dict[tuple[str, float], Sharpness] = {}
+        self._learnt: dict[tuple[str, float], TemperatureScaling] = {}
 
-    def of(self, guessing: Guessing) -> Sharpness:
+    def of(self, guessing: Guessing) -> TemperatureScaling:
         """That of what a call asks for: samples come from the draft's probabilities as they are."""
         if guessing.is_sample:
             return self._own
         if not self._is_learnt:
             return self._fixed
         kind = ("noise known" if guessing.is_perturbed else "noise unknown", round(guessing.params.temperature, 1))
-        found = self._learnt[kind] = self._learnt.pop(kind, Sharpness())  # the last used is the last
+        found = self._learnt[kind] = self._learnt.pop(kind, TemperatureScaling())  # the last used is the last
         if len(self._learnt) > MAX_KINDS:
             del self._learnt[next(iter(self._learnt))]
         return found

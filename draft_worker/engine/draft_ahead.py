@@ -18,8 +18,8 @@ from bough.protocol.messages import GrowCall
 from bough.trees.tree import Tree
 from draft_worker.candidates.candidates import Answer
 from draft_worker.engine.session import DraftSession
-from draft_worker.expansions.cached_growth import Walk
-from draft_worker.expansions.expansion_cache import Wanted
+from draft_worker.expansions.cached_growth import CachedGrowth
+from draft_worker.expansions.expansion_cache import PendingExpansions
 from draft_worker.growth.grower import Grower
 
 NUM_STEPS = 64  # by default, where nobody else wants the device
@@ -36,7 +36,7 @@ def num_steps(setting: int, device_type: str) -> int:
     return 0 if device_type == "cpu" else NUM_STEPS
 
 
-class Ahead:
+class DraftAhead:
     """Explores below and beside a tree that has been sent, the likeliest first."""
 
     def __init__(
@@ -56,8 +56,8 @@ class Ahead:
         self._closed = np.fromiter(call.sampling.stop_token_ids, np.int32)
         self._scores = tree.scores()
         self._num_steps_left = max_steps
-        self._walks: dict[Place, Walk] = {}
-        self.wanted: Wanted | None = None
+        self._walks: dict[Place, CachedGrowth] = {}
+        self.wanted: PendingExpansions | None = None
 
     def advance(self) -> bool:
         """Chooses what to find out next; whether there is anything, and a step for it."""
@@ -96,7 +96,9 @@ class Ahead:
         for score, place in self._outcomes(expansions):
             if place not in self._walks:
                 num_accepted = int(self.session.explored.depths[place[0]])
-                self._walks[place] = Walk(self._next_grower(place[1], num_accepted), self.session.explored, place[0])
+                self._walks[place] = CachedGrowth(
+                    self._next_grower(place[1], num_accepted), self.session.explored, place[0]
+                )
             if self._walks[place].advance():
                 parents, tokens = self._walks[place].missing()
                 missing = list(zip(parents.tolist(), tokens.tolist(), strict=True))

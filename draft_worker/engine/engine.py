@@ -22,9 +22,9 @@ from bough.telemetry.spans import FinishedSpan, note_span
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import MAX_EXPANSIONS, BestFirst
 from draft_worker.candidates.candidates import Answer
-from draft_worker.candidates.temperature_scaling import Sharpnesses
-from draft_worker.engine.draft_ahead import Ahead
-from draft_worker.engine.job import Draft, Job
+from draft_worker.candidates.temperature_scaling import TemperatureScalings
+from draft_worker.engine.draft_ahead import DraftAhead
+from draft_worker.engine.job import Draft, GrowJob
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.growth.grower import Grower
 from draft_worker.growth.static_shape import grower_for
@@ -46,7 +46,7 @@ class Request(NamedTuple):
 
 class _Running(NamedTuple):
     request: Request
-    job: Job
+    job: GrowJob
     began_ns: int
 
     @property
@@ -65,7 +65,7 @@ class _Running(NamedTuple):
         return GrowResult(self.job.tree(), len(self.job.session.tokens), timings, self.job.num_warm, cost)
 
 
-class Engine:
+class DraftEngine:
     """Sessions and the trees that grow in them. The one used longest ago gives way: that costs time only."""
 
     def __init__(
@@ -75,14 +75,14 @@ class Engine:
         branch: int,
         pool: SessionPool,
         ahead_steps: int,
-        sharpnesses: Sharpnesses,
+        sharpnesses: TemperatureScalings,
     ) -> None:
         """`ahead_steps`: at most so many draft steps between two calls of a session, 0 for none."""
         self._draft, self._vocab_size, self._branch = draft, vocab_size, branch
         self.pool, self._ahead_steps, self.sharpnesses = pool, ahead_steps, sharpnesses
         self._running: dict[str, _Running] = {}
         self._waiting: deque[Request] = deque()  # while every session that there is room for has a tree growing
-        self._ahead: OrderedDict[str, Ahead] = OrderedDict()
+        self._ahead: OrderedDict[str, DraftAhead] = OrderedDict()
         self._times = StepTimes(MAX_STEP_ROWS)
         self.cost: CostCurve | None = None  # seconds of a draft step by its rows; any thread may read this
         self.num_trees = 0
@@ -123,7 +123,7 @@ class Engine:
             if session is None:
                 self._waiting.append(request)
                 return
-            job = Job(session, request.call, self._branch, self._vocab_size, self.sharpnesses, request.arrived_ns)
+            job = GrowJob(session, request.call, self._branch, self._vocab_size, self.sharpnesses, request.arrived_ns)
             running = _Running(request, job, began_ns)
             self.pool.borrow(session)
             note_span(request.spans, "queue", request.arrived_ns, began_ns)
@@ -226,14 +226,14 @@ class Engine:
             and session.has_room(2 * growth.depth + 1)
         )
 
-    def _ahead_of(self, running: _Running, tree: Tree) -> Ahead:
+    def _ahead_of(self, running: _Running, tree: Tree) -> DraftAhead:
         call = running.request.call
 
         def next_grower(root_token: int, num_accepted: int) -> Grower:
             likely = replace(call, root_token=root_token, round=call.round + num_accepted + 1)
             return grower_for(likely, self._branch, self._vocab_size)
 
-        return Ahead(running.job.session, call, tree, next_grower, self._ahead_steps)
+        return DraftAhead(running.job.session, call, tree, next_grower, self._ahead_steps)
 
     def _go_ahead(self) -> None:
         """One draft step for the session whose turn it is."""
@@ -259,7 +259,7 @@ class Engine:
         return bool(waiting)
 
 
-def frontier_rows(jobs: Sequence[Job]) -> int:
+def frontier_rows(jobs: Sequence[GrowJob]) -> int:
     """Rows of a step that expand nodes; 0 where context is read beside, which is no step's time."""
     if any(job.num_context for job in jobs):
         return 0

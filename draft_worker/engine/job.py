@@ -12,10 +12,10 @@ from bough.protocol.messages import GrowCall
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from draft_worker.candidates.candidates import Answer, Guessing
-from draft_worker.candidates.temperature_scaling import Sharpnesses
+from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.session import DraftSession
-from draft_worker.expansions.cached_growth import Walk
-from draft_worker.expansions.expansion_cache import Wanted
+from draft_worker.expansions.cached_growth import CachedGrowth
+from draft_worker.expansions.expansion_cache import PendingExpansions
 from draft_worker.growth.static_shape import grower_for
 
 
@@ -23,7 +23,7 @@ class Stepping(Protocol):
     """Whatever takes part in a draft step."""
 
     session: DraftSession
-    wanted: Wanted | None  # nodes that the step asks about, as of `segments`
+    wanted: PendingExpansions | None  # nodes that the step asks about, as of `segments`
 
     def advance(self) -> bool:
         """Goes on as far as it can without the model; whether it wants a step of it."""
@@ -46,7 +46,7 @@ class Draft(Protocol):
         ...
 
 
-class Job:
+class GrowJob:
     """Grows the tree of one call."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Job:
         call: GrowCall,
         branch: int,
         vocab_size: int,
-        sharpnesses: Sharpnesses,
+        sharpnesses: TemperatureScalings,
         arrived_ns: int,
     ) -> None:
         """Raises InvalidRequest or PrefixMissing."""
@@ -68,9 +68,9 @@ class Job:
         guessing = Guessing.of(call)
         session.stand_on(call, guessing, sharpnesses.of(guessing))
         session.grown = grower.tree
-        self._walk = Walk(grower, session.explored)
+        self._walk = CachedGrowth(grower, session.explored)
         self.num_context = 0  # pending tokens in this step
-        self.wanted: Wanted | None = None
+        self.wanted: PendingExpansions | None = None
 
     @property
     def num_warm(self) -> int:

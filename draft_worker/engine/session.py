@@ -15,8 +15,8 @@ from bough.protocol.messages import Context, GrowCall
 from bough.protocol.prefix_hash import prefix_hash
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.candidates import Answer, Guessing
-from draft_worker.candidates.temperature_scaling import Sharpness
-from draft_worker.expansions.expansion_cache import Explored, Wanted
+from draft_worker.candidates.temperature_scaling import TemperatureScaling
+from draft_worker.expansions.expansion_cache import ExpansionCache, PendingExpansions
 from draft_worker.growth.grower import GrowingTree
 
 CONTEXT_CHUNK = 512  # tokens of a context that one draft step runs at most: others' trees grow in the same step
@@ -58,14 +58,14 @@ class DraftSession:
         self.start = 0
         self.epoch = 0  # the newest in which it was called
         self.cache_salt = ""  # sessions with another one begin from nothing of this one
-        self.explored = Explored(0)
+        self.explored = ExpansionCache(0)
         self._window = window
         self.grown: GrowingTree | None = None  # the last call's, as it grew
         self.guessing: Guessing | None = None  # what the last call asks for
-        self._sharpness = Sharpness(is_learnt=False)
+        self._sharpness = TemperatureScaling(is_learnt=False)
         self.past = TokenCounts.of((), 0)  # of a call with penalties
 
-    def stand_on(self, call: GrowCall, guessing: Guessing, sharpness: Sharpness) -> None:
+    def stand_on(self, call: GrowCall, guessing: Guessing, sharpness: TemperatureScaling) -> None:
         """Takes over the call's context, and what of earlier trees lies on it.
 
         `sharpness` is that of such guesses; what followed the last tree's is learnt first.
@@ -94,7 +94,7 @@ class DraftSession:
             stands = False
         # Not num_pending: of a shorter text, or of a window that keeps nothing, no token need be run again.
         if not stands or guessing != self.guessing or not self.has_rows(growth.max_expansions):
-            self.explored = Explored(len(tokens) - self.start)
+            self.explored = ExpansionCache(len(tokens) - self.start)
         self.explored.power, self._sharpness = sharpness.power, sharpness
         self.guessing, self.grown = guessing, None
         self.past = TokenCounts.of(tokens if guessing.params.has_penalties else (), guessing.prompt_length)
@@ -124,12 +124,12 @@ class DraftSession:
         begin = self.slot.length
         self.slot.compact(range(begin, begin + num_run), self.tokens[self.start + begin :][:num_run])
 
-    def path_positions(self, wanted: Wanted) -> NDArray[np.int32]:
-        """(num_new, width) absolute positions of the tokens of `Explored.path_tokens`; -1 for places without one."""
+    def path_positions(self, wanted: PendingExpansions) -> NDArray[np.int32]:
+        """(num_new, width) positions of the tokens of `ExpansionCache.path_tokens`; -1 for places without one."""
         steps = np.arange(wanted.paths.shape[1])
         return np.where(steps <= wanted.depths[:, None], len(self.tokens) + steps, -1).astype(np.int32)
 
-    def learn(self, wanted: Wanted, answer: Answer) -> None:
+    def learn(self, wanted: PendingExpansions, answer: Answer) -> None:
         """The draft has been asked about these nodes."""
         assert self.guessing is not None, "a call asks for something"
         positions = len(self.tokens) + 1 + wanted.depths
@@ -162,7 +162,7 @@ class DraftSession:
         """Commits the KV of what has been accepted, all but the last of these tokens, and keeps what lies below it."""
         path = self.explored.walk(tokens)
         accepted = path[: len(tokens) - 1]
-        rows, below = accepted, Explored(self.slot.length + len(tokens) - 1)
+        rows, below = accepted, ExpansionCache(self.slot.length + len(tokens) - 1)
         if len(path) == len(tokens):
             below, kept = self.explored.below(path[-1], below.base)
             rows = [*accepted, *kept.tolist()]

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.model.cpu.jit import strict
-from draft_worker.expansions.expansion_cache import Explored
+from draft_worker.expansions.expansion_cache import ExpansionCache
 from draft_worker.growth.grower import NO_NODES, Grower
 
 
-class Walk:
+class CachedGrowth:
     """Takes a grower as far as what is explored reaches; `missing` is then what to run the model on."""
 
-    def __init__(self, grower: Grower, explored: Explored, root_parent: int = -1) -> None:
+    def __init__(self, grower: Grower, explored: ExpansionCache, root_parent: int = -1) -> None:
         """The grower's root stands below the expansion `root_parent`; -1 where it is the session's root."""
         self.grower = grower
         self.num_warm = 0  # nodes that were known when they were asked for

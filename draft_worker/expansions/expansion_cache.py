@@ -20,7 +20,7 @@ from draft_worker.growth.grower import Candidates
 ROOM, LEVELS = 64, 8  # expansions, and levels of them, that there is room for from the first on
 
 
-class Wanted(NamedTuple):
+class PendingExpansions(NamedTuple):
     """Nodes that the model is to be run on; they become expansions when it has been. Holds until others are wanted."""
 
     tokens: NDArray[np.int32]  # (num_new,)
@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
     paths: NDArray[np.int32]  # (num_new, width) expansions from the root down, the new ones included; unused places 0
 
 
-class Explored:
+class ExpansionCache:
     """Expansions in the order in which the model was run on them. Number i stands in slot row base + i."""
 
     def __init__(self, base: int) -> None:
@@ -41,7 +41,7 @@ class Explored:
         self._first = np.zeros(
             1 + ROOM, np.int32
         )  # this and `_following` as `draft_worker.expansions.child_index` has them
-        self._paths = np.zeros((ROOM, LEVELS), np.int32)  # as in `Wanted`
+        self._paths = np.zeros((ROOM, LEVELS), np.int32)  # as in `PendingExpansions`
         self._candidates = Candidates(np.zeros((ROOM, 0), np.int32), np.zeros((ROOM, 0), np.float32))
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class Explored:
         child_index.find_tree(self._first, self._following, self._tokens, parents, tokens, found)
         return found
 
-    def wanted(self, parents: NDArray[np.int32], tokens: NDArray[np.int32], num_levels: int = 1) -> Wanted:
+    def wanted(self, parents: NDArray[np.int32], tokens: NDArray[np.int32], num_levels: int = 1) -> PendingExpansions:
         """Nodes to run the model on next, given their parents' expansions (-1 for the root).
 
         Where they stand below one another, on so many levels at most, parents come first.
@@ -73,7 +73,7 @@ class Explored:
         self._make_room(new.stop, self._num_levels + num_levels)
         self._tokens[new], self._parents[new] = tokens, parents
         levels = child_index.place(self._depths, self._paths, parents, new.start)
-        return Wanted(self._tokens[new], self._parents[new], self._depths[new], self._paths[new, :levels])
+        return PendingExpansions(self._tokens[new], self._parents[new], self._depths[new], self._paths[new, :levels])
 
     def _make_room(self, num: int, num_levels: int) -> None:
         """For so many expansions and levels of them: at least twice as much where there is too little."""
@@ -89,17 +89,17 @@ class Explored:
         self._first, self._paths = _grown(self._first, 1 + room), _grown(self._paths, room, levels)
         self._candidates = Candidates(*(_grown(held, room, held.shape[1]) for held in self._candidates))
 
-    def segment(self, slot: Slot, wanted: Wanted) -> Segment:
+    def segment(self, slot: Slot, wanted: PendingExpansions) -> Segment:
         """The rows of a model pass; parents stand in the slot already."""
         rows = self.base + len(self) + np.arange(len(wanted.tokens), dtype=np.int32)
         assert rows[-1] < slot.num_rows, "kernels write wherever they are told to"
         return Segment(slot, wanted.tokens, self.base + wanted.depths, rows, self.base, self.base + wanted.paths, True)
 
-    def path_tokens(self, wanted: Wanted) -> NDArray[np.int32]:
+    def path_tokens(self, wanted: PendingExpansions) -> NDArray[np.int32]:
         """(num_new, width) the tokens from the root down, the new ones included; unused places hold any."""
         return self._tokens[wanted.paths]
 
-    def learn(self, wanted: Wanted, candidates: Candidates) -> None:
+    def learn(self, wanted: PendingExpansions, candidates: Candidates) -> None:
         """The model has been run on what was wanted last: it is explored now, and these tokens may follow it."""
         new = slice(self._num, self._num + len(wanted.tokens))
         self._num, self._num_levels = new.stop, max(self._num_levels, wanted.paths.shape[1])
@@ -127,14 +127,14 @@ class Explored:
         path: list[int] = found[found >= 0].tolist()  # below what is not there there is nothing
         return path
 
-    def below(self, expansion: int, base: int) -> tuple[Explored, NDArray[np.int32]]:
+    def below(self, expansion: int, base: int) -> tuple[ExpansionCache, NDArray[np.int32]]:
         """What remains when this expansion becomes the root, in slot row `base`, and which of ours that is."""
         depth, paths = int(self.depths[expansion]), self._paths[: len(self)]
         kept = np.flatnonzero((self.depths >= depth) & (paths[:, depth] == expansion)).astype(np.int32)
         new_number = np.zeros(len(self), np.int32)
         new_number[kept] = np.arange(len(kept))
         parents = np.where(kept == expansion, -1, new_number[np.maximum(self._parents[kept], 0)]).astype(np.int32)
-        explored = Explored(base)
+        explored = ExpansionCache(base)
         wanted = explored.wanted(parents, self._tokens[kept], self._num_levels - depth)
         explored.learn(wanted, self.learnt(kept))
         return explored, kept

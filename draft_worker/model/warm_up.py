@@ -9,10 +9,10 @@ from bough.model.cpu.llvm_vectors import LANES
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst
 from draft_worker.candidates.candidates import Guessing
-from draft_worker.candidates.temperature_scaling import Sharpness, sharpened
+from draft_worker.candidates.temperature_scaling import TemperatureScaling, sharpened
 from draft_worker.candidates.top_k import largest
-from draft_worker.expansions.cached_growth import Walk
-from draft_worker.expansions.expansion_cache import Explored
+from draft_worker.expansions.cached_growth import CachedGrowth
+from draft_worker.expansions.expansion_cache import ExpansionCache
 from draft_worker.growth.best_first import BestFirstGrower
 from draft_worker.model.model_draft import NUM_CONSIDERED
 
@@ -25,11 +25,11 @@ def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
     for temperature in (0.0, 1.0):
         guessing = Guessing(SamplingParams(temperature=temperature), 0, is_sample=False, is_perturbed=temperature > 0)
         likely = guessing.candidates(values, tokens, np.zeros(1, np.int32))
-    explored, closed = Explored(0), np.zeros(0, np.int32)
-    walk = Walk(BestFirstGrower(0, BestFirst(budget=2, width=1, depth=1), branch=1, closed=closed), explored)
+    explored, closed = ExpansionCache(0), np.zeros(0, np.int32)
+    walk = CachedGrowth(BestFirstGrower(0, BestFirst(budget=2, width=1, depth=1), branch=1, closed=closed), explored)
     walk.advance()
     explored.learn(explored.wanted(*walk.missing()), likely)
     walk.advance()
     explored.walk([0])
-    Sharpness().observe(likely, np.zeros(1, np.int32))
+    TemperatureScaling().observe(likely, np.zeros(1, np.int32))
     sharpened(likely.log_probs, 2.0)

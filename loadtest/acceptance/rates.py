@@ -16,7 +16,7 @@ from bough.model.sampling.draft_sampler import without_replacement
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from target_worker.verification.verify import draws_at, law_given
+from target_worker.verification.verify import conditional_distribution, draws_at
 
 Row = NDArray[np.float64]
 
@@ -83,7 +83,7 @@ def one_after_another(pair: Pair, sizes: list[int], rng: np.random.Generator, nu
             DraftProbs.joined({0: (tokens, weights)}),
         )
         draws = list(draws_at(tree, 0, Scheme.WITHOUT_REPLACEMENT, len(pair.target_probs)))
-        total += [law_given(pair.target_probs, draws[:k])[drawn[:k]].sum() for k in sizes]
+        total += [conditional_distribution(pair.target_probs, draws[:k])[drawn[:k]].sum() for k in sizes]
     return [float(rate) for rate in total / num]
 
 

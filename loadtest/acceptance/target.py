@@ -21,7 +21,7 @@ from bough.model.running.runner import ResidentModel
 from bough.model.sampling.sampler import Row
 from bough.protocol.messages import Verdict, VerifyCall
 from bough.protocol.prefix_hash import prefix_hash
-from target_worker.verification.verdict import judge
+from target_worker.verification.verdict import compute_verdict
 
 REMEMBERED = 3000  # rows of logits: with verification `target` every tree is judged along one and the same text
 CPU = torch.device("cpu")
@@ -101,6 +101,6 @@ def _judge(call: VerifyCall, questions: SimpleQueue[Question | None]) -> Verdict
         return question.answer.result()
 
     try:
-        return judge(call, tokens, logits_after)
+        return compute_verdict(call, tokens, logits_after)
     finally:
         questions.put(None)

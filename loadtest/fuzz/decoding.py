@@ -26,7 +26,7 @@ from orchestrator.http_api import chat, completions
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.errors import ApiError
 from orchestrator.http_api.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from orchestrator.http_api.options import Wanted, choices
+from orchestrator.http_api.options import RequestedOutput, choices
 from orchestrator.opening.prompt import next_prompt, whole_prompt
 from orchestrator.service import require_counts
 
@@ -152,7 +152,7 @@ def completion_body(data: bytes, tokenizer: Tokenizer) -> object:
     return _opened(choices(fields, prompts, limits, "id", fields.session_id or ""), tokenizer)
 
 
-def _opened(wanted: Sequence[Wanted], tokenizer: Tokenizer) -> list[int]:
+def _opened(wanted: Sequence[RequestedOutput], tokenizer: Tokenizer) -> list[int]:
     return opened(wanted[0].prompt, wanted[0].options, tokenizer)
 
 

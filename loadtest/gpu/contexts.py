@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bough.model.architecture.attention import attend_by_mask
-from bough.model.batch.batch import Piece, Segment
+from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.gpu_paths import PathArrays
 from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.session_kv import KVSlot
@@ -30,7 +30,7 @@ def contexts(device: torch.device, rows: Sequence[int], lengths: Sequence[int]) 
             queries = torch.randn(count, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
             parents = [-1] + [max(0, node - 3) for node in range(1, count)]
             tree = Tree.of(list(range(count)), parents, [0.0] * count)
-            piece = Piece(0, Segment.tree(KVSlot.__new__(KVSlot), length, tree))
+            piece = BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), length, tree))
             paths = PathArrays.of([piece], [0]).on(device)
             act = partial(attend, queries, keys, values, paths, HEAD_DIM**-0.5, 0, 0.0, None)
             found.append({"rows": count, "context": length, "ms": milliseconds(act, device)})

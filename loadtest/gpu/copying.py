@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from target_worker.link.streams import Lanes
+from target_worker.link.streams import DeviceStreams
 
 COPIES = 10
 
 
-def bandwidth(lanes: Lanes, num_bytes: int) -> float:
+def bandwidth(lanes: DeviceStreams, num_bytes: int) -> float:
     """Bytes per second from pinned memory to the device; closes the lanes."""
     try:
         source = torch.frombuffer(lanes.host_memory(num_bytes), dtype=torch.uint8)
@@ -25,7 +25,7 @@ def bandwidth(lanes: Lanes, num_bytes: int) -> float:
         lanes.close()
 
 
-def pinning(lanes: Lanes, num_bytes: int) -> dict[str, Any]:
+def pinning(lanes: DeviceStreams, num_bytes: int) -> dict[str, Any]:
     """Seconds until host memory may be copied from; closes the lanes."""
     began = time.perf_counter()
     try:

@@ -18,8 +18,8 @@ from bough.model.loading.loading import build_skeleton
 from bough.sizing.placement import Budgets, Fixed, place, place_with_expert_cache
 from loadtest.gpu.random_models import LINK_THREADS, planned
 from loadtest.sweep.experts import random_tree, save_mixture
-from target_worker.link.layer_extents import LayerExperts, LayerWeights, plan_apart, sizes_apart
-from target_worker.link.streams import Lanes
+from target_worker.link.layer_extents import LayerExperts, LayerExtents, plan_apart, sizes_apart
+from target_worker.link.streams import DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.tiers import Tiers
 
@@ -42,7 +42,7 @@ class _Swept(NamedTuple):
 
 
 def experts(
-    device: torch.device, mixture: Mixture, folder: Path, new_lanes: Callable[[torch.device], Lanes]
+    device: torch.device, mixture: Mixture, folder: Path, new_lanes: Callable[[torch.device], DeviceStreams]
 ) -> dict[str, Any]:
     """The same trees with room on the device for a third of the model, either way; logits are compared bit for bit."""
     save_mixture(folder, *mixture, 1)
@@ -57,9 +57,9 @@ def experts(
     }
 
 
-def _swept(folder: Path, device: torch.device, lanes: Lanes, is_apart: bool) -> _Swept:
+def _swept(folder: Path, device: torch.device, lanes: DeviceStreams, is_apart: bool) -> _Swept:
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
-    layers: list[LayerWeights] = planned(skeleton)
+    layers: list[LayerExtents] = planned(skeleton)
     apart: dict[int, LayerExperts] = {}
     sizes, own = [layer.num_bytes for layer in layers], Fixed(0, 0, 0, 0)
     budgets = Budgets(max(sum(sizes) // 3, 2 * max(sizes)), 2 * sum(sizes), 2 * max(sizes), len(layers))

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from bough.model.architecture.attention import attend_by_mask
-from bough.model.batch.batch import Batch, Piece, Segment
+from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.gpu_paths import PathArrays
 from bough.model.cpu.attention_cpu import attend_on_cpu
 from bough.model.kv.kv_arena import KVArena
@@ -25,7 +25,7 @@ from bough.model.running.runner import ResidentModel
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from loadtest.gpu.random_models import Machine, planned, repeated, streamed, write_random
-from target_worker.link.streams import Lanes
+from target_worker.link.streams import DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
 
 REPEATS = 20
@@ -65,7 +65,7 @@ def attention(device: torch.device) -> dict[str, Any]:
     keys, values = torch.randn(2, base + 64, 8, 128, device=device, dtype=torch.bfloat16)
     queries = torch.randn(64, 64, 128, device=device, dtype=torch.bfloat16)
     tree = _comb(64)
-    piece, rules = Piece(0, Segment.tree(KVSlot.__new__(KVSlot), base, tree)), (128**-0.5, 0, 0.0, None)
+    piece, rules = BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), base, tree)), (128**-0.5, 0, 0.0, None)
     paths = PathArrays.of([piece], [0]).on(device)
     by_mask = partial(attend_by_mask, queries, keys, values, paths, *rules)
     kernel: Callable[[], torch.Tensor] = partial(attend_on_cpu, queries, keys, values, piece, *rules)
@@ -94,7 +94,7 @@ def equality(
     config: LlamaConfig,
     num_compared: int,
     folder: Path,
-    new_lanes: Callable[[torch.device], Lanes],
+    new_lanes: Callable[[torch.device], DeviceStreams],
 ) -> list[dict[str, Any]]:
     """Logits of a tree's last nodes against plain decoding, bit for bit, with layers here and there."""
     checkpoint = write_random(folder / "written", config, machine.device)
@@ -127,7 +127,7 @@ def equality(
     return cases
 
 
-def _arena(model: StreamedModel, kv_lanes: Lanes | None) -> KVArena:
+def _arena(model: StreamedModel, kv_lanes: DeviceStreams | None) -> KVArena:
     """Room for two sessions, where the model looks for them."""
     shape = model.skeleton.kv_shape()
     if kv_lanes is None:

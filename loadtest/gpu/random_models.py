@@ -19,11 +19,11 @@ from bough.model.loading.default_settings import CPU_ROWS, GPU_ROWS
 from bough.model.loading.loading import Skeleton, build_skeleton
 from bough.model.running.host_embeddings import host_bytes
 from bough.model.sizes.memory_budget import activation_bytes, resident_bytes, unpacking_bytes
-from bough.model.sizes.target_limits import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.sizing.placement import Budgets, Fixed, Placement, Tier, place
-from target_worker.kv.kv_offload import KVStage
-from target_worker.link.layer_extents import LayerWeights, plan_layer
-from target_worker.link.streams import Lanes
+from target_worker.kv.kv_offload import OffloadedKV
+from target_worker.link.layer_extents import LayerExtents, plan_layer
+from target_worker.link.streams import DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.tiers import Tiers
 
@@ -36,7 +36,7 @@ class Machine:
     """What a measurement may use."""
 
     device: torch.device
-    lanes: Lanes
+    lanes: DeviceStreams
     device_memory: int  # bytes, as a placement counts them
     host_memory: int  # bytes
     max_resident: int  # layers at most
@@ -83,7 +83,7 @@ def repeated(checkpoint: Checkpoint, num_layers: int, folder: Path) -> Checkpoin
     return Checkpoint(folder, tensors)
 
 
-def planned(skeleton: Skeleton) -> list[LayerWeights]:
+def planned(skeleton: Skeleton) -> list[LayerExtents]:
     """What to read for each layer."""
     return [plan_layer(f"layer {index}", slots) for index, slots in enumerate(skeleton.layer_slots)]
 
@@ -96,7 +96,7 @@ def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int)
     fixed = Fixed(
         resident_bytes(skeleton) - on_host,
         num_rows * skeleton.kv_shape().row_bytes,
-        activation_bytes(skeleton.config, skeleton.kv_shape(), Limits(rows, num_rows, num_rows, num_rows)),
+        activation_bytes(skeleton.config, skeleton.kv_shape(), TargetLimits(rows, num_rows, num_rows, num_rows)),
         max(layer.scratch_bytes(skeleton.dtype, on_gpu) for layer in layers)
         + unpacking_bytes(skeleton, machine.device),
         host_embeddings=on_host,
@@ -119,7 +119,7 @@ def streamed(
     checkpoint: Checkpoint,
     machine: Machine,
     num_rows: int,
-    kv_lanes: Lanes | None = None,
+    kv_lanes: DeviceStreams | None = None,
     elsewhere: Mapping[int, torch.device] | None = None,
 ) -> Iterator[StreamedModel]:
     """The model as a target runs it, with room for slots of `num_rows` tokens; with `kv_lanes`, on the host.
@@ -132,5 +132,5 @@ def streamed(
         tiers_with = (Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers))
         placement = replace(placement, tiers=tuple(tiers_with))
     with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.lanes, elsewhere=elsewhere) as tiers:
-        kv = KVStage(skeleton.kv_shape(), num_rows, kv_lanes) if kv_lanes else None
+        kv = OffloadedKV(skeleton.kv_shape(), num_rows, kv_lanes) if kv_lanes else None
         yield StreamedModel(skeleton, tiers, machine.rows, machine.device, kv)

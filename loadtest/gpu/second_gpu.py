@@ -18,7 +18,7 @@ from bough.model.loading.loading import build_skeleton
 from bough.trees.tree import Tree
 from loadtest.gpu.parts import describe
 from loadtest.gpu.random_models import Machine, planned, repeated, streamed, write_random
-from target_worker.link.streams import Lanes
+from target_worker.link.streams import DeviceStreams
 
 NUM_ROWS, NODES, REPEATS = 64, 24, 10
 CLOSE = 0.05  # of the largest logit: other kinds of GPUs sum in other orders
@@ -29,7 +29,7 @@ def second_gpu(
     second: torch.device,
     config: LlamaConfig,
     folder: Path,
-    new_lanes: Callable[[torch.device], Lanes],
+    new_lanes: Callable[[torch.device], DeviceStreams],
 ) -> dict[str, Any]:
     """Logits of a tree with every other layer there, against all of them on the first; and what a sweep takes."""
     checkpoint = write_random(folder / "written", config, machine.device)

@@ -21,7 +21,7 @@ from bough.trees.tree import Tree
 from loadtest.gpu.chosen import chosen
 from loadtest.gpu.random_models import Machine, layers_without_disk, repeated, streamed, write_random
 from loadtest.gpu.sizes import Sizes
-from target_worker.link.streams import CudaLanes, InlineLanes, Lanes
+from target_worker.link.streams import CudaStreams, DeviceStreams, InlineStreams
 from target_worker.sweep.streamed_model import StreamedModel
 
 CONTEXT, REPEATS = 256, 3
@@ -34,9 +34,9 @@ def random_tree(size: int, vocab_size: int, seed: int = 0) -> Tree:
     return Tree.of([node % vocab_size for node in range(size)], parents, [0.0] * size)
 
 
-def new_lanes(device: torch.device) -> Lanes:
+def new_lanes(device: torch.device) -> DeviceStreams:
     """Of the GPU; on the CPU, lanes that stand for one."""
-    return InlineLanes() if device.type == "cpu" else CudaLanes(device)
+    return InlineStreams() if device.type == "cpu" else CudaStreams(device)
 
 
 class Sweeps:

@@ -25,7 +25,7 @@ from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.growth.best_first import BestFirstGrower
 from loadtest.regret.calls import NO_TOKENS, Growing, Sample, Verifying
 from orchestrator.sizing.plans import Proposal, RoundOutcome, Situation, Sizer, WorkerFacts
-from target_worker.scheduler.batch_delay import Gathering
+from target_worker.scheduler.batch_delay import BatchDelay
 from target_worker.scheduler.batching import choose
 from target_worker.scheduler.price import TokenPrice
 from target_worker.simulated import volume_of
@@ -51,7 +51,7 @@ class World:
         target = profile.target
         self._sweep_times = SweepTimes(target.row_step, target.max_sweep_rows, _prior(profile))
         self._price = TokenPrice()
-        self._gathering = Gathering(1.0)
+        self._gathering = BatchDelay(1.0)
         self._num_running = 0
         self.num_tokens = 0  # of all sessions
         self.env.process(self._draft())

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bough.errors import Exhausted, Unavailable
-from orchestrator.sessions.deadline import Patience
+from orchestrator.sessions.deadline import Deadline
 
 NUM_RECENT = 32  # requests whose times are remembered
 SHORTEST_RETRY_SECONDS = 1.0
@@ -77,7 +77,7 @@ class Admission:
                 self._held.append(self._clock() - self._began.pop(hold))
                 self._pass_on()
 
-    async def place(self, hold: Hold, patience: Patience) -> None:
+    async def place(self, hold: Hold, patience: Deadline) -> None:
         """Waits for its turn; then `hold` is a place.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from bough.errors import InvalidRequest
-from bough.rpc.drain import Gate
+from bough.rpc.drain import Drainer
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
 from orchestrator.admission.admission import Admission
 
@@ -18,7 +18,7 @@ SMALL_BYTES = 256 * 1024  # that a message may always have
 ALWAYS_ANSWERED = frozenset({"Check", "Watch"})  # health, of which a balancer asks
 
 
-class Entrance(Gate):
+class Entrance(Drainer):
     """Bounds what is decoded and held for callers who wait, so that no number of them fills the memory."""
 
     def __init__(self, admission: Admission, largest_context: Callable[[], int]) -> None:

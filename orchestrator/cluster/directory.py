@@ -29,7 +29,7 @@ from orchestrator.cluster.expected_wait import UsualRound
 from orchestrator.cluster.same_weights import watch_weights, with_weights
 from orchestrator.cluster.tokenizer_threads import Tokenizing
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
-from orchestrator.cluster.worker_handle import AnyClient, Known
+from orchestrator.cluster.worker_handle import AnyClient, WorkerHandle
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class Directory:
         self.registry, self._access = registry, access
         self.tokenizing = Tokenizing()
         self.index_problem = ""
-        self._targets: dict[str, Known[TargetClient]] = {}
-        self._drafts: dict[str, Known[DraftClient]] = {}
+        self._targets: dict[str, WorkerHandle[TargetClient]] = {}
+        self._drafts: dict[str, WorkerHandle[DraftClient]] = {}
         self.model_names: set[str] = set()  # that any target has served since the start
         self._usual = UsualRound()
         self._next_sweep = 0.0  # seconds on the monotonic clock
@@ -76,18 +76,20 @@ class Directory:
             self.tokenizing.close()
 
     @property
-    def targets(self) -> tuple[Known[TargetClient], ...]:
+    def targets(self) -> tuple[WorkerHandle[TargetClient], ...]:
         """All but those of which something is wrong; one that is left alone for a while is among them."""
         return tuple(known for known in self._targets.values() if not known.problem)
 
     def alike(
         self, identity: str, weights_hash: str, max_context: int, max_nodes: int
-    ) -> tuple[Known[TargetClient], ...]:
+    ) -> tuple[WorkerHandle[TargetClient], ...]:
         """The targets that give the same tokens, and take sessions and trees of these sizes."""
         same = with_weights([known for known in self.targets if known.info.identity == identity], weights_hash)
         return tuple(k for k in same if k.info.max_context >= max_context and k.info.max_nodes >= max_nodes)
 
-    def draft(self, target: Known[TargetClient], session_id: str, preferred_id: str) -> Known[DraftClient] | None:
+    def draft(
+        self, target: WorkerHandle[TargetClient], session_id: str, preferred_id: str
+    ) -> WorkerHandle[DraftClient] | None:
         """A draft worker that speaks of the target's tokens, or None: then there are no trees.
 
         The preferred one, which has the session's KV, if it is there, otherwise the least busy.
@@ -95,7 +97,7 @@ class Directory:
         usable = [known for known in self._drafts.values() if known.is_usable_by(session_id) and _fit(known, target)]
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness), default=None)
 
-    def find(self, worker_id: str) -> Known[TargetClient] | Known[DraftClient] | None:
+    def find(self, worker_id: str) -> WorkerHandle[TargetClient] | WorkerHandle[DraftClient] | None:
         """A worker by its name, None for one that is not there."""
         return self._targets.get(worker_id) or self._drafts.get(worker_id)
 
@@ -113,7 +115,7 @@ class Directory:
         """All workers known."""
         return tuple(WorkerStatus(k.record.address, k.info, self._problem(k)) for k in self._everyone())
 
-    def _problem(self, known: Known[TargetClient] | Known[DraftClient]) -> str:
+    def _problem(self, known: WorkerHandle[TargetClient] | WorkerHandle[DraftClient]) -> str:
         """Why a worker is not used; empty for one that is."""
         if known.problem or not known.is_usable:
             return known.problem or "did not answer; left alone"
@@ -123,7 +125,7 @@ class Directory:
             return f"its tokenizer differs from {target.record.worker_id}'s: {difference}"
         return ""
 
-    def _everyone(self) -> list[Known[TargetClient] | Known[DraftClient]]:
+    def _everyone(self) -> list[WorkerHandle[TargetClient] | WorkerHandle[DraftClient]]:
         return [*self._targets.values(), *self._drafts.values()]
 
     def why_no_target(self) -> str:
@@ -205,7 +207,7 @@ class Directory:
                 other.problem = f"{record.worker_id} is at its address now"
         logger.info("%s at %s", record.worker_id, record.address)
 
-    async def _introduce(self, record: WorkerRecord, client: AnyClient) -> Known[AnyClient]:
+    async def _introduce(self, record: WorkerRecord, client: AnyClient) -> WorkerHandle[AnyClient]:
         """Asks a worker what it is. Raises Unavailable where it does not answer, or not with sense."""
         try:
             info = await client.info()
@@ -213,7 +215,7 @@ class Directory:
                 raise Unavailable(f"{info.worker_id} is at its address")
             async with self._access.channel(record.address).opened() as channel:
                 files = await fetch_tokenizer(channel, record.kind, self._access)
-            known = Known(record, client, info, await self.tokenizing.shared(files))
+            known = WorkerHandle(record, client, info, await self.tokenizing.shared(files))
         except BaseException as exc:
             await client.close()
             if isinstance(exc, BoughError | grpc.aio.AioRpcError):
@@ -223,7 +225,7 @@ class Directory:
             known.problem = f"it speaks protocol version {info.protocol_version}; this is version {PROTOCOL_VERSION}"
         return known
 
-    async def _read_vocabularies(self, known: Known[AnyClient], others: Iterable[Known[Any]]) -> None:
+    async def _read_vocabularies(self, known: WorkerHandle[AnyClient], others: Iterable[WorkerHandle[Any]]) -> None:
         """Of workers that do not fit, whose problem names the difference: reading takes long, and is remembered."""
         misfits: list[TokenizerFiles] = [other.tokenizer for other in others if not _fit(other, known)]
         for files in (known.tokenizer, *misfits) if misfits else ():
@@ -231,7 +233,7 @@ class Directory:
 
     async def _forget_unlisted(self) -> None:
         """Not by the clock: an index that comes back empty, or a pause of this process, has nobody forgotten."""
-        tables: tuple[dict[str, Known[TargetClient]] | dict[str, Known[DraftClient]], ...] = (
+        tables: tuple[dict[str, WorkerHandle[TargetClient]] | dict[str, WorkerHandle[DraftClient]], ...] = (
             self._targets,
             self._drafts,
         )
@@ -243,6 +245,6 @@ class Directory:
                 await table.pop(worker_id).client.close()
 
 
-def _fit(draft: Known[Any], target: Known[Any]) -> bool:
+def _fit(draft: WorkerHandle[Any], target: WorkerHandle[Any]) -> bool:
     """Whether a token means the same to both; a draft of which that is not so should have refused to start."""
     return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint

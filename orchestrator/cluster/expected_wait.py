@@ -41,7 +41,7 @@ class UsualRound:
 
 
 @dataclass(slots=True)
-class Pace:
+class ExpectedWait:
     """How fast one target is: what it tells of its sweeps, and how long requests have stayed there."""
 
     times: TargetTimes = field(default_factory=TargetTimes)
@@ -54,7 +54,7 @@ class Pace:
 
 
 def expected_seconds(
-    pace: Pace, usual: UsualRound, info: WorkerInfo, load: WorkerLoad, num_running: int, need: Need
+    pace: ExpectedWait, usual: UsualRound, info: WorkerInfo, load: WorkerLoad, num_running: int, need: Need
 ) -> float:
     """Seconds until a request would be over at a target, where this orchestrator runs `num_running` others.
 
@@ -73,7 +73,7 @@ def expected_seconds(
     return reading + waiting + working
 
 
-def expected_wait(pace: Pace, num_there: int, usual_seconds: float) -> float:
+def expected_wait(pace: ExpectedWait, num_there: int, usual_seconds: float) -> float:
     """Seconds until one of those who have a slot ends; a stay is taken to be as long as this request's own at first."""
     return (pace.stay_seconds.median or usual_seconds) / max(1, num_there)
 

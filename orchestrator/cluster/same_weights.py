@@ -12,9 +12,9 @@ from bough.errors import BoughError
 
 if TYPE_CHECKING:
     from orchestrator.cluster.worker_clients import TargetClient
-    from orchestrator.cluster.worker_handle import Known
+    from orchestrator.cluster.worker_handle import WorkerHandle
 
-    Targets = Sequence[Known[TargetClient]]
+    Targets = Sequence[WorkerHandle[TargetClient]]
 
 logger = logging.getLogger(__name__)
 

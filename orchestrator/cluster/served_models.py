@@ -11,17 +11,17 @@ from bough.registry.records import RequestRecord, SessionRecord
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.same_weights import other_weights, with_weights
 from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.cluster.worker_handle import Known
+from orchestrator.cluster.worker_handle import WorkerHandle
 
 SHOWN = 64  # characters of a name that nobody knows
 OF_EARLIER = "was recorded by an earlier version of bough, which did not say with which model"
 
-Targets = Sequence[Known[TargetClient]]
+Targets = Sequence[WorkerHandle[TargetClient]]
 
 
 def served_models(directory: Directory) -> tuple[ModelInfo, ...]:
     """All that targets serve, by name. Raises Unavailable where there is none."""
-    by_model: dict[tuple[str, str], list[Known[TargetClient]]] = {}
+    by_model: dict[tuple[str, str], list[WorkerHandle[TargetClient]]] = {}
     for target in directory.targets:
         by_model.setdefault((target.info.model_name, target.info.model_identity), []).append(target)
     if not by_model:

@@ -9,7 +9,7 @@ from bough.protocol.messages import VerifyResult, WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.cluster.expected_wait import Need, Pace, UsualRound, expected_seconds
+from orchestrator.cluster.expected_wait import ExpectedWait, Need, UsualRound, expected_seconds
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
 from orchestrator.cluster.worker_health import Health
 
@@ -17,7 +17,7 @@ AnyClient = TypeVar("AnyClient", DraftClient, TargetClient)
 
 
 @dataclass(slots=True)
-class Known(Generic[AnyClient]):
+class WorkerHandle(Generic[AnyClient]):
     """A worker that the index named."""
 
     record: WorkerRecord
@@ -28,7 +28,7 @@ class Known(Generic[AnyClient]):
     num_running: int = 0
     num_missing: int = 0  # looks in a row at which the index did not name it
     health: Health = field(default_factory=Health)
-    pace: Pace = field(default_factory=Pace)  # of a target
+    pace: ExpectedWait = field(default_factory=ExpectedWait)  # of a target
     usual: UsualRound = field(default_factory=UsualRound)  # the same object for all workers
 
     def __post_init__(self) -> None:

@@ -42,7 +42,7 @@ from orchestrator.http_api.fields import (
     TokenizeFields,
 )
 from orchestrator.http_api.guard import Guard, tenant_of
-from orchestrator.http_api.options import Wanted, choices
+from orchestrator.http_api.options import RequestedOutput, choices
 from orchestrator.http_api.rounds import cluster_told, decisions_told
 from orchestrator.http_api.spelling import Spell
 from orchestrator.http_api.ui import FILES, page_routes
@@ -193,7 +193,7 @@ class _Door:
     def _exchange(
         self,
         tenant: Tenant,
-        wanted: tuple[Wanted, ...],
+        wanted: tuple[RequestedOutput, ...],
         answer: Answer,
         fields: GenerationFields,
         field_names: Mapping[str, str],
@@ -203,7 +203,7 @@ class _Door:
 
         return Exchange(begin, answer, bool(fields.stream), field_names, self.stalled_seconds)
 
-    def _spell(self, wanted: tuple[Wanted, ...]) -> Spell | None:
+    def _spell(self, wanted: tuple[RequestedOutput, ...]) -> Spell | None:
         """How a model's tokens are spelled, where log-probabilities are asked for."""
         if wanted[0].options.logprobs is None:
             return None

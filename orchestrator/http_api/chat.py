@@ -8,7 +8,7 @@ from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Star
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import ChatFields, MessageFields
-from orchestrator.http_api.options import Limits
+from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, chat_logprobs
 
 UNLIMITED = 2**31 - 1  # tokens: no context holds as many
@@ -22,7 +22,7 @@ def chat_prompt(messages: list[MessageFields]) -> ChatPrompt:
     return ChatPrompt(tuple(Message("system" if m.role == "developer" else m.role, m.content) for m in messages))
 
 
-def chat_limits(fields: ChatFields) -> Limits:
+def chat_limits(fields: ChatFields) -> RequestLimits:
     """How far it goes: to the end of the context where nothing is said, as at OpenAI.
 
     Raises:
@@ -34,7 +34,7 @@ def chat_limits(fields: ChatFields) -> Limits:
     most = newer if newer is not None else older
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", fields.top_logprobs, "be left out unless logprobs is true")
-    return Limits(UNLIMITED if most is None else most, (fields.top_logprobs or 0) if fields.logprobs else None)
+    return RequestLimits(UNLIMITED if most is None else most, (fields.top_logprobs or 0) if fields.logprobs else None)
 
 
 class ChatAnswer(Answer):

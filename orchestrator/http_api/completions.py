@@ -8,7 +8,7 @@ from bough.protocol.generation import Event, Finished, Prompt, Started, TextProm
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import CompletionFields, TextOrTokens
-from orchestrator.http_api.options import Limits
+from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -22,11 +22,11 @@ def text_prompt(prompt: TextOrTokens) -> Prompt:
     return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
 
 
-def completion_limits(fields: CompletionFields) -> Limits:
+def completion_limits(fields: CompletionFields) -> RequestLimits:
     """How far it goes. Raises ApiError naming the field."""
     if fields.echo and fields.logprobs is not None:
         raise invalid("echo", True, "be left out beside logprobs: those of a prompt are not told")
-    return Limits(DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens, fields.logprobs)
+    return RequestLimits(DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens, fields.logprobs)
 
 
 class CompletionAnswer(Answer):

@@ -19,7 +19,7 @@ _LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestedOutput:
     """One request of those that an HTTP request comes to: it becomes one choice of the answer."""
 
     prompt: Prompt
@@ -27,7 +27,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """How far one kind of request goes, and whether it tells log-probabilities: each kind has its own fields for it."""
 
     max_tokens: int
@@ -35,8 +35,8 @@ class Limits:
 
 
 def choices(
-    fields: GenerationFields, prompts: tuple[Prompt, ...], limits: Limits, answer_id: str, session_id: str
-) -> tuple[Wanted, ...]:
+    fields: GenerationFields, prompts: tuple[Prompt, ...], limits: RequestLimits, answer_id: str, session_id: str
+) -> tuple[RequestedOutput, ...]:
     """The requests, prompt by prompt.
 
     Raises:
@@ -50,17 +50,19 @@ def choices(
     if session_id and num * len(prompts) > 1:
         raise invalid("session_id", session_id, "be left out where there is more than one choice: each goes on alone")
     seed = _seed(fields.seed)
-    wanted: list[Wanted] = []
+    wanted: list[RequestedOutput] = []
     for prompt in prompts:
         for index in range(num):
             name = answer_id if not wanted else f"{answer_id}-{len(wanted)}"
-            wanted.append(Wanted(prompt, _options(fields, limits, name, session_id, _derived_seed(seed, index))))
+            wanted.append(
+                RequestedOutput(prompt, _options(fields, limits, name, session_id, _derived_seed(seed, index)))
+            )
     require_numbers(TextPrompt(""), wanted[0].options)  # the prompt's are checked against the vocabulary
     return tuple(wanted)
 
 
 def _options(
-    fields: GenerationFields, limits: Limits, request_id: str, session_id: str, seed: int | None
+    fields: GenerationFields, limits: RequestLimits, request_id: str, session_id: str, seed: int | None
 ) -> GenerateOptions:
     defaults = GenerateOptions()
     return GenerateOptions(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from bough.errors import BoughError
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
-from orchestrator.cluster.worker_handle import Known
+from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.opening.recorder import Recorder
 from orchestrator.sessions.session import Session
 
@@ -21,7 +21,7 @@ class Endings:
         self._recorder = recorder
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by session
 
-    def begin(self, session: Session, target: Known[TargetClient]) -> None:
+    def begin(self, session: Session, target: WorkerHandle[TargetClient]) -> None:
         """Has a session forgotten, in a task of its own."""
         task = asyncio.create_task(self._forget(session, target))
         self._tasks[session.session_id] = task
@@ -38,14 +38,14 @@ class Endings:
             await asyncio.wait({*self._tasks.values()})
 
     async def release(
-        self, session_id: str, epoch: int, worker: Known[TargetClient] | Known[DraftClient] | None
+        self, session_id: str, epoch: int, worker: WorkerHandle[TargetClient] | WorkerHandle[DraftClient] | None
     ) -> None:
         """Lets a worker forget a session, as far as it is there and answers."""
         if worker is not None:
             with suppress(BoughError):  # gone, never held, or somebody else's by now: nothing to free
                 await worker.client.release(session_id, epoch)
 
-    async def _forget(self, session: Session, target: Known[TargetClient]) -> None:
+    async def _forget(self, session: Session, target: WorkerHandle[TargetClient]) -> None:
         await self._recorder.settled(session.session_id)  # its request is still to be known
         self._recorder.drop(session.session_id, session.epoch)
         for worker in (target, self._directory.find(session.draft_id)):

@@ -11,7 +11,7 @@ from orchestrator.cluster.directory import Directory
 from orchestrator.sessions.session import Session
 
 
-class Claims:
+class Epochs:
     """Sessions that this orchestrator takes over, each time with an epoch greater than any before it.
 
     A worker and the index refuse whoever comes with an older one. Without an index the clock must do, as far as it is

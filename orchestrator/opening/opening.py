@@ -23,12 +23,12 @@ from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
 from orchestrator.cluster.served_models import Targets, targets_for, with_its_model
 from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.cluster.worker_handle import Known
-from orchestrator.opening.epochs import Claims
+from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.resuming import require_resume, require_same_request, resume
-from orchestrator.opening.target_lease import Seat
+from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session
 from orchestrator.sessions.transcripts import request_record
@@ -38,7 +38,7 @@ class Opened(NamedTuple):
     """A session that may run, unless it is finished already."""
 
     session: Session
-    seat: Seat
+    seat: TargetLease
     unseen: Tokens | None  # what was generated before its stream broke, and not seen
 
 
@@ -69,7 +69,7 @@ class Opening:
     config: OrchestratorConfig
     directory: Directory
     recorder: Recorder
-    claims: Claims
+    claims: Epochs
 
     async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack) -> Opened:
         """A session for a request, which has a name, and its seat, which is free again when `place` is closed.
@@ -91,7 +91,9 @@ class Opening:
         require_room(tokens, largest.info.max_context)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
-        seat = place.enter_context(Seat(target))  # at once: of many that come together each is to see those before it
+        seat = place.enter_context(
+            TargetLease(target)
+        )  # at once: of many that come together each is to see those before it
         session, unseen = _session(tokens, options, target, past.request), None
         session.weights_hash = past.weights_hash or target.info.weights_hash
         if options.resume is not None:
@@ -122,7 +124,9 @@ class Opening:
             session = None
         return _Past(request, session)
 
-    def _tokens(self, prompt: Prompt, options: GenerateOptions, past: _Past, target: Known[TargetClient]) -> list[int]:
+    def _tokens(
+        self, prompt: Prompt, options: GenerateOptions, past: _Past, target: WorkerHandle[TargetClient]
+    ) -> list[int]:
         """The prompt's, with all that it continues. What a resumed request has continued is no longer there alone."""
         if not options.continues:
             return whole_prompt(prompt, target.tokens, target.info.vocab_size)
@@ -165,7 +169,11 @@ class Opening:
         return Need(len(tokens), options.max_tokens, held, home_id)
 
     async def _claim(
-        self, session: Session, options: GenerateOptions, record: SessionRecord | None, target: Known[TargetClient]
+        self,
+        session: Session,
+        options: GenerateOptions,
+        record: SessionRecord | None,
+        target: WorkerHandle[TargetClient],
     ) -> None:
         """The session is this orchestrator's; what it holds where is believed until a worker says otherwise."""
         claim = await self.claims.begin(session.session_id)
@@ -187,7 +195,7 @@ class Opening:
                 await self.directory.registry.record_request(request_record(session), first_new=0)
 
 
-def _quickest(targets: Targets, need: Need) -> Known[TargetClient]:
+def _quickest(targets: Targets, need: Need) -> WorkerHandle[TargetClient]:
     """The target where a request would be over first, of those that hold all that it may come to, or most of it.
 
     One that the index lists no more is about to leave, and comes last.
@@ -217,7 +225,7 @@ def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
 
 
 def _session(
-    tokens: list[int], options: GenerateOptions, target: Known[TargetClient], request: RequestRecord | None
+    tokens: list[int], options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
 ) -> Session:
     sampling = _sampling(options, target, request)
     stops = StopConditions(options.max_tokens, options.stop)
@@ -242,7 +250,9 @@ def _session(
     )
 
 
-def _sampling(options: GenerateOptions, target: Known[TargetClient], request: RequestRecord | None) -> SamplingParams:
+def _sampling(
+    options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
+) -> SamplingParams:
     own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
     seed = options.seed
     if seed is None:

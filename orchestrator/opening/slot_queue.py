@@ -33,7 +33,7 @@ class Place:
             raise Exhausted("no KV slot came free in time (--queue-timeout)") from exc
 
 
-class Line:
+class SlotQueue:
     """By age, not by arrival: whoever has given way to others in the middle of a request comes before new ones."""
 
     def __init__(self) -> None:

@@ -13,10 +13,10 @@ from bough.trees.tree_plan import Scheme
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need, expected_wait
 from orchestrator.cluster.worker_clients import Answer, TargetClient
-from orchestrator.cluster.worker_handle import Known
+from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.cluster.worker_health import is_fault
-from orchestrator.opening.slot_queue import Line, Place
-from orchestrator.opening.target_lease import Seat
+from orchestrator.opening.slot_queue import Place, SlotQueue
+from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
 
@@ -35,9 +35,9 @@ class Slots:
     config: OrchestratorConfig
     directory: Directory
     num_waiting: int = 0
-    _lines: defaultdict[str, Line] = field(default_factory=lambda: defaultdict(Line))  # by identity
+    _lines: defaultdict[str, SlotQueue] = field(default_factory=lambda: defaultdict(SlotQueue))  # by identity
 
-    async def verify(self, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme) -> Answer:
+    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme) -> Answer:
         """The verdict of the seat's target, or of one with room, whose the seat is then.
 
         Raises:
@@ -72,13 +72,13 @@ class Slots:
             may_ask = True
 
     async def _verify(
-        self, session: Session, target: Known[TargetClient], proposal: Proposal, scheme: Scheme
+        self, session: Session, target: WorkerHandle[TargetClient], proposal: Proposal, scheme: Scheme
     ) -> Answer:
         timeout_seconds = session.patience.within(self.config.target_timeout)
         return await target.client.verify(session, proposal, scheme, target.num_running, timeout_seconds)
 
     async def _turn(
-        self, line: Line, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme
+        self, line: SlotQueue, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme
     ) -> Answer | None:
         """Returns once a target has given the session a slot; with the verdict where that was all that was lacking."""
         deadline = time.monotonic() + session.slot_seconds
@@ -88,7 +88,7 @@ class Slots:
         return answer
 
     async def _first_with_room(
-        self, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme, place: Place, deadline: float
+        self, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme, place: Place, deadline: float
     ) -> Answer | None:
         began, home = time.monotonic(), seat.target
         refusal = Exhausted("KV memory: no target has room")
@@ -115,8 +115,8 @@ class Slots:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _worth_asking(
-        self, session: Session, home: Known[TargetClient], num_nodes: int, waited_seconds: float
-    ) -> list[Known[TargetClient]]:
+        self, session: Session, home: WorkerHandle[TargetClient], num_nodes: int, waited_seconds: float
+    ) -> list[WorkerHandle[TargetClient]]:
         """The session's own target and those where it would not be over later, the best first.
 
         What is left to wait at its own is not known for sure: at least as long as it has waited already, or a session

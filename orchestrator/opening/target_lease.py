@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.cluster.worker_handle import Known
+from orchestrator.cluster.worker_handle import WorkerHandle
 
 
 @dataclass(slots=True)
-class Seat:
+class TargetLease:
     """A running session's place at a target, which counts it for as long as the block lasts."""
 
-    target: Known[TargetClient]
+    target: WorkerHandle[TargetClient]
     has_slot: bool = False  # the target has answered a call of it, and keeps its KV
     _began: float = 0.0  # seconds on the monotonic clock
 
-    def __enter__(self) -> Seat:
+    def __enter__(self) -> TargetLease:
         self._take()
         return self
 
@@ -29,7 +29,7 @@ class Seat:
     ) -> None:
         self._leave()
 
-    def move(self, target: Known[TargetClient]) -> None:
+    def move(self, target: WorkerHandle[TargetClient]) -> None:
         """Another target has it from now on."""
         self._leave()
         self.target = target

@@ -14,11 +14,11 @@ from bough.trees.tree_plan import Scheme
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
 from orchestrator.cluster.worker_clients import Answer, TargetClient
-from orchestrator.cluster.worker_handle import Known
+from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.cluster.worker_health import is_fault
-from orchestrator.opening.epochs import Claims
+from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.slot_waiting import Slots
-from orchestrator.opening.target_lease import Seat
+from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
 
@@ -56,10 +56,10 @@ class Failover:
 
     config: OrchestratorConfig
     directory: Directory
-    claims: Claims
+    claims: Epochs
     slots: Slots
 
-    async def verify(self, session: Session, seat: Seat, proposal: Proposal, scheme: Scheme) -> Answer:
+    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme) -> Answer:
         """The verdict. Where the target fails, `seat` may be another's afterwards.
 
         Raises:
@@ -90,7 +90,9 @@ class Failover:
                 seat.target.observe(answer[0])
                 return answer
 
-    async def _recover(self, session: Session, seat: Seat, num_nodes: int, trouble: _Trouble, exc: BoughError) -> None:
+    async def _recover(
+        self, session: Session, seat: TargetLease, num_nodes: int, trouble: _Trouble, exc: BoughError
+    ) -> None:
         """Returns once the call is worth another try, at the same target or at another one."""
         while trouble.lasted_seconds < RETRY_SECONDS:
             await trouble.pause()
@@ -106,7 +108,7 @@ class Failover:
         if target is not seat.target:
             await self._move(session, seat, target, exc)
 
-    def _blame(self, session: Session, target: Known[TargetClient], trouble: _Trouble, exc: BoughError) -> None:
+    def _blame(self, session: Session, target: WorkerHandle[TargetClient], trouble: _Trouble, exc: BoughError) -> None:
         """Whose fault it is: the target's where it does not answer or refuses, else perhaps this call's.
 
         Raises:
@@ -122,8 +124,8 @@ class Failover:
             ) from exc
 
     async def _successor(
-        self, session: Session, lost: Known[TargetClient], num_nodes: int, trouble: _Trouble, exc: BoughError
-    ) -> Known[TargetClient] | None:
+        self, session: Session, lost: WorkerHandle[TargetClient], num_nodes: int, trouble: _Trouble, exc: BoughError
+    ) -> WorkerHandle[TargetClient] | None:
         """A target that gives the same tokens as one that has failed, perhaps that one come back; None for now.
 
         It has just answered: the call that a target answers no more after that may well be why.
@@ -148,7 +150,9 @@ class Failover:
             return target
         return None
 
-    async def _move(self, session: Session, seat: Seat, target: Known[TargetClient], exc: BoughError) -> None:
+    async def _move(
+        self, session: Session, seat: TargetLease, target: WorkerHandle[TargetClient], exc: BoughError
+    ) -> None:
         """The session's tokens are all that the other target needs; it computes them again as context."""
         await self.claims.renew(session)
         lost_id, new_id = seat.target.record.worker_id, target.record.worker_id
@@ -161,7 +165,7 @@ class Failover:
         seat.move(target)
 
 
-async def _still_answers(target: Known[TargetClient]) -> bool:
+async def _still_answers(target: WorkerHandle[TargetClient]) -> bool:
     """Whether it is there, and is not another process at the same address."""
     try:
         info = await target.client.info()

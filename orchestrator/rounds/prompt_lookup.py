@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from bough.concurrency.tasks import end
-from bough.trees.suffix_automaton import Draft, Guesses, GuessKind, Limits, SuffixAutomaton, grow_continuations
+from bough.trees.suffix_automaton import Draft, Guesses, GuessKind, LookupLimits, SuffixAutomaton, grow_continuations
 from bough.trees.tree import Tree
 
 Run = Callable[[Callable[[], None]], Awaitable[None]]
@@ -66,7 +66,7 @@ def _doublings(number: int, most: int) -> int:
     return min(number.bit_length() - 1, most)
 
 
-class Lookup:
+class PromptLookup:
     """One session's text, and how often guesses from it were right; other sessions' experience is the prior."""
 
     def __init__(self, shared: Acceptance) -> None:
@@ -97,7 +97,7 @@ class Lookup:
             await run(partial(self._text.extend, part))
         self._is_reading = False
 
-    def grow(self, tokens: Sequence[int], drafted: Tree, limits: Limits) -> Guesses:
+    def grow(self, tokens: Sequence[int], drafted: Tree, limits: LookupLimits) -> Guesses:
         """Guesses below the last token, beside what a draft has guessed there.
 
         None while the text is still being read or where nothing has been repeated.

@@ -12,16 +12,16 @@ from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
 from bough.protocol.generation import Tokens
 from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
 from bough.telemetry.log_context import log_session
-from bough.trees.suffix_automaton import Limits
+from bough.trees.suffix_automaton import LookupLimits
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme, TreePlan
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient, Timed
-from orchestrator.cluster.worker_handle import Known
+from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.opening.recorder import Recorder
-from orchestrator.opening.target_lease import Seat
+from orchestrator.opening.target_lease import TargetLease
 from orchestrator.rounds.failover import Failover
-from orchestrator.rounds.prompt_lookup import Acceptance, Lookup, assumed_probability
+from orchestrator.rounds.prompt_lookup import Acceptance, PromptLookup, assumed_probability
 from orchestrator.sessions.session import Session, verified_part
 from orchestrator.sessions.transcripts import request_record, session_record
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
@@ -46,7 +46,7 @@ class Rounds:
     acceptance: AcceptanceCounter
     lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # of all sessions
 
-    async def run(self, session: Session, seat: Seat) -> AsyncGenerator[Tokens]:
+    async def run(self, session: Session, seat: TargetLease) -> AsyncGenerator[Tokens]:
         """Rounds of a session until it is finished. A draft's fault costs a round its guesses, and nothing else.
 
         Below the draft worker's tree in the ladder is what the session's own text suggests; below that a root alone. A
@@ -57,13 +57,13 @@ class Rounds:
             Exhausted: no KV slot became free in time.
             StaleEpoch: another orchestrator has the session.
         """
-        lookup = Lookup(self.lookups)
+        lookup = PromptLookup(self.lookups)
         known = session.tokens[:] if self._num_lookup(session) else ()
         async with lookup.reading(known, self.directory.tokenizing.run):
             while not session.is_finished:
                 yield await self._traced(session, seat, lookup)
 
-    async def _traced(self, session: Session, seat: Seat, lookup: Lookup) -> Tokens:
+    async def _traced(self, session: Session, seat: TargetLease, lookup: PromptLookup) -> Tokens:
         """One round within a span of its own."""
         log_session(session.session_id)
         with session.trace.child("round", {"bough.round": session.round}) as session.span:
@@ -72,7 +72,7 @@ class Rounds:
                 session.span.set(round_attributes(tokens))
         return tokens
 
-    async def _round(self, session: Session, seat: Seat, lookup: Lookup) -> Tokens:
+    async def _round(self, session: Session, seat: TargetLease, lookup: PromptLookup) -> Tokens:
         """One round, with whatever can be had of guesses."""
         began_ns = time.perf_counter_ns()
         draft = self._draft(session, seat.target)
@@ -96,7 +96,7 @@ class Rounds:
             self.record(session, seat.target)
         return tokens
 
-    def record(self, session: Session, target: Known[TargetClient]) -> None:
+    def record(self, session: Session, target: WorkerHandle[TargetClient]) -> None:
         """The index hears of it, in time. Raises StaleEpoch as `require_held` does."""
         known = (session_record(session, target.record.worker_id), request_record(session))
         self.recorder.record(*known, target.info.model_fingerprint, session.cache_salt)
@@ -107,7 +107,7 @@ class Rounds:
         if session.has_claim:
             self.recorder.require_held(session.session_id)
 
-    def _draft(self, session: Session, target: Known[TargetClient]) -> Known[DraftClient] | None:
+    def _draft(self, session: Session, target: WorkerHandle[TargetClient]) -> WorkerHandle[DraftClient] | None:
         """A draft worker to ask, if a tree is wanted and one can be had."""
         if self.config.draft == "none" or session.speculation.disabled or session.num_left <= 1:
             return None
@@ -117,7 +117,9 @@ class Rounds:
             session.warn("no draft worker could be used: some rounds went without")
         return draft
 
-    def _situation(self, session: Session, target: Known[TargetClient], draft: Known[DraftClient] | None) -> Situation:
+    def _situation(
+        self, session: Session, target: WorkerHandle[TargetClient], draft: WorkerHandle[DraftClient] | None
+    ) -> Situation:
         """What the sizer decides by. Guesses from the text come beside samples only where they are asked for.
 
         A sample is drawn anew where a round ends, so that the same seed gives the same text only while rounds end
@@ -145,7 +147,11 @@ class Rounds:
         return 0 if session.speculation.scheme is not Scheme.TARGET else self.config.lookup
 
     async def _grow(
-        self, session: Session, target: Known[TargetClient], draft: Known[DraftClient] | None, plan: RoundPlan
+        self,
+        session: Session,
+        target: WorkerHandle[TargetClient],
+        draft: WorkerHandle[DraftClient] | None,
+        plan: RoundPlan,
     ) -> tuple[Tree, GrowResult | None, Timed]:
         """A draft worker's tree, or its root alone where none is wanted or none can be had."""
         root = Tree.root(session.tokens[-1])
@@ -177,12 +183,12 @@ class Rounds:
         return result.tree, result, timed
 
 
-def _draft_facts(draft: Known[DraftClient]) -> WorkerFacts:
+def _draft_facts(draft: WorkerHandle[DraftClient]) -> WorkerFacts:
     info = draft.info
     return WorkerFacts(draft.record.worker_id, info.identity, info.max_nodes, info.cost)
 
 
-def _lookup_limits(session: Session, target: Known[TargetClient], plan: RoundPlan) -> Limits:
+def _lookup_limits(session: Session, target: WorkerHandle[TargetClient], plan: RoundPlan) -> LookupLimits:
     """Additions to a sample come beside it, other guesses in place of worse ones of the draft's.
 
     They reach no deeper than `depth`, where that is asked for, and than tokens are left to guess.
@@ -190,7 +196,7 @@ def _lookup_limits(session: Session, target: Known[TargetClient], plan: RoundPla
     is_sample = plan.tree.scheme is not Scheme.TARGET
     room = target.info.max_nodes - plan.tree.growth.budget if is_sample else plan.max_nodes - 1
     depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
-    return Limits(min(plan.lookup, room), depth, session.sampling.stop_token_ids)
+    return LookupLimits(min(plan.lookup, room), depth, session.sampling.stop_token_ids)
 
 
 def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -> None:

@@ -14,7 +14,7 @@ from orchestrator.admission.size_limits import require_size
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.served_models import targets_for
 from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.cluster.worker_handle import Known
+from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.opening.prompt import whole_prompt
 
 
@@ -67,5 +67,5 @@ class ModelTexts:
                 return target.tokens
         return self._target(model).tokens
 
-    def _target(self, model: str) -> Known[TargetClient]:
+    def _target(self, model: str) -> WorkerHandle[TargetClient]:
         return targets_for(self.directory, GenerateOptions(model=model), None, None)[0]

@@ -21,14 +21,14 @@ from orchestrator.admission.size_limits import require_size_for_any
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.served_models import largest_context, served_models
 from orchestrator.opening.endings import Endings
-from orchestrator.opening.epochs import Claims
+from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.opening import Opened, Opening
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.slot_waiting import Slots
 from orchestrator.rounds.failover import Failover
 from orchestrator.rounds.round import Rounds
 from orchestrator.serving.model_texts import ModelTexts
-from orchestrator.sessions.deadline import Patience
+from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.session import Session, never_begun
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
 from orchestrator.sizing.configured import configured_sizer
@@ -50,7 +50,7 @@ class Requests:
         self.entrance = Entrance(self.admission, lambda: largest_context(directory))  # of all front doors together
         self._queue_timeout = config.queue_timeout
         self._stalled_timeout = config.stalled_timeout
-        self._claims = Claims(directory, holder_id)
+        self._claims = Epochs(directory, holder_id)
         self._recorder = Recorder(directory.registry)
         self._opening = Opening(config, directory, self._recorder, self._claims)
         self.sizer = MeasuredSizer(configured_sizer(config))
@@ -86,7 +86,7 @@ class Requests:
         tokenizers = {target.tokens for target in self.directory.targets}
         require_size_for_any(prompt, tokenizers, largest_context(self.directory))
         stream = Stream(options.request_id, options.session_id)
-        patience = Patience.of(timeout_seconds, self._queue_timeout)
+        patience = Deadline.of(timeout_seconds, self._queue_timeout)
         placed = patience.bound(self._placed(stream, prompt, options, patience))
         watch = RequestWatch(self.totals)
         try:
@@ -99,7 +99,7 @@ class Requests:
             raise
 
     async def _placed(
-        self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Patience
+        self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Deadline
     ) -> AsyncGenerator[Event]:
         """The request, once it has its place. What ends it while it waits for that ends it at once."""
         async with AsyncExitStack() as place:
@@ -120,7 +120,7 @@ class Requests:
                 self._num_total += 1
 
     async def _open(
-        self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Patience
+        self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Deadline
     ) -> Opened:
         """A session that may run, once there is a place for it; what it holds is free again when `place` is closed."""
         with current_span().child("queue"):

@@ -18,14 +18,14 @@ Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
-class Patience:
+class Deadline:
     """Of one request. Whatever it waits for is taken from one budget: a place, then a KV slot."""
 
     deadline: float = inf  # on the monotonic clock
     queue_seconds: float = inf  # that it may still wait
 
     @classmethod
-    def of(cls, timeout_seconds: float | None, queue_seconds: float) -> Patience:
+    def of(cls, timeout_seconds: float | None, queue_seconds: float) -> Deadline:
         """From now on; without a timeout the caller waits for ever."""
         return cls(inf if timeout_seconds is None else time.monotonic() + timeout_seconds, queue_seconds)
 

@@ -11,7 +11,7 @@ MAX_WINDOW = 24  # tokens that the decoder is asked for at once
 SHORT_WINDOW = 8  # tokens that are enough to know how a text ends
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """What one token adds."""
 
     text: str
@@ -33,7 +33,7 @@ class TextStream:
         self._num_taken = 0  # characters of the window's text that were taken
         self._held = ""  # text that may be the beginning of a stop text
 
-    def push(self, token: int) -> Piece:
+    def push(self, token: int) -> TextPiece:
         """The text that becomes certain with one more token."""
         self._window.append(token)
         text = self._decode(self._window)
@@ -78,16 +78,16 @@ class TextStream:
         self._num_taken = len(shorter) - len(kept)
         return pending[: len(pending) - len(kept)]
 
-    def _emit(self, new: str) -> Piece:
+    def _emit(self, new: str) -> TextPiece:
         text = self._held + new
         found = [(text.find(stop), stop) for stop in self._stop if stop in text]
         if found:
             where, stop = min(found)
             self._held = ""
-            return Piece(text[:where], stop)
+            return TextPiece(text[:where], stop)
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
-        return Piece(text[: len(text) - keep], None)
+        return TextPiece(text[: len(text) - keep], None)
 
 
 def _overlap(text: str, stop: str) -> int:

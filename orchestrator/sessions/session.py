@@ -26,7 +26,7 @@ from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.telemetry.spans import NO_SPAN, Span
 from bough.trees.tree import Tree
-from orchestrator.sessions.deadline import Patience
+from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.detokenizer import TextStream
 
 MAX_WARNINGS = 16
@@ -53,7 +53,7 @@ class Session:
     weights_hash: str = ""  # of these targets, once one that it was at has known it
     epoch: int = 0
     has_claim: bool = False  # the index has granted the epoch
-    patience: Patience = field(default_factory=Patience)
+    patience: Deadline = field(default_factory=Deadline)
     round: int = 0
     target_held: int = 0  # tokens that the target is believed to hold
     draft_held: int = 0

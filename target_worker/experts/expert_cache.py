@@ -26,7 +26,7 @@ class Expert(NamedTuple):
     number: int  # in its layer
 
 
-class ExpertRooms:
+class ExpertCache:
     """Slabs and the experts that have them. Layers' turns come in order, round and round."""
 
     def __init__(self, num_layers: int, most: int, num_slabs: int) -> None:

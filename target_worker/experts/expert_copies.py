@@ -8,10 +8,10 @@ from types import TracebackType
 import torch
 
 from target_worker.experts.expert_cache import Expert
-from target_worker.link.copy_stats import LaneTraffic
+from target_worker.link.copy_stats import CopyStats
 from target_worker.link.device_ring import HostSide
 from target_worker.link.layer_extents import DEVICE_ALIGNMENT
-from target_worker.link.streams import Lanes, Mark
+from target_worker.link.streams import DeviceEvent, DeviceStreams
 
 GUESSED_BYTES = 64 * 1000**2  # queued at most when another guess is: what is wanted next comes after them
 
@@ -28,8 +28,8 @@ class ExpertCopies:
         shifts: Mapping[Expert, int],
         slab_bytes: int,
         num_slabs: int,
-        lanes: Lanes,
-        traffic: LaneTraffic,
+        lanes: DeviceStreams,
+        traffic: CopyStats,
     ) -> None:
         """`numbers` are those by which the host knows the experts, all of which stay there; `shifts` where in a slab
         each begins.
@@ -41,8 +41,8 @@ class ExpertCopies:
         slab_bytes += DEVICE_ALIGNMENT
         self._slabs = lanes.device_memory(num_slabs * slab_bytes).view(num_slabs, slab_bytes)
         self._traffic = traffic
-        self._on_their_way: dict[int, Mark] = {}  # by slab, where nothing was told to compute with it since
-        self._computed: Mark | None = None
+        self._on_their_way: dict[int, DeviceEvent] = {}  # by slab, where nothing was told to compute with it since
+        self._computed: DeviceEvent | None = None
 
     def __enter__(self) -> ExpertCopies:
         return self
@@ -80,7 +80,7 @@ class ExpertCopies:
         self._traffic.copied(copy, len(data))
         self._on_their_way[slab] = copy.done
 
-    def hasten(self, expert: Expert, slab: int) -> bool:
+    def promote(self, expert: Expert, slab: int) -> bool:
         """Copies keep their order."""
         return True
 

@@ -11,9 +11,9 @@ import torch
 
 from bough.model.cpu.huge_pages import large_pages
 from target_worker.experts.expert_cache import Expert
-from target_worker.link.direct_io import Allocate, Disk, Piece, ReadError, Slab, cut, stream_error
-from target_worker.link.disk_stats import Traffic, read_begins, read_ends
-from target_worker.link.layer_extents import LayerExperts, LayerWeights
+from target_worker.link.direct_io import Allocate, Disk, ReadError, ReadRange, Slab, cut, stream_error
+from target_worker.link.disk_stats import DiskStats, read_begins, read_ends
+from target_worker.link.layer_extents import LayerExperts, LayerExtents
 
 
 class ExpertReads:
@@ -28,7 +28,7 @@ class ExpertReads:
         num_slabs: int,
         num_threads: int,
         checksums: Mapping[str, int],
-        traffic: Traffic | None = None,
+        traffic: DiskStats | None = None,
         allocate: Allocate = large_pages,
     ) -> None:
         """`checksums` (crc32 by tensor name) are compared when an expert is asked for for the first time; `traffic`
@@ -41,7 +41,7 @@ class ExpertReads:
         self._checksums = checksums
         self._unseen = {Expert(i, e) for i, layer in layers.items() for e in range(len(layer.each)) if checksums}
         self._reads: dict[int, list[Future[None]]] = {}  # under way, or not looked at since, by slab
-        self._traffic = traffic or Traffic.none_yet()
+        self._traffic = traffic or DiskStats.none_yet()
         self.wait_ns = 0
 
     def __enter__(self) -> ExpertReads:
@@ -92,7 +92,7 @@ class ExpertReads:
         weights, threads = self._weights(expert), self._guessing if is_guess else self._threads
         self._reads[slab] = [threads.submit(self._read, weights, piece, slab) for piece in cut(weights.extents)]
 
-    def hasten(self, expert: Expert, slab: int) -> bool:
+    def promote(self, expert: Expert, slab: int) -> bool:
         """Takes what has not begun out of the line of guesses."""
         reads, weights = self._reads.get(slab, []), self._weights(expert)
         if any(read.done() and read.exception() for read in reads):
@@ -123,7 +123,7 @@ class ExpertReads:
             self._unseen.discard(expert)
         return data
 
-    def _weights(self, expert: Expert) -> LayerWeights:
+    def _weights(self, expert: Expert) -> LayerExtents:
         return self._layers[expert.layer].each[expert.number]
 
     def _wait(self, reads: Sequence[Future[None]]) -> None:
@@ -131,7 +131,7 @@ class ExpertReads:
         wait(reads)
         self.wait_ns += time.perf_counter_ns() - began
 
-    def _read(self, weights: LayerWeights, piece: Piece, slab: int) -> None:
+    def _read(self, weights: LayerExtents, piece: ReadRange, slab: int) -> None:
         read_begins(self._traffic)
         try:
             self._disk.read(piece, self._slabs[slab])

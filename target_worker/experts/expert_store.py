@@ -17,14 +17,14 @@ import torch
 from bough.errors import StreamError
 from bough.model.architecture.moe import Experts, ExpertTable
 from bough.model.checkpoint.tensor_source import ReusedMemory
-from target_worker.experts.expert_cache import Expert, ExpertRooms
+from target_worker.experts.expert_cache import Expert, ExpertCache
 from target_worker.link.layer_extents import LayerExperts, sizes_of
 
 
-class Arrivals(Protocol):
+class ExpertLoader(Protocol):
     """How experts come into slabs: read from disk, or copied to an accelerator."""
 
-    def __enter__(self) -> Arrivals:
+    def __enter__(self) -> ExpertLoader:
         """Opens what it needs."""
         ...
 
@@ -69,7 +69,7 @@ class Arrivals(Protocol):
         """
         ...
 
-    def hasten(self, expert: Expert, slab: int) -> bool:
+    def promote(self, expert: Expert, slab: int) -> bool:
         """What was a guess is wanted now; False if it came in vain, and must be brought again."""
         ...
 
@@ -112,10 +112,10 @@ class _Asked(NamedTuple):
 class ExpertStore:
     """The experts of a model whose layers are computed in order, round and round, by one thread, which calls this."""
 
-    def __init__(self, layers: Mapping[int, LayerExperts], num_slabs: int, arrivals: Arrivals) -> None:
+    def __init__(self, layers: Mapping[int, LayerExperts], num_slabs: int, arrivals: ExpertLoader) -> None:
         """`num_slabs` are those that `arrivals` has: at least as many as a layer has experts."""
         self._layers = dict(layers)
-        self._rooms = ExpertRooms(max(layers) + 1, sizes_of(layers.values()).most, num_slabs)
+        self._rooms = ExpertCache(max(layers) + 1, sizes_of(layers.values()).most, num_slabs)
         self._arrivals, self._num_slabs = arrivals, num_slabs
 
     def __enter__(self) -> ExpertStore:
@@ -134,7 +134,7 @@ class ExpertStore:
 
     @property
     def wait_ns(self) -> int:
-        """As `Arrivals.wait_ns`."""
+        """As `ExpertLoader.wait_ns`."""
         return self._arrivals.wait_ns
 
     def bind(self, dtype: torch.dtype) -> None:
@@ -171,7 +171,7 @@ class ExpertStore:
         """A parameter's tensors, uint8, of an expert that `expect` has named; valid until its layer's turn is over.
 
         Raises:
-            StreamError: as `Arrivals.arrived`; call `restart` before the next sweep.
+            StreamError: as `ExpertLoader.arrived`; call `restart` before the next sweep.
         """
         slab, weights = self._rooms.slab_of(expert), self._layers[expert.layer].each[expert.number]
         assert slab is not None, "who asks for an expert has said so"
@@ -201,7 +201,7 @@ class ExpertStore:
         slab = self._rooms.slab_of(expert)
         if slab is None:
             return False
-        if self._rooms.is_wanted(expert.number) or self._arrivals.hasten(expert, slab):
+        if self._rooms.is_wanted(expert.number) or self._arrivals.promote(expert, slab):
             return True
         self._empty(slab)
         return False

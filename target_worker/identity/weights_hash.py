@@ -30,7 +30,7 @@ class Closed(Exception):
     """The worker is being closed."""
 
 
-class Pace:
+class ReadPacing:
     """When the next piece may be read: at once while no sweeps run, and otherwise in a small share of the time."""
 
     def __init__(
@@ -84,7 +84,7 @@ class WeightsHash:
 
     def start(self, idle_seconds: Callable[[], float]) -> None:
         """Begins to read what is not known; `idle_seconds` have passed since the last sweep."""
-        pace = Pace(idle_seconds, self._closed.wait)
+        pace = ReadPacing(idle_seconds, self._closed.wait)
         self._thread = threading.Thread(target=self._run, args=(pace,), name="weights-hash", daemon=True)
         self._thread.start()
 
@@ -94,7 +94,7 @@ class WeightsHash:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, pace: Pace) -> None:
+    def _run(self, pace: ReadPacing) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # on Linux of the thread alone
         with suppress(Closed):
             try:

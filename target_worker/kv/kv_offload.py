@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from bough.model.batch.batch import Batch, Chunk
-from bough.model.batch.path_spans import Place, Spans
+from bough.model.batch.path_spans import PathSpans, Place
 from bough.model.kv.session_kv import KVMemory, KVShape, KVSlot
 from bough.sizing.placement import STAGED_LAYERS
-from target_worker.link.streams import Lanes, Mark
+from target_worker.link.streams import DeviceEvent, DeviceStreams
 
 
 class KVHome(Protocol):
@@ -58,19 +58,19 @@ class _Seat(NamedTuple):
     end: int  # those from `first` to here go back
 
 
-class KVStage:
+class OffloadedKV:
     """Room on the device for one layer's keys and values of all slots, and for the next one's."""
 
-    def __init__(self, shape: KVShape, num_rows: int, lanes: Lanes) -> None:
+    def __init__(self, shape: KVShape, num_rows: int, lanes: DeviceStreams) -> None:
         """`num_rows` are those of all slots together; the lanes are its own, and closed by whoever made them."""
         self.num_bytes = 0
         self._num_layers = shape.num_layers
         self._lanes = lanes
         self._rooms = [_room(shape, num_rows, lanes) for _ in range(STAGED_LAYERS)]
         self._seats: dict[KVSlot, _Seat] = {}
-        self._free: Mark | None = None  # whatever an earlier sweep computed in the rooms is done
-        self._ready: list[Mark | None] = [None] * STAGED_LAYERS  # by room: its next layer may be computed
-        self._last: Mark | None = None  # of the copying lane
+        self._free: DeviceEvent | None = None  # whatever an earlier sweep computed in the rooms is done
+        self._ready: list[DeviceEvent | None] = [None] * STAGED_LAYERS  # by room: its next layer may be computed
+        self._last: DeviceEvent | None = None  # of the copying lane
 
     @contextmanager
     def sweep(self, batch: Batch) -> Iterator[Batch]:
@@ -105,19 +105,19 @@ class KVStage:
                     self._copy(held[layer, :first], staged[begin : begin + first], self._free)
         self._ready[layer % STAGED_LAYERS] = self._last
 
-    def _take_back(self, layer: int, computed: Mark) -> None:
+    def _take_back(self, layer: int, computed: DeviceEvent) -> None:
         """Queues copies of what the sweep has added."""
         room = self._rooms[layer % STAGED_LAYERS]
         for slot, (begin, first, end) in self._seats.items():
             for held, staged in zip((slot.keys, slot.values), room, strict=True):
                 self._copy(staged[begin + first : begin + end], held[layer, first:end], computed)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> None:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> None:
         self.num_bytes += source.nbytes
         self._last = self._lanes.copy(source, target, after).done
 
 
-def _room(shape: KVShape, num_rows: int, lanes: Lanes) -> KVMemory:
+def _room(shape: KVShape, num_rows: int, lanes: DeviceStreams) -> KVMemory:
     """For one layer's keys and values, (num_rows, num_kv_heads, head_dim) each."""
     size = shape.size(num_rows)[1:]
     num_bytes = num_rows * shape.row_bytes // shape.num_layers // 2
@@ -150,17 +150,17 @@ class _StagedChunk(Chunk):
     def begins(self) -> list[int]:
         return self.staged_begins
 
-    def spans(self, layer: int) -> tuple[Spans, int]:
+    def spans(self, layer: int) -> tuple[PathSpans, int]:
         return self._spans_by_room[layer % STAGED_LAYERS], 0
 
     def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.rooms[layer % STAGED_LAYERS]
 
     @cached_property
-    def _spans_by_room(self) -> list[Spans]:
+    def _spans_by_room(self) -> list[PathSpans]:
         num_kv_heads = self.rooms[0].keys.shape[1]
         places = ([_place(room, begin) for begin in self.begins] for room in self.rooms)
-        return [Spans.at(own, self.pieces, num_kv_heads) for own in places]
+        return [PathSpans.at(own, self.pieces, num_kv_heads) for own in places]
 
 
 def _place(room: KVMemory, begin: int) -> Place:

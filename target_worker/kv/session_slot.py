@@ -50,7 +50,7 @@ class Text:
 
 
 @dataclass(slots=True, eq=False)
-class HeldSession:
+class SessionSlot:
     """A session with a slot."""
 
     session_id: str  # "" once it is released: what it held stays for others to begin from

@@ -7,30 +7,30 @@ from __future__ import annotations
 
 from bough.model.kv.arena import Arena
 from bough.protocol.prefix_hash import BLOCK_TOKENS, whole_blocks
-from bough.protocol.prefix_index import Match, PrefixIndex
-from target_worker.kv.session_slot import HeldSession, SlotState, Text
+from bough.protocol.prefix_index import PrefixIndex, PrefixMatch
+from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 
 
-class Kept:
+class SlotIndex:
     """Rows of an arena in slots, each with a session's text or with what a released one has left."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.sessions: dict[str, HeldSession] = {}
-        self.slots: dict[HeldSession, None] = {}  # those of released sessions too
+        self.sessions: dict[str, SessionSlot] = {}
+        self.slots: dict[SessionSlot, None] = {}  # those of released sessions too
         self.num_evictions = 0
         self._num_opened = 0
-        self._index: PrefixIndex[HeldSession] = PrefixIndex()
+        self._index: PrefixIndex[SessionSlot] = PrefixIndex()
 
-    def open(self, num_rows: int) -> HeldSession:
+    def open(self, num_rows: int) -> SessionSlot:
         """A slot with nothing in it; there must be room."""
-        session = HeldSession("", self.arena.take(num_rows), epoch=-1)
+        session = SessionSlot("", self.arena.take(num_rows), epoch=-1)
         self.slots[session] = None
         self.follow(session)
         session.become(SlotState.HELD)
         return session
 
-    def take_over(self, session: HeldSession, length: int, num_rows: int) -> None:
+    def take_over(self, session: SessionSlot, length: int, num_rows: int) -> None:
         """An idle slot keeps its first `length` tokens, is nobody's and has so many rows; there must be room."""
         if self.sessions.pop(session.session_id, None) is not None:
             self.num_evictions += 1
@@ -38,13 +38,13 @@ class Kept:
         self.roll_back(session, length)
         self.arena.resize(session.slot, num_rows)
 
-    def name(self, session: HeldSession, session_id: str) -> None:
+    def name(self, session: SessionSlot, session_id: str) -> None:
         """The slot is this session's from now on."""
         session.session_id, session.number = session_id, self._num_opened
         self._num_opened += 1
         self.sessions[session_id] = session
 
-    def give_back(self, session: HeldSession) -> None:
+    def give_back(self, session: SessionSlot) -> None:
         """An idle slot is no more."""
         session.become(SlotState.EVICTING)
         self.sessions.pop(session.session_id, None)
@@ -53,30 +53,30 @@ class Kept:
         self.arena.give_back(session.slot)
         session.become(SlotState.FREE)
 
-    def follow(self, session: HeldSession) -> None:
+    def follow(self, session: SessionSlot) -> None:
         """What the slot holds has changed: others find it by that."""
         self._index.follow(session, session.slot.tokens, session.cache_salt)
 
-    def roll_back(self, session: HeldSession, length: int) -> None:
+    def roll_back(self, session: SessionSlot, length: int) -> None:
         """The slot holds no more than so many tokens."""
         if length < session.slot.length:
             session.slot.roll_back(length)
             self.follow(session)
 
-    def longest(self, text: Text) -> Match[HeldSession] | None:
+    def longest(self, text: Text) -> PrefixMatch[SessionSlot] | None:
         """The slot that has most of the text's beginning, in whole blocks."""
         return self._index.longest(text.tokens, text.hashes, text.cache_salt)
 
-    def idle(self, keep: HeldSession | None) -> list[HeldSession]:
+    def idle(self, keep: SessionSlot | None) -> list[SessionSlot]:
         """All idle slots but `keep`, those used longest ago first."""
         idle = [session for session in self.slots if session.state is SlotState.IDLE and session is not keep]
         return sorted(idle, key=lambda session: session.last_used)
 
-    def num_available(self, keep: HeldSession | None) -> int:
+    def num_available(self, keep: SessionSlot | None) -> int:
         """Rows that are free, or that idle slots but `keep` would give back."""
         return self.arena.num_free + sum(session.slot.num_rows for session in self.idle(keep))
 
-    def make_room(self, num_rows: int, keep: HeldSession | None) -> bool:
+    def make_room(self, num_rows: int, keep: SessionSlot | None) -> bool:
         """Takes from idle slots until so many rows are free: what they do not use, then their ends, the oldest first.
 
         Nothing changes where that is not enough. `keep` is spared.
@@ -103,7 +103,7 @@ class Kept:
             assert session.state is SlotState.HELD or not session.is_busy, "a call is in flight in an idle slot"
         self._index.check_integrity([*self.slots])
 
-    def _cut(self, session: HeldSession, num_rows: int) -> None:
+    def _cut(self, session: SessionSlot, num_rows: int) -> None:
         """An idle slot keeps the beginning of its text, as far as that fits so many rows."""
         length = whole_blocks(max(0, min(num_rows, session.slot.length)))
         if length:

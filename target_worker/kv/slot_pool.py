@@ -13,9 +13,9 @@ from bough.errors import Exhausted, NotFound, Preempted
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.protocol.prefix_hash import BLOCK_TOKENS, common_length, whole_blocks
-from target_worker.kv.session_slot import HeldSession, SlotState, Text
-from target_worker.kv.slot_index import Kept
-from target_worker.kv.turns import Turns
+from target_worker.kv.session_slot import SessionSlot, SlotState, Text
+from target_worker.kv.slot_index import SlotIndex
+from target_worker.kv.turns import AdmissionOrder
 
 MORE = ", or start with more --kv-memory"
 
@@ -46,11 +46,11 @@ class SlotPool:
 
     def __init__(self, arena: Arena, lease_seconds: float, clock: Callable[[], float], step_rows: int = 0) -> None:
         """Nobody comes in unless each session in use could grow by `step_rows` after that: it would soon give way."""
-        self._kept = Kept(arena)
+        self._kept = SlotIndex(arena)
         self._step_rows = step_rows
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._turns = Turns(clock)
+        self._turns = AdmissionOrder(clock)
         self._num_sent = self._num_computed = self._num_preemptions = 0
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class SlotPool:
         finally:
             self._kept.arena.give_back(slot)
 
-    def get(self, session_id: str) -> HeldSession | None:
+    def get(self, session_id: str) -> SessionSlot | None:
         """The session if it has a slot."""
         return self._kept.sessions.get(session_id)
 
@@ -74,7 +74,7 @@ class SlotPool:
         """Whether the session gave way, or was refused more room, and has not had it since."""
         return session_id in self._turns
 
-    def in_the_way(self, session_id: str, epoch: int, num_rows: int) -> list[HeldSession]:
+    def in_the_way(self, session_id: str, epoch: int, num_rows: int) -> list[SessionSlot]:
         """Sessions in use that must give way for one to grow to `num_rows`: younger ones, the youngest first.
 
         So the oldest always has its room, ends, and leaves it to the next. None where they would give way in vain, or
@@ -93,13 +93,13 @@ class SlotPool:
             missing -= giving_way[-1].slot.num_rows
         return giving_way if missing <= 0 else []
 
-    def preempt(self, session: HeldSession) -> None:
+    def preempt(self, session: SessionSlot) -> None:
         """Its lease is over though it is in use: it waits for room, before all who are younger."""
         self.abandon(session)
         self._num_preemptions += 1
         self._turns.ask(session.session_id, session.epoch)
 
-    def lease(self, session_id: str, epoch: int, num_rows: int, text: Text, most_rows: int = 0) -> HeldSession:
+    def lease(self, session_id: str, epoch: int, num_rows: int, text: Text, most_rows: int = 0) -> SessionSlot:
         """The session with room for `num_rows`, a call of its in flight, standing on as much of a text as is held.
 
         What its own slot has in common with the text stays; what another slot has beyond that is copied. It may come
@@ -133,7 +133,7 @@ class SlotPool:
         self.borrow(session, text)
         return session
 
-    def borrow(self, session: HeldSession, text: Text) -> None:
+    def borrow(self, session: SessionSlot, text: Text) -> None:
         """Copies what another slot holds of the text, in whole blocks, beyond what the session's own does."""
         slot = session.slot
         if slot.length == len(text.tokens):
@@ -144,18 +144,18 @@ class SlotPool:
             slot.fork(match.holder.slot, match.length)
             self._kept.follow(session)
 
-    def commit(self, session: HeldSession, rows: Sequence[int], tokens: Sequence[int]) -> None:
+    def commit(self, session: SessionSlot, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Commits tokens whose keys and values stand in `rows`."""
         session.slot.compact(rows, tokens)
         self._kept.follow(session)
 
-    def rest(self, session: HeldSession) -> None:
+    def rest(self, session: SessionSlot) -> None:
         """The session's call is over; its caller is expected back within the lease."""
         session.is_busy = False
         session.last_used = self._clock()
         session.leased_until = session.last_used + self._lease_seconds
 
-    def abandon(self, session: HeldSession) -> None:
+    def abandon(self, session: SessionSlot) -> None:
         """Whoever called has gone: the lease is over."""
         self.rest(session)
         session.leased_until = session.last_used
@@ -206,7 +206,7 @@ class SlotPool:
         """Asserts what must hold between any two calls."""
         self._kept.check_integrity()
 
-    def _open(self, session_id: str, num_rows: int, text: Text) -> HeldSession:
+    def _open(self, session_id: str, num_rows: int, text: Text) -> SessionSlot:
         """A slot for a new session: rows of its own, or an idle slot where that loses nothing or no other room is."""
         kept, match = self._kept, self._kept.longest(text)
         source, length = match if match is not None else (None, 0)
@@ -222,7 +222,7 @@ class SlotPool:
         kept.name(session, session_id)
         return session
 
-    def _grow(self, session: HeldSession, epoch: int, num_rows: int) -> None:
+    def _grow(self, session: SessionSlot, epoch: int, num_rows: int) -> None:
         extra = num_rows - session.slot.num_rows
         if extra <= 0:
             return

@@ -14,7 +14,7 @@ class _Wish(NamedTuple):
     asked: float  # seconds on the clock
 
 
-class Turns:
+class AdmissionOrder:
     """Who gave way, or was refused a step of its growth, and has not had its room since."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from target_worker.link.disk_ring import LinkFigures
-from target_worker.link.streams import Copy, Mark
+from target_worker.link.streams import Copy, DeviceEvent
 
 NS_PER_MS = 1_000_000
 
@@ -16,12 +16,12 @@ NS_PER_MS = 1_000_000
 class _Span(NamedTuple):
     """Time between two marks, to be read when both are reached."""
 
-    begin: Mark
-    end: Mark
+    begin: DeviceEvent
+    end: DeviceEvent
     num_bytes: int
 
 
-class LaneTraffic:
+class CopyStats:
     """Counters that any thread may add to. Copies follow each other in one lane: their times do not overlap."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class LaneTraffic:
         with self._lock:
             self._copies.append(_Span(copy.begun, copy.done, num_bytes))
 
-    def waited(self, ready: Mark, went_on: Mark) -> None:
+    def waited(self, ready: DeviceEvent, went_on: DeviceEvent) -> None:
         """Between two marks of the computing lane there is nothing but a wait for copies."""
         with self._lock:
             self._waits.append(_Span(ready, went_on, 0))

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
-from target_worker.link.copy_stats import LaneTraffic
+from target_worker.link.copy_stats import CopyStats
 from target_worker.link.disk_ring import LinkFigures
-from target_worker.link.streams import Copy, Lanes, Mark
+from target_worker.link.streams import Copy, DeviceEvent, DeviceStreams
 
 
 class HostSide(Protocol):
@@ -47,9 +47,9 @@ class DeviceRing:
         indices: Sequence[int],
         sizes: Sequence[int],
         source: HostSide,
-        lanes: Lanes,
+        lanes: DeviceStreams,
         num_slabs: int,
-        traffic: LaneTraffic | None = None,
+        traffic: CopyStats | None = None,
         shifts: Sequence[int] = (),
     ) -> None:
         """`sizes` are the bytes of the layers `indices`; `traffic` counts copies, with others in the same lane.
@@ -64,7 +64,7 @@ class DeviceRing:
         self._slabs = [lanes.device_memory(max(sizes) + max(self._shifts)) for _ in range(num_slabs)]
         self._state = threading.Condition()
         self._is_closed = self._is_restarting = self._is_copying = False
-        self._traffic = traffic or LaneTraffic()
+        self._traffic = traffic or CopyStats()
         self._reset(None)
         self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
 
@@ -80,11 +80,11 @@ class DeviceRing:
             self._state.notify_all()
         self._thread.join()
 
-    def _reset(self, computed: Mark | None) -> None:
+    def _reset(self, computed: DeviceEvent | None) -> None:
         """`computed` is reached when nothing reads the slabs any more."""
         self._issued = self._consumed = 0  # sequence numbers: next to copy, next that the sweep wants
-        self._free_after: list[Mark | None] = [computed] * len(self._slabs)
-        self._copied: dict[int, Mark] = {}  # by sequence number, of copies that are queued
+        self._free_after: list[DeviceEvent | None] = [computed] * len(self._slabs)
+        self._copied: dict[int, DeviceEvent] = {}  # by sequence number, of copies that are queued
         self._error: Exception | None = None
 
     @contextmanager

@@ -17,7 +17,7 @@ from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint.checkpoint import MAX_HEADER_BYTES, TensorPlace
 from bough.model.checkpoint.content_samples import samples_digest
 from target_worker.link.file_digests import file_digest, known_digest
-from target_worker.link.layer_extents import Extent, LayerWeights
+from target_worker.link.layer_extents import Extent, LayerExtents
 from target_worker.link.open_files import FileState, OpenFile, open_file
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ PIECE_BYTES = 8 * 1024 * 1024  # one read: smaller ones cost processors more, wh
 Allocate = Callable[[int], memoryview]  # of page-aligned memory, by the number of its bytes
 
 
-class Piece(NamedTuple):
+class ReadRange(NamedTuple):
     """A part of an extent."""
 
     extent: Extent
@@ -145,14 +145,14 @@ class Disk:
         except CheckpointError as exc:
             raise StreamError(str(exc)) from exc
 
-    def place_of(self, piece: Piece) -> tuple[int, int, int, int, int]:
+    def place_of(self, piece: ReadRange) -> tuple[int, int, int, int, int]:
         """Descriptor, offset, bytes, how many of them are needed, and where they belong in the layer's slab."""
         extent = piece.extent
         needed = min(piece.num_bytes, extent.needed_bytes - piece.begin)
         descriptor = self._files[extent.file].descriptor
         return descriptor, extent.offset + piece.begin, piece.num_bytes, needed, extent.slab_offset + piece.begin
 
-    def read(self, piece: Piece, slab: Slab) -> None:
+    def read(self, piece: ReadRange, slab: Slab) -> None:
         """Reads a piece to its place in a slab.
 
         Raises:
@@ -173,14 +173,14 @@ class Disk:
         except CheckpointError as exc:
             raise StreamError(str(exc)) from exc
 
-    def load(self, layers: Sequence[LayerWeights], slabs: Sequence[Slab], num_threads: int) -> None:
+    def load(self, layers: Sequence[LayerExtents], slabs: Sequence[Slab], num_threads: int) -> None:
         """Reads whole layers, several reads at a time.
 
         Raises:
             StreamError: naming the file, the layer and the tensor.
         """
 
-        def read(job: tuple[LayerWeights, Slab, Piece]) -> None:
+        def read(job: tuple[LayerExtents, Slab, ReadRange]) -> None:
             layer, slab, piece = job
             try:
                 self.read(piece, slab)
@@ -213,16 +213,16 @@ class ReadError(Exception):
         self.offset = offset
 
 
-def stream_error(error: ReadError, layer: LayerWeights, extent: Extent) -> StreamError:
+def stream_error(error: ReadError, layer: LayerExtents, extent: Extent) -> StreamError:
     """The same in terms of files and tensors."""
     tensor = layer.tensor_at(extent.file, error.offset)
     return StreamError(f"{extent.file}: {layer.name}, tensor {tensor}, byte {error.offset}: {error}")
 
 
-def cut(extents: Sequence[Extent]) -> list[Piece]:
+def cut(extents: Sequence[Extent]) -> list[ReadRange]:
     """Extents in pieces of one read each."""
     return [
-        Piece(extent, begin, min(PIECE_BYTES, extent.num_bytes - begin))
+        ReadRange(extent, begin, min(PIECE_BYTES, extent.num_bytes - begin))
         for extent in extents
         for begin in range(0, extent.num_bytes, PIECE_BYTES)
     ]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bough.model.cpu.atomics import APART, hold, let_go
 from bough.model.cpu.jit import strict
-from target_worker.link.disk_stats import Traffic, read_begins, read_ends
+from target_worker.link.disk_stats import DiskStats, read_begins, read_ends
 
 Ints = NDArray[np.int64]
 CLOSED = -1  # instead of a read's number
@@ -57,7 +57,7 @@ class Link(NamedTuple):
     room: int  # a pipe with at least one byte for each read that may begin: each wakes one thread, an eventfd's all
     arrived: int  # an eventfd that is raised when a layer has arrived, and when no read is under way any more
     one: Ints  # by how much: the kernel reads it here, and a local array could be gone by then
-    traffic: Traffic  # of all who read over the same link
+    traffic: DiskStats  # of all who read over the same link
 
     @classmethod
     def of(
@@ -68,7 +68,7 @@ class Link(NamedTuple):
         slab_bytes: int,
         room: int,
         arrived: int,
-        traffic: Traffic,
+        traffic: DiskStats,
     ) -> Link:
         """Of the reads of all layers, in order."""
         lock, counts, missing = (np.zeros(size, np.int64) for size in (2 * APART, 5, num_slabs))

@@ -32,8 +32,8 @@ from target_worker.link.disk_reader import (
     restart,
     stop,
 )
-from target_worker.link.disk_stats import Traffic, bytes_and_busy_ns
-from target_worker.link.layer_extents import LayerWeights
+from target_worker.link.disk_stats import DiskStats, bytes_and_busy_ns
+from target_worker.link.layer_extents import LayerExtents
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LinkFigures:
     wait_ns: int  # sweeps waited for a layer
 
     @classmethod
-    def of(cls, traffic: Traffic, wait_ns: int) -> LinkFigures:
+    def of(cls, traffic: DiskStats, wait_ns: int) -> LinkFigures:
         """Of all who read, and what sweeps waited for them."""
         num_bytes, busy_ns = bytes_and_busy_ns(traffic)
         return cls(num_bytes, busy_ns, wait_ns)
@@ -80,12 +80,12 @@ class Ring:
 
     def __init__(
         self,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[LayerExtents],
         disk: Disk,
         num_slabs: int,
         num_threads: int,
         allocate: Allocate = large_pages,
-        traffic: Traffic | None = None,
+        traffic: DiskStats | None = None,
     ) -> None:
         """Counts with others over the same link, where their `traffic` is given."""
         self.layers = tuple(layers)
@@ -97,7 +97,7 @@ class Ring:
         self._pieces = [(index, piece) for index, layer in enumerate(layers) for piece in cut(layer.extents)]
         reads = [Read(index, *disk.place_of(piece)) for index, piece in self._pieces]
         (self._room, self._more_room), self._arrived = os.pipe(), os.eventfd(0)
-        first, traffic = self._slabs[0].bytes.data_ptr(), traffic or Traffic.none_yet()
+        first, traffic = self._slabs[0].bytes.data_ptr(), traffic or DiskStats.none_yet()
         self._link = Link.of(reads, num_slabs, first, slab_bytes, self._room, self._arrived, traffic)
         self._consumed = 0  # sequence number of the layer that is wanted next
         self._error: StreamError | None = None

@@ -16,14 +16,14 @@ _CLOCK_MONOTONIC = 1  # which time.perf_counter_ns reads
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.uintp))
 
 
-class Traffic(NamedTuple):
+class DiskStats(NamedTuple):
     """Counters, changed under the lock by all who read over one link."""
 
     lock: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     @classmethod
-    def none_yet(cls) -> Traffic:
+    def none_yet(cls) -> DiskStats:
         """Before the first read."""
         return cls(np.zeros(2 * APART, np.int64), np.zeros(4, np.int64))
 

@@ -12,8 +12,8 @@ from bough.errors import StreamError
 from bough.runtime.host_memory import in_pieces
 from target_worker.link.direct_io import Allocate, Disk, Slab
 from target_worker.link.disk_ring import LinkFigures, Ring
-from target_worker.link.disk_stats import Traffic
-from target_worker.link.layer_extents import LayerWeights
+from target_worker.link.disk_stats import DiskStats
+from target_worker.link.layer_extents import LayerExtents
 
 PIECE_BYTES = 2 * 1000**3  # of memory that is taken at once
 
@@ -23,14 +23,14 @@ class HostLayers:
 
     def __init__(
         self,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[LayerExtents],
         staying: Sequence[int],
         streamed: Sequence[int],
         num_slabs: int,
         num_threads: int,
         checksums: Mapping[str, int],
         allocate: Allocate,
-        traffic: Traffic | None = None,
+        traffic: DiskStats | None = None,
     ) -> None:
         """`checksums` (crc32 by tensor name) are compared when a layer is seen for the first time; `traffic` counts
         what streams, with what others read over the same link.
@@ -44,7 +44,7 @@ class HostLayers:
         self._checksums = checksums
         self._unseen = set(range(len(layers))) if checksums else set()
         self._allocate = allocate
-        self._traffic = traffic or Traffic.none_yet()
+        self._traffic = traffic or DiskStats.none_yet()
         self._resources = ExitStack()
         self._disk = Disk(
             (extent.file for layer in layers for extent in layer.extents),

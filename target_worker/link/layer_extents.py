@@ -49,7 +49,7 @@ class MadeLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerExtents:
     """What to read for a layer, and where each of its tensors then is."""
 
     name: str  # "layer 7", for error messages
@@ -138,7 +138,7 @@ class LayerExperts:
     """A layer's experts, each of which can be read by itself."""
 
     slots: tuple[ParameterSlot, ...]  # whose sources are `Experts`
-    each: tuple[LayerWeights, ...]  # by number
+    each: tuple[LayerExtents, ...]  # by number
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
         """What the values of one parameter of one expert take of the scratch memory."""
@@ -152,7 +152,7 @@ def sizes_of(layers: Collection[LayerExperts]) -> ExpertSizes:
 
 
 def sizes_apart(
-    layers: Sequence[LayerWeights],
+    layers: Sequence[LayerExtents],
     experts: Mapping[int, LayerExperts],
     dtype: torch.dtype,
     unpacking: int,
@@ -164,13 +164,13 @@ def sizes_apart(
     return SeparateExperts([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch + unpacking)
 
 
-def plan_apart(layers: Sequence[Sequence[ParameterSlot]]) -> tuple[tuple[LayerWeights, ...], dict[int, LayerExperts]]:
+def plan_apart(layers: Sequence[Sequence[ParameterSlot]]) -> tuple[tuple[LayerExtents, ...], dict[int, LayerExperts]]:
     """Layers without their experts, and these by the numbers of the layers that have any."""
     parts = [_split(f"layer {index}", slots) for index, slots in enumerate(layers)]
     return tuple(layer for layer, _ in parts), {i: experts for i, (_, experts) in enumerate(parts) if experts}
 
 
-def _split(name: str, slots: Sequence[ParameterSlot]) -> tuple[LayerWeights, LayerExperts | None]:
+def _split(name: str, slots: Sequence[ParameterSlot]) -> tuple[LayerExtents, LayerExperts | None]:
     """A layer without its experts, and these; None where there are none."""
     stacks = [(slot, stack) for slot in slots if (stack := stack_of(slot.module, slot.source))]
     if not stacks:
@@ -187,7 +187,7 @@ def _split(name: str, slots: Sequence[ParameterSlot]) -> tuple[LayerWeights, Lay
     return plan_layer(name, rest), LayerExperts(apart, tuple(each))
 
 
-def plan_layer(name: str, slots: Sequence[ParameterSlot]) -> LayerWeights:
+def plan_layer(name: str, slots: Sequence[ParameterSlot]) -> LayerExtents:
     """Merges a layer's tensors into aligned extents, laid one after another in the slab."""
     extents: list[Extent] = []
     begins: dict[TensorPlace, int] = {}
@@ -201,7 +201,7 @@ def plan_layer(name: str, slots: Sequence[ParameterSlot]) -> LayerWeights:
         extents.append(Extent(first.file, start, length, needed, slab_offset))
         begins.update((place, slab_offset + place.offset - start) for place in run)
         slab_offset += length
-    return LayerWeights(name, tuple(extents), tuple(slots), begins, slab_offset)
+    return LayerExtents(name, tuple(extents), tuple(slots), begins, slab_offset)
 
 
 def _runs(places: Sequence[TensorPlace]) -> list[list[TensorPlace]]:

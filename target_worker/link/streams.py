@@ -14,7 +14,7 @@ from bough.model.cpu.huge_pages import large_pages
 from target_worker.link.pinned_memory import PinnedMemory
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in a lane, reached when all that was queued there before is done. `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
@@ -33,11 +33,11 @@ class Mark(Protocol):
 class Copy(NamedTuple):
     """A copy that is queued."""
 
-    begun: Mark
-    done: Mark
+    begun: DeviceEvent
+    done: DeviceEvent
 
 
-class Lanes(Protocol):
+class DeviceStreams(Protocol):
     """What streaming asks of an accelerator."""
 
     @property
@@ -56,15 +56,15 @@ class Lanes(Protocol):
         """(num_bytes,) uint8 on the accelerator."""
         ...
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
         """Queues a copy between host and accelerator that begins once `after` is reached."""
         ...
 
-    def compute_after(self, mark: Mark) -> None:
+    def compute_after(self, mark: DeviceEvent) -> None:
         """What is queued to compute from now on begins once a mark is reached."""
         ...
 
-    def compute_mark(self) -> Mark:
+    def compute_mark(self) -> DeviceEvent:
         """The point that the computing lane has been told to reach so far."""
         ...
 
@@ -73,7 +73,7 @@ class Lanes(Protocol):
         ...
 
 
-class CudaLanes:
+class CudaStreams:
     """A GPU's: the current stream computes, a stream of its own copies."""
 
     def __init__(self, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class CudaLanes:
         """From torch's allocator."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
         """On the copying stream."""
         begun, done = _event(), _event()
         with self._lock, torch.cuda.stream(self._copying):
@@ -106,11 +106,11 @@ class CudaLanes:
             done.record(self._copying)
         return Copy(begun, done)
 
-    def compute_after(self, mark: Mark) -> None:
+    def compute_after(self, mark: DeviceEvent) -> None:
         """The current stream waits."""
         torch.cuda.current_stream(self.device).wait_event(mark)  # type: ignore[arg-type]
 
-    def compute_mark(self) -> Mark:
+    def compute_mark(self) -> DeviceEvent:
         """An event on the current stream."""
         event = _event()
         event.record(torch.cuda.current_stream(self.device))
@@ -142,7 +142,7 @@ class Reached:
         return 0.0
 
 
-class InlineLanes:
+class InlineStreams:
     """No accelerator: memory of the host stands for its own, and copies are made at once. For tests and dry runs."""
 
     unpinned_bytes = 0
@@ -155,15 +155,15 @@ class InlineLanes:
         """Ordinary."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
         """Made before this returns."""
         target.copy_(source)
         return Copy(Reached(), Reached())
 
-    def compute_after(self, mark: Mark) -> None:
+    def compute_after(self, mark: DeviceEvent) -> None:
         """Nothing is ever outstanding."""
 
-    def compute_mark(self) -> Mark:
+    def compute_mark(self) -> DeviceEvent:
         """Reached."""
         return Reached()
 

@@ -43,7 +43,7 @@ class _Caller:
     since: float = 0.0  # when it last spoke of more of those than before
 
 
-class Gathering:
+class BatchDelay:
     """Expects sessions, as long as it is worth it. Times are seconds on any one clock."""
 
     def __init__(self, patience: float) -> None:

@@ -17,19 +17,19 @@ from typing import Any
 
 from bough.concurrency.futures import PendingCalls, settle
 from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
-from bough.model.sizes.target_limits import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Verdict, VerifyCall, VerifyResult
 from bough.sizing.sweep_times import SweepTimes
 from target_worker.kv.slot_pool import SlotPool
-from target_worker.scheduler.batch_delay import Gathering
+from target_worker.scheduler.batch_delay import BatchDelay
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import Job, SweepShare
+from target_worker.scheduler.job import SweepShare, VerifyJob
 from target_worker.scheduler.prefix_sharing import choose_shared
 from target_worker.scheduler.price import TokenPrice
-from target_worker.scheduler.request_queue import Calls
+from target_worker.scheduler.request_queue import CallQueue
 from target_worker.scheduler.row_division import expected_tokens, make_fit, share_rows
-from target_worker.scheduler.stall_watch import Stillness
+from target_worker.scheduler.stall_watch import StallWatch
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.scheduler.sweeper import Sweeper, Swept
 
@@ -39,20 +39,20 @@ NANO = 1e-9
 SHUT_DOWN = "the target worker is being shut down"
 
 
-class Engine:
+class SweepEngine:
     """Verifies trees of many sessions, one sweep at a time."""
 
     def __init__(
         self,
         sweeper: Sweeper,
         pool: SlotPool,
-        limits: Limits,
+        limits: TargetLimits,
         max_waiting: int,
         patience: float = 0.0,
         observe: Callable[[int, SweepFigures], None] = lambda *_: None,
         progress: Callable[[], int] | None = None,
     ) -> None:
-        """At most `max_waiting` calls at once; for `patience` see `Gathering`.
+        """At most `max_waiting` calls at once; for `patience` see `BatchDelay`.
 
         `observe` hears of every sweep, on the sweep thread: its tokens, and where its time went. `progress` grows
         while one gets on; without it nobody looks.
@@ -67,9 +67,9 @@ class Engine:
         self._times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
         self.cost: CostCurve | None = None  # seconds of a sweep by its rows; any thread may read this
         self._most_tokens = limits.max_sweep_tokens  # of a sweep; fewer once there was no memory for more
-        self._stillness = Stillness(progress) if progress else None
-        self._gathering = Gathering(patience)
-        self._calls = Calls(pool, limits, self._gathering.left)
+        self._stillness = StallWatch(progress) if progress else None
+        self._gathering = BatchDelay(patience)
+        self._calls = CallQueue(pool, limits, self._gathering.left)
         self._price = TokenPrice()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_over = False
@@ -103,7 +103,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Calls without an answer that have no part in a sweep."""
+        """CallQueue without an answer that have no part in a sweep."""
         return max(0, len(self._unanswered) - self.num_running)
 
     @property
@@ -207,7 +207,7 @@ class Engine:
         self._calls.admit(call, future, arrived_ns)  # a call that is refused is no news of its session
         self._gathering.arrived(call.context.session_id, arrived_ns * NANO, call.caller, call.num_running)
 
-    def _prepare(self) -> list[Part[Job]]:
+    def _prepare(self) -> list[Part[VerifyJob]]:
         """What goes into the next sweep."""
         try:
             self._calls.drop_unwanted()
@@ -218,7 +218,7 @@ class Engine:
             self._calls.drop_all(exc)
             return []
 
-    def _choose(self) -> list[Part[Job]]:
+    def _choose(self) -> list[Part[VerifyJob]]:
         jobs = [*self._calls]
         chunk, cost = self._sweeper.rows.most, self.cost
         knee = max(self._times.knee, chunk)  # that much is computed at once, and how long rows take is seen there
@@ -230,7 +230,7 @@ class Engine:
             job.num_passed_over += 1
         return parts
 
-    def _sweep(self, parts: Sequence[Part[Job]]) -> None:
+    def _sweep(self, parts: Sequence[Part[VerifyJob]]) -> None:
         began_ns = time.perf_counter_ns()
         self.num_running = len(parts)
         try:
@@ -264,7 +264,7 @@ class Engine:
         self._times.observe(num_rows, figures.total_ns * NANO, figures.wait_ns * NANO, figures.link_bytes)
         self.cost = self._times.curve()
 
-    def _finish(self, parts: Sequence[Part[Job]], swept: Swept, began_ns: int) -> None:
+    def _finish(self, parts: Sequence[Part[VerifyJob]], swept: Swept, began_ns: int) -> None:
         share = SweepShare.of(parts, self.cost)
         for job, num_context, has_tree in parts:
             begin = job.num_held
@@ -281,7 +281,7 @@ class Engine:
         self._price.swept(swept.figures.total_ns * NANO, time.perf_counter())
         self.pool.check_integrity()
 
-    def _answer(self, job: Job, verdict: Verdict, share: SweepShare) -> None:
+    def _answer(self, job: VerifyJob, verdict: Verdict, share: SweepShare) -> None:
         tree, base = job.tree, len(job.text.tokens)
         path = (0, *verdict.accepted_nodes)
         self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])

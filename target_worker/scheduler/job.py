@@ -18,7 +18,7 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
 from bough.telemetry.spans import FinishedSpan, note_span, noted_spans
 from bough.trees.tree import Tree
-from target_worker.kv.session_slot import HeldSession, Text
+from target_worker.kv.session_slot import SessionSlot, Text
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.sweep_figures import SweepFigures
 
@@ -39,11 +39,11 @@ class SweepShare(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class VerifyJob:
     """What a call still lacks, and who waits for it."""
 
     call: VerifyCall
-    session: HeldSession
+    session: SessionSlot
     text: Text  # before the root
     futures: list[Future[VerifyResult]]
     arrived_ns: int
@@ -110,7 +110,7 @@ class Job:
             num_passes=before.num_passes + 1,
         )
 
-    def judged(self, verdict_on: Callable[[Job], Verdict]) -> Verdict:
+    def judged(self, verdict_on: Callable[[VerifyJob], Verdict]) -> Verdict:
         """The verdict on its tree."""
         began_ns = time.perf_counter_ns()
         verdict = verdict_on(self)

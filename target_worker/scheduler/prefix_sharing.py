@@ -15,7 +15,7 @@ from target_worker.kv.session_slot import Text
 from target_worker.scheduler.batching import Part, Waiting, choose
 
 
-class Sharing(Waiting, Protocol):
+class PrefixSharing(Waiting, Protocol):
     """A call that waits for a sweep, and what it is about."""
 
     @property
@@ -29,14 +29,14 @@ class Sharing(Waiting, Protocol):
         ...
 
 
-AnySharing = TypeVar("AnySharing", bound=Sharing)
+AnySharing = TypeVar("AnySharing", bound=PrefixSharing)
 
 
 class _Follower(NamedTuple):
     """A call that could wait for another's work."""
 
-    job: Sharing
-    leader: Sharing
+    job: PrefixSharing
+    leader: PrefixSharing
     num_common: int  # leading tokens of both, in whole blocks
 
     def gain(self, parts: dict[int, Part[AnySharing]]) -> int:
@@ -69,9 +69,9 @@ def choose_shared(
     return alone
 
 
-def _followers(jobs: Sequence[Sharing], min_tokens: int) -> list[_Follower]:
+def _followers(jobs: Sequence[PrefixSharing], min_tokens: int) -> list[_Follower]:
     """Whoever has much in common with one who is further, or came before."""
-    leaders: list[Sharing] = []
+    leaders: list[PrefixSharing] = []
     followers = []
     for job in sorted((job for job in jobs if job.num_left), key=lambda job: -job.num_held):
         tokens = job.text.array

@@ -8,28 +8,28 @@ from concurrent.futures import Future
 
 from bough.concurrency.futures import settle
 from bough.errors import InvalidRequest, Preempted, PrefixMissing, StaleEpoch, Unavailable
-from bough.model.sizes.target_limits import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
-from target_worker.kv.session_slot import HeldSession, Text
+from target_worker.kv.session_slot import SessionSlot, Text
 from target_worker.kv.slot_pool import SlotPool
-from target_worker.scheduler.job import Job
+from target_worker.scheduler.job import VerifyJob
 
 
-class Calls:
+class CallQueue:
     """Owned by the sweep thread."""
 
-    def __init__(self, pool: SlotPool, limits: Limits, left: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, pool: SlotPool, limits: TargetLimits, left: Callable[[str], None] = lambda _: None) -> None:
         """`left` is told of sessions that give way to others, and will not be back soon."""
         self.pool = pool
         self.is_draining = False
         self._limits, self._left = limits, left
-        self._jobs: dict[str, Job] = {}  # by session, in order of arrival
+        self._jobs: dict[str, VerifyJob] = {}  # by session, in order of arrival
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[VerifyJob]:
         """In order of arrival."""
         return iter(self._jobs.values())
 
@@ -68,7 +68,7 @@ class Calls:
         held = session.slot.tokens[: context.context_start] if session is not None else []
         text = Text([*held, *context.tokens], context.cache_salt)
         session = self._lease(call, text)
-        self._jobs[context.session_id] = Job(call, session, text, [future], arrived_ns)
+        self._jobs[context.session_id] = VerifyJob(call, session, text, [future], arrived_ns)
 
     def borrow(self) -> None:
         """Copies what others hold by now of what calls still lack."""
@@ -90,7 +90,7 @@ class Calls:
                 del self._jobs[session_id]
                 self.pool.abandon(job.session)
 
-    def answer(self, job: Job, result: VerifyResult) -> None:
+    def answer(self, job: VerifyJob, result: VerifyResult) -> None:
         """A call has its answer, which is kept for a caller who asks again."""
         session = job.session
         session.last_round, session.last_result = job.call.round, result
@@ -103,7 +103,7 @@ class Calls:
         for session_id in [*self._jobs]:
             self.drop(session_id, error)
 
-    def _joined(self, running: Job, call: VerifyCall, future: Future[VerifyResult]) -> bool:
+    def _joined(self, running: VerifyJob, call: VerifyCall, future: Future[VerifyResult]) -> bool:
         """Whether a call waits for the answer of the one in flight; a newer epoch puts an end to that one instead."""
         if (call.epoch, call.round) == (running.call.epoch, running.call.round):
             running.futures.append(future)
@@ -151,14 +151,14 @@ class Calls:
         """Whether a call that lacks tokens has its room before it is told to send them."""
         return call.reserves or self.pool.is_waiting(call.context.session_id)
 
-    def _lease(self, call: VerifyCall, text: Text) -> HeldSession:
+    def _lease(self, call: VerifyCall, text: Text) -> SessionSlot:
         """The call's session with room for it, for which younger ones give way where it has to grow."""
         name, (num_rows, most_rows) = call.context.session_id, self._rows(call)
         for session in self.pool.in_the_way(name, call.epoch, num_rows):
             self._preempt(session)
         return self.pool.lease(name, call.epoch, num_rows, text, most_rows)
 
-    def _preempt(self, session: HeldSession) -> None:
+    def _preempt(self, session: SessionSlot) -> None:
         self._left(session.session_id)
         self.drop(session.session_id, Preempted("KV memory is full: this session gave way to an older one"))
         self.pool.preempt(session)

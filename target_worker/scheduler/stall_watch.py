@@ -8,7 +8,7 @@ from collections.abc import Callable
 STILL_SECONDS = 120.0  # no layer takes as long, on any machine that is worth using
 
 
-class Stillness:
+class StallWatch:
     """Compares what has been done with what had been done when it was last asked."""
 
     def __init__(self, progress: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:

@@ -10,7 +10,7 @@ from bough.protocol.messages import Verdict
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepPrior
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import Job
+from target_worker.scheduler.job import VerifyJob
 from target_worker.scheduler.sweep_figures import SweepFigures
 
 
@@ -18,7 +18,7 @@ class Swept(NamedTuple):
     """What a sweep came to."""
 
     figures: SweepFigures
-    verdict_on: Callable[[Job], Verdict]  # on a tree that was in it; raises what one call alone has to be told
+    verdict_on: Callable[[VerifyJob], Verdict]  # on a tree that was in it; raises what one call alone has to be told
 
 
 class Sweeper(Protocol):
@@ -26,7 +26,7 @@ class Sweeper(Protocol):
 
     rows: RowCounts  # of matrix products: how many go through a layer together, and how they are padded
 
-    def sweep(self, parts: Sequence[Part[Job]]) -> Swept:
+    def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
         """Computes the parts, whose rows stand in their sessions' slots then. What it raises is told to all of them.
 
         Verdicts may be asked for until the next sweep.

@@ -21,7 +21,7 @@ from bough.model.cpu.work_stealing import counters
 from bough.model.llama.layer import LOOPS, LayerWeights, run_layer, share_layer
 from bough.model.llama.rows import Floats, collect, spread
 from bough.model.llama.weights import Matrices, Vectors, sizes_of, window
-from bough.model.llama.workspace import Rooms, num_blocks, word_rows
+from bough.model.llama.workspace import Workspace, num_blocks, word_rows
 from bough.model.loading.loading import Skeleton
 
 LayerAt = tuple[int, int]  # a layer, and the address of the slab that it came to
@@ -42,7 +42,7 @@ class CompiledLayers:
         """Of a model for which `bough.model.llama.weights.is_lean` holds."""
         self._layers: Sequence[Any] = skeleton.layers
         self._architecture = skeleton.config.model_type
-        self._sizes, self._rooms = sizes_of(skeleton), Rooms(skeleton, word_rows)
+        self._sizes, self._rooms = sizes_of(skeleton), Workspace(skeleton, word_rows)
         self._vectors: dict[int, Vectors] = {}
         self._weights: dict[LayerAt, LayerWeights] = {}
         self._states: list[_State] = []

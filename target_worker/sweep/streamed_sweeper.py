@@ -14,11 +14,11 @@ from bough.protocol.messages import Verdict
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepPrior
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import Job
+from target_worker.scheduler.job import VerifyJob
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.scheduler.sweeper import Swept
 from target_worker.verification.logit_rows import LogitRows, RowReader
-from target_worker.verification.verdict import judge
+from target_worker.verification.verdict import compute_verdict
 
 
 class SweepModel(Protocol):
@@ -48,19 +48,19 @@ class StreamedSweeper:
         self._model, self._reader = model, RowReader()
         self.rows = model.rows
 
-    def sweep(self, parts: Sequence[Part[Job]]) -> Swept:
+    def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
         """One batch of all parts."""
         segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
         logits, figures = self._model.sweep(Batch(segments, self._model.rows, self._model.device))
         own = self._by_job([part.job for part in parts if part.has_tree], logits)
 
-        def verdict_on(job: Job) -> Verdict:
+        def verdict_on(job: VerifyJob) -> Verdict:
             call, rows = replace(job.call, tree=job.tree), own[id(job)]
-            return judge(call, job.text.tokens, rows.after, rows.best_after)
+            return compute_verdict(call, job.text.tokens, rows.after, rows.best_after)
 
         return Swept(figures, verdict_on)
 
-    def _by_job(self, jobs: Sequence[Job], logits: torch.Tensor) -> dict[int, LogitRows]:
+    def _by_job(self, jobs: Sequence[VerifyJob], logits: torch.Tensor) -> dict[int, LogitRows]:
         """Each job's rows, which follow one another, by its `id`."""
         sizes, best = [job.num_nodes for job in jobs], self._model.best
         own_best = torch.split(best, sizes) if best is not None else [None] * len(jobs)

@@ -14,15 +14,15 @@ from bough.sizing.placement import Placement, Tier
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_copies import ExpertCopies
 from target_worker.experts.expert_reads import ExpertReads
-from target_worker.experts.expert_store import Arrivals, ExpertStore
-from target_worker.link.copy_stats import LaneTraffic
+from target_worker.experts.expert_store import ExpertLoader, ExpertStore
+from target_worker.link.copy_stats import CopyStats
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.direct_io import Slab
 from target_worker.link.disk_ring import LinkFigures
-from target_worker.link.disk_stats import Traffic
+from target_worker.link.disk_stats import DiskStats
 from target_worker.link.host_layers import HostLayers
-from target_worker.link.layer_extents import LayerExperts, LayerWeights, sizes_of
-from target_worker.link.streams import CudaLanes, Lanes
+from target_worker.link.layer_extents import LayerExperts, LayerExtents, sizes_of
+from target_worker.link.streams import CudaStreams, DeviceStreams
 
 
 class Tiers:
@@ -35,11 +35,11 @@ class Tiers:
 
     def __init__(
         self,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[LayerExtents],
         placement: Placement,
         num_threads: int,
         checksums: Mapping[str, int] | None = None,
-        lanes: Lanes | None = None,
+        lanes: DeviceStreams | None = None,
         experts: Mapping[int, LayerExperts] | None = None,
         elsewhere: Mapping[int, torch.device] | None = None,
     ) -> None:
@@ -52,7 +52,7 @@ class Tiers:
         self.layers = tuple(layers)
         self.placement = placement
         self._lanes = lanes
-        self._traffic, self._lane_traffic = Traffic.none_yet(), LaneTraffic()
+        self._traffic, self._lane_traffic = DiskStats.none_yet(), CopyStats()
         staying, on_host = placement.layers(Tier.RESIDENT if lanes is None else Tier.HOST), self.layers
         numbers: dict[Expert, int] = {}
         if experts and lanes is not None:
@@ -72,7 +72,7 @@ class Tiers:
         if experts:
             slab_bytes = sizes_of(experts.values()).slab_bytes
             num_slabs = placement.fixed.experts // slab_bytes
-            arrivals: Arrivals
+            arrivals: ExpertLoader
             if lanes is None:
                 arrivals = ExpertReads(experts, slab_bytes, num_slabs, num_threads, checksums or {}, self._traffic)
             else:
@@ -116,7 +116,7 @@ class Tiers:
     ) -> None:
         self._resources.close()
 
-    def _upload(self, lanes: Lanes) -> None:
+    def _upload(self, lanes: DeviceStreams) -> None:
         """Puts resident layers on the device, one by one through a slab that is not kept."""
         resident = (*self.placement.layers(Tier.RESIDENT), *self.placement.layers(Tier.ELSEWHERE))
         if resident:
@@ -130,7 +130,7 @@ class Tiers:
                 )
                 self._resident[index] = memory[shift:].copy_(data)
 
-    def _device_ring(self, lanes: Lanes) -> DeviceRing:
+    def _device_ring(self, lanes: DeviceStreams) -> DeviceRing:
         streamed = [index for index in range(len(self.layers)) if index not in self._resident]
         sizes, shifts = zip(*((self.layers[i].num_bytes, self.layers[i].device_shift) for i in streamed), strict=True)
         return DeviceRing(streamed, sizes, self._host, lanes, self.placement.num_slabs, self._lane_traffic, shifts)
@@ -184,12 +184,12 @@ class Tiers:
         return replace(figures, wait_ns=figures.wait_ns + self.experts.wait_ns)
 
 
-def numbered(experts: Mapping[int, LayerExperts], begin: int) -> tuple[dict[Expert, int], list[LayerWeights]]:
+def numbered(experts: Mapping[int, LayerExperts], begin: int) -> tuple[dict[Expert, int], list[LayerExtents]]:
     """Experts in a row, and where each is in it, counted from `begin` on."""
     row = [(Expert(index, number), each) for index in experts for number, each in enumerate(experts[index].each)]
     return {expert: begin + place for place, (expert, _) in enumerate(row)}, [each for _, each in row]
 
 
-def lanes_of(device: torch.device) -> Lanes | None:
+def lanes_of(device: torch.device) -> DeviceStreams | None:
     """The lanes of an accelerator with memory of its own; None for the CPU."""
-    return None if device.type == "cpu" else CudaLanes(device)
+    return None if device.type == "cpu" else CudaStreams(device)

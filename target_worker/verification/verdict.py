@@ -20,10 +20,10 @@ from bough.protocol.prefix_hash import Tokens
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
 from target_worker.verification.traversal import Traversal
-from target_worker.verification.verify import draws_at, law_given, walk
+from target_worker.verification.verify import conditional_distribution, draws_at, walk
 
 
-def judge(
+def compute_verdict(
     call: VerifyCall,
     held: Tokens,
     logits_after: Callable[[Sequence[int]], Row],
@@ -79,4 +79,4 @@ def laws_of(tree: Tree, scheme: Scheme, target_probs: Callable[[int], Row]) -> C
     """
     if scheme is Scheme.TRAVERSAL:
         return Traversal(tree, target_probs).law
-    return lambda node, probs: law_given(probs, draws_at(tree, node, scheme, len(probs)))
+    return lambda node, probs: conditional_distribution(probs, draws_at(tree, node, scheme, len(probs)))

@@ -68,7 +68,7 @@ def draws_at(tree: Tree, node: int, scheme: Scheme, vocab_size: int) -> Iterator
             probs = probs / probs.sum()
 
 
-def law_given(target_probs: Row, draws: Iterable[Draw]) -> Row:
+def conditional_distribution(target_probs: Row, draws: Iterable[Draw]) -> Row:
     """(vocab_size,) probabilities of the next token, given what a draft has drawn.
 
     Rejection sampling, draw after draw, with the random numbers integrated out: a token is accepted with probability

@@ -12,7 +12,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
 from draft_worker.engine.draft_ahead import NUM_STEPS, num_steps
-from draft_worker.engine.engine import Engine
+from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
 from tests.fakes.draft import (
     PLAN,
@@ -38,7 +38,7 @@ PLANS = {
 }
 
 
-def go_ahead(engine: Engine) -> None:
+def go_ahead(engine: DraftEngine) -> None:
     """As far as it goes."""
     while engine.can_go_ahead:
         engine.step()

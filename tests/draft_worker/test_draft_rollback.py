@@ -11,7 +11,7 @@ from bough.protocol.prefix_hash import common_length
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Chains, Scheme, StaticShape, TreePlan
-from draft_worker.engine.engine import Engine
+from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, grown_alone, new_engine
 
@@ -30,7 +30,7 @@ PARAMS = (
 )
 
 
-def go_ahead(engine: Engine, num_steps: int) -> None:
+def go_ahead(engine: DraftEngine, num_steps: int) -> None:
     """A few steps, where there is something to do ahead."""
     for _ in range(num_steps):
         engine.step()

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from draft_worker.expansions.expansion_cache import LEVELS, ROOM, Explored, Wanted
+from draft_worker.expansions.expansion_cache import LEVELS, ROOM, ExpansionCache, PendingExpansions
 from draft_worker.growth.grower import Candidates
 
 VOCAB = 5
@@ -15,9 +15,9 @@ nodes = st.lists(st.tuples(st.integers(-1, 200), st.integers(0, VOCAB - 1)), max
 Place = tuple[int, int]  # the parent's expansion, token
 
 
-def explored_in(steps: list[list[Place]]) -> tuple[Explored, dict[Place, int]]:
+def explored_in(steps: list[list[Place]]) -> tuple[ExpansionCache, dict[Place, int]]:
     """Step by step what is new of it, below what is there; and which expansion each became."""
-    explored, index = Explored(0), dict[Place, int]()
+    explored, index = ExpansionCache(0), dict[Place, int]()
     for step in steps:
         below = [(parent % (len(index) + 1) - 1, token) for parent, token in step]
         new = [place for place in dict.fromkeys(below) if place not in index]
@@ -29,7 +29,7 @@ def explored_in(steps: list[list[Place]]) -> tuple[Explored, dict[Place, int]]:
     return explored, index
 
 
-def paths_of(explored: Explored, wanted: Wanted) -> list[tuple[int, ...]]:
+def paths_of(explored: ExpansionCache, wanted: PendingExpansions) -> list[tuple[int, ...]]:
     """Tokens from the root down."""
     rows = zip(explored.path_tokens(wanted).tolist(), wanted.depths.tolist(), strict=True)
     return [tuple(tokens[: depth + 1]) for tokens, depth in rows]
@@ -83,7 +83,7 @@ def test_paths_of_more_than_there_was_room_for() -> None:
         check_paths(explored, index, root)
 
 
-def check_paths(explored: Explored, index: dict[Place, int], root: int) -> None:
+def check_paths(explored: ExpansionCache, index: dict[Place, int], root: int) -> None:
     """Of what would be wanted below each expansion, and of the same when one of these has become the root."""
     paths: dict[int, tuple[int, ...]] = {-1: ()}
     for (parent, token), number in index.items():

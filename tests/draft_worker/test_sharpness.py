@@ -14,7 +14,13 @@ from bough.errors import ConfigError
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 from draft_worker.candidates.candidates import Guessing
-from draft_worker.candidates.temperature_scaling import LEAST_POWER, MOST_POWER, Sharpness, Sharpnesses, sharpened
+from draft_worker.candidates.temperature_scaling import (
+    LEAST_POWER,
+    MOST_POWER,
+    TemperatureScaling,
+    TemperatureScalings,
+    sharpened,
+)
 from draft_worker.growth.grower import Candidates
 from tests.fakes.draft import FakeModel, fake_log_probs, grow_call, grow_now, new_engine
 
@@ -46,7 +52,7 @@ def drawn(log_probs: NDArray[np.float64], power: float, seed: int) -> NDArray[np
 @pytest.mark.parametrize("num_kept", [VOCAB, 8])
 def test_the_power_that_made_the_text_is_found(power: float, num_kept: int) -> None:
     """A few nodes at a time, as rounds bring them. What is no candidate counts as one of its own, which is close."""
-    sharpness = Sharpness()
+    sharpness = TemperatureScaling()
     for round_ in range(1000):
         candidates, log_probs = said(4, num_kept, round_)
         sharpness.observe(candidates, drawn(log_probs, power, 10_000 + round_))
@@ -55,7 +61,7 @@ def test_the_power_that_made_the_text_is_found(power: float, num_kept: int) -> N
 
 
 def test_a_hundred_tokens_are_enough_to_be_better_than_nothing_learnt() -> None:
-    sharpness = Sharpness()
+    sharpness = TemperatureScaling()
     for round_ in range(25):
         candidates, log_probs = said(4, VOCAB, round_)
         sharpness.observe(candidates, drawn(log_probs, 2.0, 10_000 + round_))
@@ -63,7 +69,7 @@ def test_a_hundred_tokens_are_enough_to_be_better_than_nothing_learnt() -> None:
 
 
 def test_what_was_learnt_gives_way_to_another_text() -> None:
-    sharpness = Sharpness()
+    sharpness = TemperatureScaling()
     for power, seed in ((2.0, 1), (0.8, 2)):
         for round_ in range(4000):
             candidates, log_probs = said(4, VOCAB, 10_000 * seed + round_)
@@ -73,7 +79,7 @@ def test_what_was_learnt_gives_way_to_another_text() -> None:
 
 @pytest.mark.parametrize(("token", "bound"), [(5, LEAST_POWER), (0, MOST_POWER)])
 def test_a_draft_that_is_always_wrong_or_always_right_ends_at_the_bounds(token: int, bound: float) -> None:
-    sharpness = Sharpness()
+    sharpness = TemperatureScaling()
     candidates = Candidates(np.int32([[0, 1, 2]]), np.log(np.float32([[0.5, 0.3, 0.1]])))
     for _ in range(2000):
         sharpness.observe(candidates, np.int32([token]))
@@ -100,7 +106,7 @@ def test_whatever_a_draft_says_there_are_probabilities_in_the_same_order(
     assert np.array_equal(np.isfinite(result), np.isfinite(log_probs))
     assert (np.exp(result.astype(np.float64)).sum(1) < 1 + 1e-5).all()
     assert (np.diff(np.where(np.isfinite(result), result, -1e9), axis=1) <= 0).all()
-    sharpness = Sharpness(power)
+    sharpness = TemperatureScaling(power)
     right = np.zeros(len(log_probs), np.int32)
     sharpness.observe(
         Candidates(np.tile(np.arange(log_probs.shape[1], dtype=np.int32), (len(right), 1)), log_probs), right
@@ -115,7 +121,7 @@ def test_power_one_leaves_probabilities_as_they_are() -> None:
 
 
 def test_each_kind_of_guess_is_learnt_apart_and_samples_not_at_all() -> None:
-    sharpnesses = Sharpnesses()
+    sharpnesses = TemperatureScalings()
     kinds = [guessing(GREEDY), guessing(DRAWN), guessing(DRAWN, is_perturbed=True), guessing(SamplingParams(1.2))]
     assert len({id(sharpnesses.of(kind)) for kind in kinds}) == 4
     assert sharpnesses.of(guessing(SamplingParams(0.8, seed=9, top_k=3))) is sharpnesses.of(guessing(DRAWN))
@@ -129,7 +135,7 @@ def test_each_kind_of_guess_is_learnt_apart_and_samples_not_at_all() -> None:
 
 
 def test_a_power_that_is_set_is_not_learnt() -> None:
-    sharpnesses = Sharpnesses(1.5)
+    sharpnesses = TemperatureScalings(1.5)
     candidates, log_probs = said(100, VOCAB, seed=1)
     sharpnesses.of(guessing(GREEDY)).observe(candidates, drawn(log_probs, 3.0, seed=2))
     assert sharpnesses.of(guessing(GREEDY)).power == 1.5

@@ -15,8 +15,8 @@ from bough.model.kv.session_kv import KVShape
 from bough.protocol.messages import Context, GrowCall, GrowResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst, TreePlan
-from draft_worker.candidates.temperature_scaling import Sharpnesses
-from draft_worker.engine.engine import Engine, Request
+from draft_worker.candidates.temperature_scaling import TemperatureScalings
+from draft_worker.engine.engine import DraftEngine, Request
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.model.model_draft import ModelDraft
@@ -63,12 +63,14 @@ class FakeModel:
 
 def new_engine(
     model: FakeModel, num_rows: int = 0, window: Window | None = None, ahead_steps: int = 0, power: float = 1.0
-) -> Engine:
+) -> DraftEngine:
     """With windows of 100 tokens, and room for a hundred of the longest by default. Power 0 is learnt."""
     window = window or Window(100, 200)
     shape, num_rows = KVShape(1, 1, 1, torch.float32), num_rows or 100 * window.max_rows
     arena = KVArena(shape, shape.empty(num_rows, model.device), rows_to_keep=lambda slot: slot.num_rows)
-    return Engine(ModelDraft(model, VOCAB), VOCAB, 4, SessionPool(arena, window), ahead_steps, Sharpnesses(power))
+    return DraftEngine(
+        ModelDraft(model, VOCAB), VOCAB, 4, SessionPool(arena, window), ahead_steps, TemperatureScalings(power)
+    )
 
 
 def grow_call(
@@ -85,13 +87,13 @@ def grow_call(
     return GrowCall(context, tokens[-1], sampling or SamplingParams(temperature=0.0), round_, plan)
 
 
-def started(engine: Engine, call: GrowCall) -> Future[GrowResult]:
+def started(engine: DraftEngine, call: GrowCall) -> Future[GrowResult]:
     future: Future[GrowResult] = Future()
     engine.start(Request(call, future, 0))
     return future
 
 
-def grow_now(engine: Engine, call: GrowCall) -> GrowResult:
+def grow_now(engine: DraftEngine, call: GrowCall) -> GrowResult:
     """Steps until the call has its tree, or raises its error."""
     future = started(engine, call)
     while engine.is_growing:

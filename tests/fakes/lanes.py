@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bough.model.cpu.huge_pages import large_pages
-from target_worker.link.streams import Copy, Mark
+from target_worker.link.streams import Copy, DeviceEvent
 
 
 class FakeMark:
@@ -59,7 +59,7 @@ class FakeLanes:
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
         middle = len(source) // 2
         with self._copying:
             self._queue("copy", lambda: None, after)
@@ -72,10 +72,10 @@ class FakeLanes:
         """Queues a kernel."""
         self._queue("compute", act)
 
-    def compute_after(self, mark: Mark) -> None:
+    def compute_after(self, mark: DeviceEvent) -> None:
         self._queue("compute", lambda: None, mark)
 
-    def compute_mark(self) -> Mark:
+    def compute_mark(self) -> DeviceEvent:
         return self._mark("compute")
 
     def hold(self, is_held: bool) -> None:
@@ -95,7 +95,7 @@ class FakeLanes:
         self._queue(lane, mark.reached.set)
         return mark
 
-    def _queue(self, lane: str, act: Callable[[], object], after: Mark | None = None) -> None:
+    def _queue(self, lane: str, act: Callable[[], object], after: DeviceEvent | None = None) -> None:
         with self._state:
             self._lanes[lane].append(Work(lambda: after is None or after.query(), act))
             self._state.notify_all()

@@ -16,9 +16,9 @@ from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.loading import build_skeleton
 from bough.sizing.placement import Budgets, Fixed, Tier, place
 from bough.trees.tree import Tree
-from target_worker.kv.kv_offload import KVStage
-from target_worker.link.layer_extents import LayerExperts, LayerWeights, plan_apart, plan_layer, sizes_of
-from target_worker.link.streams import InlineLanes, Lanes
+from target_worker.kv.kv_offload import OffloadedKV
+from target_worker.link.layer_extents import LayerExperts, LayerExtents, plan_apart, plan_layer, sizes_of
+from target_worker.link.streams import DeviceStreams, InlineStreams
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.tiers import Tiers
 
@@ -31,12 +31,12 @@ def streamed(
     dtype: torch.dtype,
     rows: int = 16,
     max_resident: int = 0,
-    lanes: Lanes | None = None,
+    lanes: DeviceStreams | None = None,
     host_layers: int = 0,
     staged_rows: int = 0,
     expert_slabs: int = 0,
     device: torch.device = CPU,
-    kv_lanes: Lanes | None = None,
+    kv_lanes: DeviceStreams | None = None,
     elsewhere: Mapping[int, torch.device] | None = None,
 ) -> Iterator[StreamedModel]:
     """A model whose layers stream through two slabs, but for `max_resident` of them.
@@ -46,7 +46,7 @@ def streamed(
     are chosen. Layers `elsewhere` stay on other devices.
     """
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)
-    layers: Sequence[LayerWeights] = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
+    layers: Sequence[LayerExtents] = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
     experts: dict[int, LayerExperts] = {}
     if expert_slabs:
         layers, experts = plan_apart(skeleton.layer_slots)
@@ -61,7 +61,7 @@ def streamed(
         tiers_of = [Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers)]
         placement = replace(placement, tiers=tuple(tiers_of))
     with Tiers(layers, placement, 2, read_checksums(folder), lanes, experts, elsewhere) as tiers:
-        kv = KVStage(skeleton.kv_shape(), staged_rows, kv_lanes or InlineLanes()) if staged_rows else None
+        kv = OffloadedKV(skeleton.kv_shape(), staged_rows, kv_lanes or InlineStreams()) if staged_rows else None
         yield StreamedModel(skeleton, tiers, rows, device, kv)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bough.model.cpu.huge_pages import large_pages
-from target_worker.link.streams import Copy, Mark
+from target_worker.link.streams import Copy, DeviceEvent
 from tests.fakes.pretend import UNWRITTEN, Pretended, notes, raw
 from tests.fakes.pretend_order import COMPUTE, Clock
 
@@ -65,7 +65,7 @@ class PretendedLanes:
         notes.order.watch(memory)
         return Pretended(memory)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> Copy:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
         assert source.is_contiguous(), "one copy, one run of bytes"
         assert target.is_contiguous()
         with self._lock:
@@ -83,12 +83,12 @@ class PretendedLanes:
                 self._next()
         return Copy(begun, done)
 
-    def compute_after(self, mark: Mark) -> None:
+    def compute_after(self, mark: DeviceEvent) -> None:
         assert isinstance(mark, PretendedMark)
         mark.reach()
         notes.order.waits(COMPUTE, mark.clock)
 
-    def compute_mark(self) -> Mark:
+    def compute_mark(self) -> DeviceEvent:
         return PretendedMark(notes.order.mark(COMPUTE), None)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
 from orchestrator.serving.requests import Requests
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import Job
+from target_worker.scheduler.job import VerifyJob
 from target_worker.scheduler.row_division import may_leave_out
 from tests.fakes.fleet import FakeTarget
 
@@ -108,7 +108,7 @@ class RandomDivision:
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
 
-    def __call__(self, parts: Sequence[Part[Job]], cost: CostCurve | None, price: Price, most_rows: int) -> None:
+    def __call__(self, parts: Sequence[Part[VerifyJob]], cost: CostCurve | None, price: Price, most_rows: int) -> None:
         for job in (part.job for part in parts if part.has_tree and may_leave_out(part.job)):
             nodes = random_part(job.tree, len(job.tree), self._rng)
             job.keep(nodes if len(nodes) < len(job.tree) else None)

@@ -19,8 +19,8 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair
 from bough.trees.tree_plan import BestFirst, TreePlan
-from draft_worker.candidates.temperature_scaling import Sharpnesses
-from draft_worker.engine.engine import Engine, Request
+from draft_worker.candidates.temperature_scaling import TemperatureScalings
+from draft_worker.engine.engine import DraftEngine, Request
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.simulated import SimulatedDraft
@@ -34,7 +34,7 @@ def grown(
     window = Window(1000, 2000)
     arena = Arena(len(calls) * window.max_rows, 1, rows_to_keep=lambda slot: slot.num_rows)
     draft, pool = SimulatedDraft(pair, clock), SessionPool(arena, window)
-    engine = Engine(draft, pair.vocab_size, 16, pool, 0, Sharpnesses(power))
+    engine = DraftEngine(draft, pair.vocab_size, 16, pool, 0, TemperatureScalings(power))
     requests = [Request(call, Future(), 0) for call in calls]
     for request in requests:
         engine.start(request)

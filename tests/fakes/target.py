@@ -11,14 +11,14 @@ import torch
 from bough.model.batch.batch import Batch
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVShape, KVSlot
-from bough.model.sizes.target_limits import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepPrior
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
-from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 
@@ -26,7 +26,7 @@ VOCAB = 50
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 SHAPE = KVShape(1, 1, 1, torch.float32)
-LIMITS = Limits(rows=8, max_sweep_tokens=16, max_nodes=16, max_context=48)
+LIMITS = TargetLimits(rows=8, max_sweep_tokens=16, max_nodes=16, max_context=48)
 ROWS = RowCounts(LIMITS.rows, LIMITS.rows)
 FIGURES = SweepFigures(100, 40, 80, 1000, 60)
 
@@ -99,10 +99,10 @@ def new_pool(
 
 @contextmanager
 def running(
-    model: FakeModel, pool: SlotPool, limits: Limits = LIMITS, max_waiting: int = 100, patience: float = 0.0
-) -> Iterator[Engine]:
+    model: FakeModel, pool: SlotPool, limits: TargetLimits = LIMITS, max_waiting: int = 100, patience: float = 0.0
+) -> Iterator[SweepEngine]:
     """An engine whose thread ends with the block."""
-    engine = Engine(StreamedSweeper(model), pool, limits, max_waiting, patience)
+    engine = SweepEngine(StreamedSweeper(model), pool, limits, max_waiting, patience)
     engine.start()
     try:
         yield engine

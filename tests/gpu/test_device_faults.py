@@ -21,8 +21,8 @@ from bough.rpc.status_map import ERROR_NAMES
 from bough.runtime.fatal_exit import EXIT_LOST
 from bough.sizing.row_counts import RowCounts
 from target_worker.link import direct_io
-from target_worker.scheduler.engine import Engine
-from target_worker.scheduler.stall_watch import STILL_SECONDS, Stillness
+from target_worker.scheduler.engine import SweepEngine
+from target_worker.scheduler.stall_watch import STILL_SECONDS, StallWatch
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from tests.fakes.device_sweeps import Where, on_the_device, three_sweeps
@@ -91,7 +91,7 @@ class Small(FakeModel):
 def test_out_of_memory_makes_sweeps_smaller_and_fails_nobody(caplog: pytest.LogCaptureFixture) -> None:
     model = Small(RowCounts(4, 4))
     limits = replace(LIMITS, max_sweep_tokens=2 * LIMITS.max_nodes)
-    engine = Engine(StreamedSweeper(model), new_pool(Clock()), limits, 100)
+    engine = SweepEngine(StreamedSweeper(model), new_pool(Clock()), limits, 100)
     engine.start()
     try:
         prompt = [token % 30 for token in range(limits.max_sweep_tokens)]
@@ -131,7 +131,7 @@ def test_a_read_that_fails_once_is_made_again(monkeypatch: pytest.MonkeyPatch, t
 
 def test_a_sweep_that_gets_no_further_is_noticed() -> None:
     clock, done = Clock(), [0]
-    stillness = Stillness(lambda: done[0], clock)
+    stillness = StallWatch(lambda: done[0], clock)
     for is_running in (False, True):
         assert stillness.trouble(is_running) == ""
     clock.now += STILL_SECONDS - 1

@@ -22,7 +22,7 @@ from bough.trees.tree import Tree
 from target_worker.scheduler.batching import Part
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from target_worker.verification.logit_rows import NO_NUMBER, LogitRows, RowReader, best_tokens
-from target_worker.verification.verdict import judge
+from target_worker.verification.verdict import compute_verdict
 from tests.fakes.device_sweeps import Where, on_the_device
 from tests.fakes.pretend import Notes, device, notes, pretending
 from tests.fakes.target import verify_call
@@ -45,7 +45,7 @@ def verdict(tree: Tree, params: SamplingParams, rows: LogitRows) -> tuple[Verdic
         return rows.after(path)
 
     call = replace(verify_call("a", [1, 2, 3]), tree=tree, sampling=params)
-    return judge(call, [1, 2, 3], after, rows.best_after), len(asked)
+    return compute_verdict(call, [1, 2, 3], after, rows.best_after), len(asked)
 
 
 @pytest.mark.parametrize("name", ["greedy", *OTHERS])

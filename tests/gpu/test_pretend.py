@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from target_worker.kv.kv_offload import KVStage
+from target_worker.kv.kv_offload import OffloadedKV
 from target_worker.link.device_ring import DeviceRing
-from target_worker.link.streams import Mark
+from target_worker.link.streams import DeviceEvent
 from tests.fakes.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.models import CPU
 from tests.fakes.pretend import device, notes, pretending
@@ -63,27 +63,27 @@ def test_a_copy_is_made_when_somebody_waits_for_it() -> None:
         assert not notes.order.races
 
 
-def forget(self: PretendedLanes, mark: Mark) -> None:
+def forget(self: PretendedLanes, mark: DeviceEvent) -> None:
     """A wait that is missing."""
 
 
-def free_at_once(self: DeviceRing, computed: Mark | None) -> None:
+def free_at_once(self: DeviceRing, computed: DeviceEvent | None) -> None:
     """Slabs that nobody waits for."""
     reset(self, computed)
     self._free_after = _Nobody([None] * len(self._slabs))
 
 
-class _Nobody(list[Mark | None]):
+class _Nobody(list[DeviceEvent | None]):
     def __setitem__(self, *_: object) -> None:
         pass
 
 
-def take_back_at_once(self: KVStage, layer: int, computed: Mark) -> None:
+def take_back_at_once(self: OffloadedKV, layer: int, computed: DeviceEvent) -> None:
     """What a layer adds is copied without regard to whether it is there."""
     take_back(self, layer, None)  # type: ignore[arg-type]
 
 
-reset, take_back = DeviceRing._reset, KVStage._take_back
+reset, take_back = DeviceRing._reset, OffloadedKV._take_back
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ reset, take_back = DeviceRing._reset, KVStage._take_back
     [
         (PretendedLanes, "compute_after", forget),
         (DeviceRing, "_reset", free_at_once),
-        (KVStage, "_take_back", take_back_at_once),
+        (OffloadedKV, "_take_back", take_back_at_once),
     ],
 )
 def test_a_mark_that_is_missing_is_found_whichever_came_first(

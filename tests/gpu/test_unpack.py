@@ -11,7 +11,7 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import FreshMemory, Source
+from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
 from bough.model.gpu import unpack_triton
 from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
@@ -40,7 +40,7 @@ def words(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-(1 << 31), 1 << 31, shape).astype(np.int32)
 
 
-def own(rng: np.random.Generator, rows: int, groups: int, bits: int) -> tuple[Source, list[torch.Tensor]]:
+def own(rng: np.random.Generator, rows: int, groups: int, bits: int) -> tuple[TensorSource, list[torch.Tensor]]:
     packed = rng.integers(0, 256, (rows, groups * (16 if bits == 4 else 64))).astype(np.uint8)
     packed = packed if bits == 4 else packed.view(np.int8)
     scales = halves(rng, 2 if bits == 4 else 1, rows, groups)
@@ -49,7 +49,7 @@ def own(rng: np.random.Generator, rows: int, groups: int, bits: int) -> tuple[So
 
 def gptq(
     rng: np.random.Generator, inputs: int, outputs: int, group: int, bits: int, has_order: bool, offset: int
-) -> tuple[Source, list[torch.Tensor]]:
+) -> tuple[TensorSource, list[torch.Tensor]]:
     integers, zeros = words(rng, inputs * bits // 32, outputs), words(rng, inputs // group, outputs * bits // 32)
     scales, order = halves(rng, inputs // group, outputs), rng.permutation(np.arange(inputs) // group).astype(np.int32)
     groups = place("g", order) if has_order else None
@@ -57,13 +57,13 @@ def gptq(
     return source, raws(integers, zeros, scales, *((order,) if has_order else ()))
 
 
-def awq(rng: np.random.Generator, inputs: int, outputs: int, group: int) -> tuple[Source, list[torch.Tensor]]:
+def awq(rng: np.random.Generator, inputs: int, outputs: int, group: int) -> tuple[TensorSource, list[torch.Tensor]]:
     integers, zeros = words(rng, inputs, outputs // 8), words(rng, inputs // group, outputs // 8)
     scales = halves(rng, inputs // group, outputs)
     return Awq(place("w", integers), place("z", zeros), place("s", scales)), raws(integers, zeros, scales)
 
 
-def by_kernel(source: Source, raw: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """As `packed` calls it for a GPU."""
     tensors = [r.view(t).view(p.shape) for r, p, t in zip(raw, source.places, map(_type, source.places), strict=True)]
     out = torch.full((source.shape if isinstance(source, Packed) else source.shape[::-1]), torch.nan, dtype=dtype)

@@ -11,7 +11,7 @@ import torch
 
 from bough.model.loading.late_writes import can_wait
 from bough.model.packing.pack import pack
-from target_worker.link.layer_extents import LayerWeights
+from target_worker.link.layer_extents import LayerExtents
 from tests.conftest import save_model
 from tests.fakes.device_sweeps import Where, on_cpu, on_device, on_the_device, three_sweeps
 from tests.fakes.pretend import device, pretending
@@ -99,7 +99,7 @@ def test_matrices_written_one_by_one_are_those_of_a_layer_at_once(
     pack(str(tiny), 4, tmp_path / "packed")
     wanted = on_device(tmp_path / "packed", Where(), torch.bfloat16)
     if not is_late:
-        monkeypatch.setattr(LayerWeights, "_late", lambda *_: [])
+        monkeypatch.setattr(LayerExtents, "_late", lambda *_: [])
     with pretending(), on_the_device(tmp_path / "packed", Where(), torch.bfloat16) as model:
         slots = model.tiers.layers[0].slots
         late, early = (

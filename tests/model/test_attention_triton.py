@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bough.model.architecture.attention import attend_by_mask
-from bough.model.batch.batch import Piece, Segment
+from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.gpu_paths import PathArrays, Paths
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
@@ -43,7 +43,7 @@ def random_tree(rng: np.random.Generator, size: int) -> Tree:
 
 
 def paths_of(*segments: Segment, begins: tuple[int, ...] = (0,)) -> Paths:
-    return PathArrays.of([Piece(0, segment) for segment in segments], begins).on(DEVICE)
+    return PathArrays.of([BatchPart(0, segment) for segment in segments], begins).on(DEVICE)
 
 
 def tree_at(base: int, tree: Tree) -> Segment:

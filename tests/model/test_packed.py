@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from bough.errors import CheckpointError, ConfigError, StreamError
 from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint, TensorPlace, read_header
 from bough.model.checkpoint.pack_manifest import MANIFEST_NAME
-from bough.model.checkpoint.tensor_source import FreshMemory, Source
+from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
 from bough.model.cpu.float_bits import from_half
 from bough.model.cpu.jit import strict
 from bough.model.loading import loading
@@ -201,7 +201,7 @@ def awq(
     return {"qweight": words(integers), "qzeros": words(zeros), "scales": scales}, value.t()
 
 
-def raw_parts(source: Source) -> list[torch.Tensor]:
+def raw_parts(source: TensorSource) -> list[torch.Tensor]:
     return [torch.from_numpy(np.fromfile(p.file, np.uint8, p.num_bytes, offset=p.offset)) for p in source.places]
 
 

@@ -30,7 +30,7 @@ from transformers import (
 
 from bough.model.architecture.architecture import max_positions
 from bough.model.architecture.attention import attend_by_mask
-from bough.model.batch.batch import Batch, Piece, Segment
+from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.gpu_paths import PathArrays
 from bough.model.cpu.attention_cpu import attend_on_cpu
 from bough.model.kv.session_kv import KVSlot
@@ -212,7 +212,7 @@ def test_the_kernel_equals_attention_by_mask(window: int, softcap: float, has_si
     tree = random_tree(rng, 30, root=1)
     keys, values = torch.randn(160, 2, head_dim), torch.randn(160, 2, head_dim)
     slot = KVSlot.__new__(KVSlot)
-    piece = Piece(0, Segment.tree(slot, 100, tree))
+    piece = BatchPart(0, Segment.tree(slot, 100, tree))
     queries = torch.randn(30, 6, head_dim)
     sinks = torch.randn(6) if has_sinks else None
     mine = attend_on_cpu(queries, keys, values, piece, 0.25, window, softcap, sinks)

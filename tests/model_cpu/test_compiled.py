@@ -14,7 +14,7 @@ from bough.errors import StreamError
 from bough.model.batch.batch import Batch, Segment
 from bough.model.cpu.linear import can_multiply
 from bough.model.packing.pack import pack
-from target_worker.link.streams import InlineLanes
+from target_worker.link.streams import InlineStreams
 from target_worker.sweep import streamed_model
 from tests.conftest import TINY, save_model
 from tests.fakes.models import CPU, new_slot, plain_logits, streamed
@@ -78,7 +78,7 @@ def test_a_sweep_that_fails_half_way_leaves_no_trace(
 ) -> None:
     """In a layer that could not be read; keys and values in place, and coming with their layer."""
     folder = save_model(tmp_path / "model", TINY)
-    with streamed(folder, torch.bfloat16, lanes=InlineLanes(), host_layers=9, staged_rows=staged_rows) as model:
+    with streamed(folder, torch.bfloat16, lanes=InlineStreams(), host_layers=9, staged_rows=staged_rows) as model:
         slot, real = new_slot(model), model.tiers.layer
         batch = Batch([Segment.context(slot, 0, CONTEXT), Segment.tree(slot, len(CONTEXT), TREE)], model.rows, CPU)
         wanted = model.sweep(batch)[0].clone()

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.model.batch.batch import Batch, Segment
-from bough.model.batch.path_spans import SPAN_ROWS, Spans
+from bough.model.batch.path_spans import SPAN_ROWS, PathSpans
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.trees.tree import Tree
 
 CPU = torch.device("cpu")
 
 
-def spans_of(sizes: Sequence[int], num_kv_heads: int) -> Spans:
+def spans_of(sizes: Sequence[int], num_kv_heads: int) -> PathSpans:
     """Of sessions with chains of these sizes."""
     slots = [KVSlot(KVShape(1, num_kv_heads, 8, torch.float32), 100, CPU) for _ in sizes]
     chains = [Tree.of(range(size), range(-1, size - 1), [0.0] * size) for size in sizes]

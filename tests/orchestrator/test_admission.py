@@ -11,7 +11,7 @@ import pytest
 
 from bough.errors import DeadlineExceeded, Exhausted, Unavailable
 from orchestrator.admission.admission import LONGEST_RETRY_SECONDS, SHORTEST_RETRY_SECONDS, Admission, Hold
-from orchestrator.sessions.deadline import LATE_SECONDS, Patience
+from orchestrator.sessions.deadline import LATE_SECONDS, Deadline
 
 
 class Clock:
@@ -26,12 +26,12 @@ class Clock:
 
 @asynccontextmanager
 async def placed(
-    admission: Admission, patience: Patience | None = None, hold: Hold | None = None, earlier: Hold | None = None
+    admission: Admission, patience: Deadline | None = None, hold: Hold | None = None, earlier: Hold | None = None
 ) -> AsyncIterator[None]:
     """A place for as long as the block runs."""
     hold = hold or Hold()
     with admission.holding(hold, earlier):
-        await admission.place(hold, patience or Patience())
+        await admission.place(hold, patience or Deadline())
         yield
 
 
@@ -47,7 +47,7 @@ class Guests:
     async def come(self, *numbers: int, queue_seconds: float = float("inf")) -> None:
         for number in numbers:
             self._leaving[number] = asyncio.Event()
-            self._tasks[number] = asyncio.create_task(self._stay(number, Patience(queue_seconds=queue_seconds)))
+            self._tasks[number] = asyncio.create_task(self._stay(number, Deadline(queue_seconds=queue_seconds)))
         await asyncio.sleep(0)
 
     async def leave(self, number: int) -> None:
@@ -66,7 +66,7 @@ class Guests:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _stay(self, number: int, patience: Patience) -> None:
+    async def _stay(self, number: int, patience: Deadline) -> None:
         async with placed(self.admission, patience):
             self.placed.append(number)
             await self._leaving[number].wait()
@@ -198,10 +198,10 @@ async def test_who_closes_sends_the_queue_away_and_lets_the_others_finish(party:
 async def test_a_call_that_resumes_a_request_has_its_place_at_once() -> None:
     """It was refused where no other was free, or put behind all who wait, though the earlier call was about to end."""
     admission, earlier = Admission(1, 0), Hold()
-    async with placed(admission, hold=earlier), placed(admission, Patience(queue_seconds=0.0), earlier=earlier):
+    async with placed(admission, hold=earlier), placed(admission, Deadline(queue_seconds=0.0), earlier=earlier):
         with pytest.raises(Exhausted):
             await placed(admission).__aenter__()
-    async with placed(admission, Patience(queue_seconds=0.0)):
+    async with placed(admission, Deadline(queue_seconds=0.0)):
         assert admission.wait_seconds >= 0.0, "the place is there again, once"
         with pytest.raises(Exhausted):
             await placed(admission).__aenter__()
@@ -223,7 +223,7 @@ async def test_a_call_that_resumes_a_request_in_the_queue_has_its_turn() -> None
         waiting[0].cancel()
     await asyncio.gather(resuming, waiting[1])
     assert came == [2, 1]
-    async with placed(admission, Patience(queue_seconds=0.0)):
+    async with placed(admission, Deadline(queue_seconds=0.0)):
         assert admission.num_waiting == 0
 
 
@@ -235,7 +235,7 @@ async def test_never_too_many_and_nobody_forgotten() -> None:
 
     async def one() -> None:
         nonlocal running, most, finished
-        async with placed(admission, Patience(queue_seconds=chance.choice([0.001, 10.0]))):
+        async with placed(admission, Deadline(queue_seconds=chance.choice([0.001, 10.0]))):
             running += 1
             most = max(most, running)
             try:
@@ -260,12 +260,12 @@ async def test_never_too_many_and_nobody_forgotten() -> None:
     }  # fmt: skip
     async with AsyncExitStack() as stack:  # all five places are there
         for _ in range(5):
-            await stack.enter_async_context(placed(admission, Patience(queue_seconds=0.0)))
+            await stack.enter_async_context(placed(admission, Deadline(queue_seconds=0.0)))
         assert admission.num_waiting == 0
 
 
 async def test_one_budget_for_all_that_a_request_waits_for() -> None:
-    patience = Patience(queue_seconds=60.0)
+    patience = Deadline(queue_seconds=60.0)
     with patience.waiting():
         await asyncio.sleep(0.05)
     assert 0 < patience.queue_seconds <= 59.95
@@ -277,10 +277,10 @@ async def test_one_budget_for_all_that_a_request_waits_for() -> None:
 
 async def test_a_workers_time_is_what_is_left_of_the_request() -> None:
     """A little more than that: whoever is late is the request, and the worker is not blamed for it."""
-    assert Patience().within(600.0) == 600.0
-    assert Patience.of(5.0, 1.0).within(2.0) == 2.0
-    assert Patience.of(5.0, 1.0).within(600.0) == pytest.approx(5.0 + LATE_SECONDS, abs=0.1)
-    assert Patience.of(-5.0, 1.0).within(600.0) == 0.0
+    assert Deadline().within(600.0) == 600.0
+    assert Deadline.of(5.0, 1.0).within(2.0) == 2.0
+    assert Deadline.of(5.0, 1.0).within(600.0) == pytest.approx(5.0 + LATE_SECONDS, abs=0.1)
+    assert Deadline.of(-5.0, 1.0).within(600.0) == 0.0
 
 
 class Numbers:
@@ -290,7 +290,7 @@ class Numbers:
         self.seen: list[int] = []
         self.num_closed = 0
 
-    async def collect(self, patience: Patience) -> None:
+    async def collect(self, patience: Deadline) -> None:
         async for number in patience.bound(self._numbers()):
             self.seen.append(number)
 
@@ -306,7 +306,7 @@ class Numbers:
 async def test_events_end_at_the_deadline_in_the_middle_of_a_wait() -> None:
     numbers = Numbers()
     with pytest.raises(DeadlineExceeded, match="the time that the caller gave"):
-        await numbers.collect(Patience.of(0.1, 0.0))
+        await numbers.collect(Deadline.of(0.1, 0.0))
     assert (numbers.seen, numbers.num_closed) == ([1], 1)
-    await numbers.collect(Patience.of(30.0, 0.0))
+    await numbers.collect(Deadline.of(30.0, 0.0))
     assert (numbers.seen, numbers.num_closed) == ([1, 1, 2], 2)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from bough.registry.records import Claim
 from orchestrator.cluster.directory import Directory
-from orchestrator.opening.epochs import Claims
+from orchestrator.opening.epochs import Epochs
 
 AHEAD = 2**52  # of this machine's clock, in microseconds, as an index's may be
 
@@ -29,7 +29,7 @@ class FakeDirectory:
 async def test_epochs_go_on_growing_when_the_index_goes() -> None:
     """By a clock that is behind the index's; a target would refuse the session's next turn."""
     directory = FakeDirectory()
-    claims = Claims(cast(Directory, directory), "me")
+    claims = Epochs(cast(Directory, directory), "me")
     epochs = [(await claims.begin("s")).epoch]
     directory.index_problem = "it is gone"
     epochs += [(await claims.begin("s")).epoch, (await claims.begin("s")).epoch]

@@ -16,11 +16,11 @@ from orchestrator.cluster import directory as module
 from orchestrator.cluster.directory import MOST_MISSING, Directory
 from orchestrator.cluster.served_models import targets_for
 from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.cluster.worker_handle import Known
+from orchestrator.cluster.worker_handle import WorkerHandle
 from tests.fakes.fleet import FakeDraft, FakeTarget, Fleet
 
 
-def least_busy(directory: Directory) -> Known[TargetClient]:
+def least_busy(directory: Directory) -> WorkerHandle[TargetClient]:
     """Of those that would serve a request without a past."""
     targets = targets_for(directory, GenerateOptions(), None, None)
     return min(targets, key=lambda target: target.busyness)

@@ -20,7 +20,7 @@ from bough.client import Client
 from bough.errors import BoughError, Unavailable
 from bough.processes.process import drain_worker
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt, Tokens
-from bough.rpc.drain import BETWEEN_CALLS_SECONDS, Gate, SessionGate
+from bough.rpc.drain import BETWEEN_CALLS_SECONDS, Drainer, SessionGate
 from bough.rpc.server import is_serving, open_channel, serving
 from tests.conftest import pipeline, settings
 from tests.fakes.stage import Stage, until
@@ -222,50 +222,50 @@ class Clock:
 
 
 @contextmanager
-def passing(gate: Gate, method: str, request: object = None) -> Iterator[None]:
-    with gate.passing(method, request):
+def track(gate: Drainer, method: str, request: object = None) -> Iterator[None]:
+    with gate.track(method, request):
         yield
 
 
 async def test_a_gate_that_is_shut_refuses_work_and_nothing_else() -> None:
-    gate = Gate("Generate")
-    with passing(gate, "Generate"):
-        gate.shut("draining")
+    gate = Drainer("Generate")
+    with track(gate, "Generate"):
+        gate.stop_accepting("draining")
         assert gate.is_busy
         with pytest.raises(Unavailable, match="draining"):
-            gate.passing("Generate", None).__enter__()
-        with passing(gate, "GetLoads"):
-            assert not await gate.emptied(0.0)
-    assert await gate.emptied(0.0)
+            gate.track("Generate", None).__enter__()
+        with track(gate, "GetLoads"):
+            assert not await gate.wait_idle(0.0)
+    assert await gate.wait_idle(0.0)
 
 
 async def test_a_session_in_the_middle_of_a_request_is_let_through() -> None:
     clock = Clock()
     gate = SessionGate("Verify", clock=clock)
     for session_id in ("a", "b"):
-        with passing(gate, "Verify", verify(session_id)):
+        with track(gate, "Verify", verify(session_id)):
             pass
-    gate.shut("draining")
+    gate.stop_accepting("draining")
     with pytest.raises(Unavailable, match="draining"):
-        gate.passing("Verify", verify("new")).__enter__()
+        gate.track("Verify", verify("new")).__enter__()
     clock.now += BETWEEN_CALLS_SECONDS - 1.0
-    with passing(gate, "Verify", verify("a")):
+    with track(gate, "Verify", verify("a")):
         pass
     clock.now += 2.0  # b has not called for so long that it is not in the middle of anything
     with pytest.raises(Unavailable, match="draining"):
-        gate.passing("Verify", verify("b")).__enter__()
+        gate.track("Verify", verify("b")).__enter__()
     assert gate.is_busy
-    with passing(gate, "Release", SimpleNamespace(session_id="a")):
+    with track(gate, "Release", SimpleNamespace(session_id="a")):
         pass
     assert not gate.is_busy
 
 
 async def test_what_is_cut_off_is_unavailable_and_what_its_caller_leaves_is_cancelled() -> None:
-    gate = Gate("Generate")
+    gate = Drainer("Generate")
     freed: list[str] = []
 
     async def call(name: str) -> None:
-        with gate.passing("Generate", None):
+        with gate.track("Generate", None):
             try:
                 await asyncio.sleep(60.0)
             finally:
@@ -275,7 +275,7 @@ async def test_what_is_cut_off_is_unavailable_and_what_its_caller_leaves_is_canc
     left, cut = asyncio.create_task(call("left")), asyncio.create_task(call("cut"))
     await asyncio.sleep(0)
     left.cancel()
-    gate.shut("draining")
+    gate.stop_accepting("draining")
     await asyncio.wait({left})
     await gate.cut()
     assert freed == ["left", "cut"]

@@ -12,7 +12,7 @@ from bough.client import Client
 from bough.errors import Exhausted
 from bough.protocol.generation import GenerateOptions
 from bough.protocol.messages import VerifyCall
-from orchestrator.opening.slot_queue import Line
+from orchestrator.opening.slot_queue import SlotQueue
 from tests.fakes.fleet import FakeTarget, Fleet
 from tests.fakes.streams import OPTIONS, expected, read, until
 
@@ -103,7 +103,7 @@ async def test_a_new_request_that_may_not_wait_is_told_when_to_come_back(fakes: 
 
 
 async def test_the_oldest_is_first_whoever_came_when() -> None:
-    line, came = Line(), []
+    line, came = SlotQueue(), []
 
     async def wait(epoch: int) -> None:
         with line.place(epoch) as place:

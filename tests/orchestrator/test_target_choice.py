@@ -14,7 +14,7 @@ from bough.protocol.generation import GenerateOptions, TextPrompt, TokenPrompt
 from bough.protocol.messages import VerifyCall, WorkerInfo
 from bough.protocol.prefix_hash import block_hashes
 from bough.registry.records import WorkerLoad
-from orchestrator.cluster.expected_wait import Need, Pace, UsualRound, expected_seconds
+from orchestrator.cluster.expected_wait import ExpectedWait, Need, UsualRound, expected_seconds
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import FakeTarget, Fleet
 from tests.fakes.streams import OPTIONS, once, read, until
@@ -28,7 +28,7 @@ FULL = WorkerLoad(num_sessions=8, kv_bytes=1000, kv_used_bytes=990)
 
 def seconds(worker_id: str, need: Need, num_running: int = 0, load: WorkerLoad = WorkerLoad()) -> float:  # noqa: B008
     info = WorkerInfo("target", worker_id, "m", "d", "f", "t", 262, 8192, 64, 8, cost=LINK_BOUND)
-    pace = Pace()
+    pace = ExpectedWait()
     pace.times.told(worker_id, LINK_BOUND)
     return expected_seconds(pace, UsualRound(), info, load, num_running, need)
 

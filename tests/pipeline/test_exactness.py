@@ -24,8 +24,8 @@ from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
 from target_worker.verification.traversal import Refused, Traversal
-from target_worker.verification.verdict import judge, laws_of
-from target_worker.verification.verify import Draw, draws_at, law_given
+from target_worker.verification.verdict import compute_verdict, laws_of
+from target_worker.verification.verify import Draw, conditional_distribution, draws_at
 from tests.fakes.chi_square import fit, tail
 
 VOCAB = 5
@@ -225,7 +225,9 @@ def law_without_residual(target_probs: np.ndarray, draws: Iterable[Draw]) -> np.
 def law_with_stale_draft(target_probs: np.ndarray, draws: Iterable[Draw]) -> np.ndarray:
     """Wrong: the second child is judged as if it had been drawn like the first."""
     listed = list(draws)
-    return law_given(target_probs, [Draw(draw.token, listed[0].tokens, listed[0].probs) for draw in listed])
+    return conditional_distribution(
+        target_probs, [Draw(draw.token, listed[0].tokens, listed[0].probs) for draw in listed]
+    )
 
 
 def laws_by(law: Law) -> Laws:
@@ -292,7 +294,7 @@ def play(world: World, scheme: Scheme, seed: int, num_rounds: int, rng_of: RngOf
         held = [0, *text]
         context = Context.of("s", [*held, 0], 0, 1)
         params = SamplingParams(world.params.temperature, world.params.top_k, world.params.top_p, seed=seed)
-        verdict = judge(
+        verdict = compute_verdict(
             VerifyCall(context, 1, number, tree, params, scheme), held, lambda path, rows=logits: rows[path[-1]]
         )
         new = (*(int(tree.tokens[node]) for node in verdict.accepted_nodes), verdict.bonus_token)

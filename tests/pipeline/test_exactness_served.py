@@ -31,7 +31,7 @@ from bough.trees.tree_plan import Scheme, StaticShape, TreePlan
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.candidates.top_k import largest
 from draft_worker.growth.static_shape import weights_of
-from target_worker.verification.verdict import judge, laws_of
+from target_worker.verification.verdict import compute_verdict, laws_of
 from tests.fakes.chi_square import fit
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, new_engine
 from tests.pipeline.test_exactness import ALLOWED, NUM_DRAWS, NUM_SERVED_TESTS, SAMPLED
@@ -87,7 +87,7 @@ def served_text(scheme: Scheme, seed: int) -> list[int]:
     while len(text) < len(PROMPT) + 2:
         tree = served_tree(tuple(text), scheme, seed, number)
         call = VerifyCall(Context.of("s", text, 0, len(PROMPT)), 1, number, tree, params, scheme)
-        verdict = judge(call, text[:-1], lambda path, tokens=tree.tokens: TARGET[tokens[path[-1]]])
+        verdict = compute_verdict(call, text[:-1], lambda path, tokens=tree.tokens: TARGET[tokens[path[-1]]])
         text, number = [*text, *verdict.tokens_of(tree)], number + 1
     return text[len(PROMPT) :][:2]
 

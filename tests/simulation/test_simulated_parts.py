@@ -13,7 +13,7 @@ import pytest
 
 from bough.errors import ConfigError, Exhausted, Unavailable
 from bough.model.kv.arena import Arena
-from bough.model.sizes.target_limits import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.sampling_params import SamplingParams
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.line import Line
@@ -21,7 +21,7 @@ from bough.simulation.pair import SimulatedPair
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Chains, Scheme, TreePlan
 from target_worker.kv.slot_pool import SlotPool
-from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.simulated import SimulatedSweeper
 from tests.fakes.draft import grow_call
@@ -29,7 +29,7 @@ from tests.fakes.simulated import TurnedClock, pair_of, text_of
 from tests.fakes.simulated_growth import grown, wide_tree
 from tests.fakes.target import verify_call
 
-LIMITS = Limits(rows=1, max_sweep_tokens=64, max_nodes=32, max_context=256)
+LIMITS = TargetLimits(rows=1, max_sweep_tokens=64, max_nodes=32, max_context=256)
 SEEDED = SamplingParams(temperature=0.8, seed=11)
 
 
@@ -42,7 +42,7 @@ def swept_by(pair: SimulatedPair, clock: SimulatedClock, trees: list[Tree], cont
     """What the sweeps of one session after another are measured to take."""
     figures: list[SweepFigures] = []
     pool = SlotPool(Arena(10_000, 1), 60.0, clock.now)
-    engine = Engine(SimulatedSweeper(pair, clock), pool, LIMITS, 10, observe=lambda _, own: figures.append(own))
+    engine = SweepEngine(SimulatedSweeper(pair, clock), pool, LIMITS, 10, observe=lambda _, own: figures.append(own))
     engine.start()
     try:
         for number, tree in enumerate(trees):
@@ -73,7 +73,7 @@ def test_what_happens_in_mid_run_lengthens_sweeps_and_not_what_the_link_could_do
 
 def test_what_sweeps_take_is_told_before_the_first(pair: SimulatedPair) -> None:
     """In real seconds: a hundredth of the profile's, and the longer of the link's 4 ms and the products'."""
-    engine = Engine(SimulatedSweeper(pair, TurnedClock()), SlotPool(Arena(1000, 1), 60.0, lambda: 0.0), LIMITS, 10)
+    engine = SweepEngine(SimulatedSweeper(pair, TurnedClock()), SlotPool(Arena(1000, 1), 60.0, lambda: 0.0), LIMITS, 10)
     engine.start()
     try:
         engine.warm_up().result(10)
@@ -95,7 +95,7 @@ def test_jitter_repeats_itself_with_the_profile(tmp_path: Path) -> None:
 
 def test_slots_without_keys_are_leased_and_forked_as_those_with(pair: SimulatedPair) -> None:
     pool = SlotPool(Arena(2 * LIMITS.slot_rows, 1), 60.0, lambda: 0.0)
-    engine = Engine(SimulatedSweeper(pair, TurnedClock()), pool, LIMITS, 10)
+    engine = SweepEngine(SimulatedSweeper(pair, TurnedClock()), pool, LIMITS, 10)
     engine.start()
     text = [*range(300, 340)]
     try:

@@ -18,7 +18,7 @@ from bough.model.packing.pack import pack
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from target_worker.link.device_ring import DeviceRing
-from target_worker.link.streams import InlineLanes
+from target_worker.link.streams import InlineStreams
 from tests.conftest import TINY, save_model
 from tests.fakes.lanes import FakeLanes
 from tests.fakes.models import new_slot, plain_logits, streamed
@@ -154,7 +154,7 @@ def test_three_tiers_give_the_bits_that_two_give(
     folder, tokens = save_model(tmp_path / "model", TINY), [5, 6, 7, 8]
     with streamed(folder, torch.bfloat16) as model:
         wanted = plain_logits(model, tokens)
-    with streamed(folder, torch.bfloat16, 16, max_resident, InlineLanes(), host_layers) as model:
+    with streamed(folder, torch.bfloat16, 16, max_resident, InlineStreams(), host_layers) as model:
         placement = model.tiers.placement
         assert [len(placement.layers(tier)) for tier in Tier] == by_tier
         for mine, theirs in zip(plain_logits(model, tokens), wanted, strict=True):
@@ -181,7 +181,7 @@ def test_a_layer_asks_the_device_for_no_number(tiny: Path, tmp_path: Path, bits:
     if bits:
         folder = tmp_path / "packed"
         pack(str(tiny), bits, folder)
-    with streamed(folder, torch.float16, lanes=InlineLanes(), host_layers=4) as model:
+    with streamed(folder, torch.float16, lanes=InlineStreams(), host_layers=4) as model:
         slot = new_slot(model)
         batch = Batch([Segment.context(slot, 0, [1, 2]), Segment.tree(slot, 2, Tree.root(3))], model.rows, model.device)
         with Recorded() as recorded:

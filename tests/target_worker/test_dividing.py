@@ -25,7 +25,7 @@ from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
 from loadtest.common.tiny_model import TINY, save_model
 from target_worker.kv.slot_pool import SlotPool
-from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.price import TokenPrice
 from target_worker.scheduler.row_division import may_leave_out
 from target_worker.sweep.streamed_model import SweepFigures
@@ -45,7 +45,7 @@ class Gated:
         self._gate.set()
         self.num_rows: list[int] = []
         model.sweep = self._gated  # type: ignore[method-assign]
-        self.engine = Engine(StreamedSweeper(model), pool, limits, 100)
+        self.engine = SweepEngine(StreamedSweeper(model), pool, limits, 100)
         self._num_alone = 0
 
     def _gated(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
@@ -120,7 +120,7 @@ def likely_tree(random: np.random.Generator, text: Sequence[int], length: int, v
     return Tree.of(nodes, parents, [0.0] + [-0.5] * (len(nodes) - 1))
 
 
-def plain_text(engine: Engine, name: str, prompt: list[int], num: int) -> list[int]:
+def plain_text(engine: SweepEngine, name: str, prompt: list[int], num: int) -> list[int]:
     text = list(prompt)
     for round_ in range(num):
         held = len(text) - 1 if round_ else 0

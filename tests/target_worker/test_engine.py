@@ -22,7 +22,7 @@ from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.sweep_times import SweepPrior
 from bough.trees.tree import Tree
-from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.verification.verify import walk
 from tests.fakes.target import CPU, LIMITS, SHAPE, VOCAB, Clock, FakeModel, new_pool, running, verify_call
@@ -39,7 +39,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def engine(model: FakeModel, clock: Clock) -> Iterator[Engine]:
+def engine(model: FakeModel, clock: Clock) -> Iterator[SweepEngine]:
     with running(model, new_pool(clock)) as engine:
         yield engine
 
@@ -51,7 +51,7 @@ def test_the_walk_takes_the_targets_tokens_and_no_others() -> None:
     assert walk(tree, lambda _: 40).accepted_nodes == ()
 
 
-def test_a_warm_up_leaves_nothing_and_tells_what_keeps_it(engine: Engine, model: FakeModel) -> None:
+def test_a_warm_up_leaves_nothing_and_tells_what_keeps_it(engine: SweepEngine, model: FakeModel) -> None:
     before = engine.pool.figures()
     engine.warm_up().result(5)
     model.error = StreamError("layer 1 is broken")
@@ -62,7 +62,7 @@ def test_a_warm_up_leaves_nothing_and_tells_what_keeps_it(engine: Engine, model:
     assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
 
 
-def test_a_verdict_tells_of_its_sweep_and_what_sweeps_take(engine: Engine, model: FakeModel) -> None:
+def test_a_verdict_tells_of_its_sweep_and_what_sweeps_take(engine: SweepEngine, model: FakeModel) -> None:
     assert engine.cost is None
     model.gate.clear()
     first = engine.verify(verify_call("z", [1]))
@@ -79,14 +79,14 @@ def test_a_verdict_tells_of_its_sweep_and_what_sweeps_take(engine: Engine, model
     assert engine.cost is not None
 
 
-def test_what_a_warm_up_took_is_told_before_the_first_sweep(engine: Engine, model: FakeModel) -> None:
+def test_what_a_warm_up_took_is_told_before_the_first_sweep(engine: SweepEngine, model: FakeModel) -> None:
     model.prior = SweepPrior(8, CostCurve((8, 16), (0.5, 0.9), 8), 1000, 0.7)
     engine.warm_up().result(5)
     assert engine.cost is not None
     assert [engine.cost(rows) for rows in (1, 16)] == pytest.approx([0.7, 0.9])
 
 
-def test_rounds_follow_one_another(engine: Engine) -> None:
+def test_rounds_follow_one_another(engine: SweepEngine) -> None:
     first = engine.verify(verify_call("a", [5, 6, 7])).result(5)
     assert (first.verdict.bonus_token, first.held_length) == (8, 3)
     tree = Tree.of([8, 20, 9, 10], [-1, 0, 0, 2], [0, -1, -1, -1])
@@ -95,7 +95,9 @@ def test_rounds_follow_one_another(engine: Engine) -> None:
     assert (second.timings.wait_ns, second.timings.compute_ns, second.timings.link_bytes) == (40, 60, 1000)
 
 
-def test_a_long_context_goes_through_several_sweeps_and_others_ride_along(engine: Engine, model: FakeModel) -> None:
+def test_a_long_context_goes_through_several_sweeps_and_others_ride_along(
+    engine: SweepEngine, model: FakeModel
+) -> None:
     model.gate.clear()
     long, short = engine.verify(verify_call("long", list(range(40)))), engine.verify(verify_call("short", [3, 4]))
     model.gate.set()
@@ -105,7 +107,7 @@ def test_a_long_context_goes_through_several_sweeps_and_others_ride_along(engine
     assert long.result().timings.num_passes == 3
 
 
-def test_waiting_calls_share_a_sweep(engine: Engine, model: FakeModel) -> None:
+def test_waiting_calls_share_a_sweep(engine: SweepEngine, model: FakeModel) -> None:
     model.gate.clear()
     first = engine.verify(verify_call("a", [1]))
     model.wait_for_sweep()
@@ -116,7 +118,7 @@ def test_waiting_calls_share_a_sweep(engine: Engine, model: FakeModel) -> None:
     assert len(model.batches) == 2
 
 
-def test_a_round_that_overtakes_one_in_flight_is_refused(engine: Engine, model: FakeModel) -> None:
+def test_a_round_that_overtakes_one_in_flight_is_refused(engine: SweepEngine, model: FakeModel) -> None:
     """Round 0 takes several sweeps, so that its session's next call comes in between."""
     model.gate.clear()
     running = engine.verify(verify_call("a", list(range(40))))
@@ -131,7 +133,7 @@ def test_a_round_that_overtakes_one_in_flight_is_refused(engine: Engine, model: 
         running.result(5)
 
 
-def test_a_repeated_round_gets_the_first_answer(engine: Engine, model: FakeModel) -> None:
+def test_a_repeated_round_gets_the_first_answer(engine: SweepEngine, model: FakeModel) -> None:
     model.gate.clear()
     twins = [engine.verify(verify_call("a", [1, 2])) for _ in range(2)]
     model.gate.set()
@@ -140,7 +142,7 @@ def test_a_repeated_round_gets_the_first_answer(engine: Engine, model: FakeModel
     assert len(model.batches) == 1
 
 
-def test_a_call_that_was_held_up_does_not_undo_what_came_after_it(engine: Engine, model: FakeModel) -> None:
+def test_a_call_that_was_held_up_does_not_undo_what_came_after_it(engine: SweepEngine, model: FakeModel) -> None:
     """A copy of round 0 that comes after round 1 once rolled the session back, and round 2 was refused meanwhile."""
     engine.verify(verify_call("a", [1, 2])).result(5)
     engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)).result(5)
@@ -152,7 +154,7 @@ def test_a_call_that_was_held_up_does_not_undo_what_came_after_it(engine: Engine
     assert (real.result(5).verdict.bonus_token, len(model.batches)) == (5, 3)
 
 
-def test_a_newer_epoch_ends_an_older_one(engine: Engine, model: FakeModel) -> None:
+def test_a_newer_epoch_ends_an_older_one(engine: SweepEngine, model: FakeModel) -> None:
     model.gate.clear()
     old = engine.verify(verify_call("a", [1, 2], epoch=1))
     model.wait_for_sweep()
@@ -163,7 +165,7 @@ def test_a_newer_epoch_ends_an_older_one(engine: Engine, model: FakeModel) -> No
         engine.verify(verify_call("a", [1, 2], epoch=1)).result(5)
 
 
-def test_wrong_beliefs_are_answered_with_the_truth(engine: Engine) -> None:
+def test_wrong_beliefs_are_answered_with_the_truth(engine: SweepEngine) -> None:
     engine.verify(verify_call("a", [1, 2, 3])).result(5)
     with pytest.raises(PrefixMissing, match="but 3 tokens are") as caught:
         engine.verify(verify_call("a", [1, 2, 3, 4, 5, 6], held=5, round_=1)).result(5)
@@ -176,7 +178,7 @@ def test_wrong_beliefs_are_answered_with_the_truth(engine: Engine) -> None:
     assert engine.verify(verify_call("a", [1, 2, 30], held=2, round_=1)).result(5).verdict.bonus_token == 31
 
 
-def test_a_context_that_does_not_fit_is_refused(engine: Engine) -> None:
+def test_a_context_that_does_not_fit_is_refused(engine: SweepEngine) -> None:
     with pytest.raises(InvalidRequest, match="context: 49 tokens; at most 48"):
         engine.verify(verify_call("a", list(range(49)))).result(5)
     chain = Tree.of([7, 8, 9], [-1, 0, 1], [0.0, -1.0, -1.0])
@@ -185,7 +187,7 @@ def test_a_context_that_does_not_fit_is_refused(engine: Engine) -> None:
     assert engine.verify(verify_call("a", [1] * 45 + [7], tree=chain)).result(5).verdict.accepted_nodes == (1, 2)
 
 
-def test_who_has_lost_a_session_cannot_release_it(engine: Engine) -> None:
+def test_who_has_lost_a_session_cannot_release_it(engine: SweepEngine) -> None:
     """Otherwise an orchestrator that tidies up behind a broken stream would end the stream that resumed it."""
     engine.verify(verify_call("a", [5, 6], epoch=3)).result(5)
     with pytest.raises(StaleEpoch):
@@ -195,7 +197,7 @@ def test_who_has_lost_a_session_cannot_release_it(engine: Engine) -> None:
         engine.release("a", epoch=3).result(5)
 
 
-def test_leases_end_with_release_or_with_time(engine: Engine, clock: Clock) -> None:
+def test_leases_end_with_release_or_with_time(engine: SweepEngine, clock: Clock) -> None:
     for session in ("a", "b"):
         engine.verify(verify_call(session, [1])).result(5)
     with pytest.raises(
@@ -213,7 +215,7 @@ def test_leases_end_with_release_or_with_time(engine: Engine, clock: Clock) -> N
     assert engine.pool.get("c") is not None
 
 
-def test_a_slot_has_room_for_trees_of_the_size_that_come(engine: Engine) -> None:
+def test_a_slot_has_room_for_trees_of_the_size_that_come(engine: SweepEngine) -> None:
     engine.verify(verify_call("a", [1])).result(5)
     session = engine.pool.get("a")
     assert session is not None
@@ -224,7 +226,7 @@ def test_a_slot_has_room_for_trees_of_the_size_that_come(engine: Engine) -> None
     engine.pool.check_integrity()
 
 
-def test_a_caller_that_leaves_does_not_disturb_the_sweep_of_others(engine: Engine, model: FakeModel) -> None:
+def test_a_caller_that_leaves_does_not_disturb_the_sweep_of_others(engine: SweepEngine, model: FakeModel) -> None:
     """A cancelled future once made the sweep thread fail everybody's calls."""
     model.gate.clear()
     left, stayed = engine.verify(verify_call("a", [1, 2])), engine.verify(verify_call("b", [5]))
@@ -234,7 +236,7 @@ def test_a_caller_that_leaves_does_not_disturb_the_sweep_of_others(engine: Engin
     assert engine.verify(verify_call("a", [1, 2])).result(5).verdict.bonus_token == 3
 
 
-def test_a_failed_sweep_fails_its_calls_and_nothing_else(engine: Engine, model: FakeModel) -> None:
+def test_a_failed_sweep_fails_its_calls_and_nothing_else(engine: SweepEngine, model: FakeModel) -> None:
     engine.verify(verify_call("a", [1, 2])).result(5)
     model.error = StreamError("file: layer 3: gone")
     with pytest.raises(StreamError, match="layer 3"):
@@ -242,7 +244,7 @@ def test_a_failed_sweep_fails_its_calls_and_nothing_else(engine: Engine, model: 
     assert engine.verify(verify_call("a", [1, 2, 3], held=2, round_=1)).result(5).verdict.bonus_token == 4
 
 
-def test_logits_that_are_no_numbers_fail_their_call_alone(engine: Engine, model: FakeModel) -> None:
+def test_logits_that_are_no_numbers_fail_their_call_alone(engine: SweepEngine, model: FakeModel) -> None:
     real = model.sweep
 
     def broken(batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
@@ -271,14 +273,14 @@ def test_compaction_moves_exactly_the_accepted_rows(rows: list[int], start: int)
     assert np.array_equal(slot.keys[0, end:, 0, 0], np.arange(end, 64))
 
 
-def test_a_belief_about_an_unknown_session_takes_no_slot(engine: Engine) -> None:
+def test_a_belief_about_an_unknown_session_takes_no_slot(engine: SweepEngine) -> None:
     """A caller with a wrong belief once held a slot until its lease had run out."""
     with pytest.raises(PrefixMissing, match="not known here"):
         engine.verify(verify_call("ghost", [1, 2, 3], held=2)).result(5)
     assert len(engine.pool) == 0
 
 
-def test_a_bogus_start_changes_nothing(engine: Engine) -> None:
+def test_a_bogus_start_changes_nothing(engine: SweepEngine) -> None:
     engine.verify(verify_call("a", [1, 2, 3])).result(5)
     before = engine.pool.figures()
     for start in (7, 40):
@@ -291,7 +293,7 @@ def test_a_bogus_start_changes_nothing(engine: Engine) -> None:
     assert session.epoch == 1, "who does not know what is held has not begun an epoch"
 
 
-def test_a_call_that_nobody_waits_for_leaves_before_the_next_sweep(engine: Engine, model: FakeModel) -> None:
+def test_a_call_that_nobody_waits_for_leaves_before_the_next_sweep(engine: SweepEngine, model: FakeModel) -> None:
     """Two hang on the first call's sweep; one of them has gone by its end, and its slot is idle at once."""
     model.gate.clear()
     first = engine.verify(verify_call("a", [1]))
@@ -306,7 +308,7 @@ def test_a_call_that_nobody_waits_for_leaves_before_the_next_sweep(engine: Engin
     assert (figures.num_held, engine.num_waiting) == (2, 0)
 
 
-def test_passes_are_counted_so_that_a_stall_can_be_told_from_a_wait(engine: Engine, model: FakeModel) -> None:
+def test_passes_are_counted_so_that_a_stall_can_be_told_from_a_wait(engine: SweepEngine, model: FakeModel) -> None:
     before = engine.num_passes
     model.gate.clear()
     call = engine.verify(verify_call("a", [1]))
@@ -318,7 +320,7 @@ def test_passes_are_counted_so_that_a_stall_can_be_told_from_a_wait(engine: Engi
     assert engine.num_passes == before + 1
 
 
-def test_a_call_that_is_half_way_leaves_too_and_may_come_again(engine: Engine, model: FakeModel) -> None:
+def test_a_call_that_is_half_way_leaves_too_and_may_come_again(engine: SweepEngine, model: FakeModel) -> None:
     model.gate.clear()
     long = engine.verify(verify_call("a", list(range(40))))
     model.wait_for_sweep()
@@ -330,7 +332,7 @@ def test_a_call_that_is_half_way_leaves_too_and_may_come_again(engine: Engine, m
     assert (again.verdict.bonus_token, again.cached_length) == (40, 16), "what was computed is not computed again"
 
 
-def test_a_call_stays_while_one_of_its_callers_does(engine: Engine, model: FakeModel) -> None:
+def test_a_call_stays_while_one_of_its_callers_does(engine: SweepEngine, model: FakeModel) -> None:
     model.gate.clear()
     busy = engine.verify(verify_call("z", [1]))
     model.wait_for_sweep()
@@ -352,7 +354,7 @@ def test_more_calls_than_may_wait_are_refused_at_once(model: FakeModel, clock: C
         engine.verify(verify_call("a", [1, 2], held=1, round_=1)).result(5)
 
 
-def test_a_draining_engine_ends_what_it_has_begun_and_begins_nothing(engine: Engine, model: FakeModel) -> None:
+def test_a_draining_engine_ends_what_it_has_begun_and_begins_nothing(engine: SweepEngine, model: FakeModel) -> None:
     engine.verify(verify_call("old", [1])).result(5)
     model.gate.clear()
     running = engine.verify(verify_call("a", list(range(40))))
@@ -390,7 +392,7 @@ def test_who_comes_when_the_engine_has_stopped_is_told_so(model: FakeModel, cloc
         assert engine.num_waiting == 0
 
 
-def test_a_verdict_that_fails_is_one_calls_trouble(engine: Engine, model: FakeModel) -> None:
+def test_a_verdict_that_fails_is_one_calls_trouble(engine: SweepEngine, model: FakeModel) -> None:
     """An error without a name once failed all that were in the sweep."""
     model.gate.clear()
     engine.verify(verify_call("z", [1], max_length=4))
@@ -408,7 +410,7 @@ def test_a_verdict_that_fails_is_one_calls_trouble(engine: Engine, model: FakeMo
 
 
 def test_the_thread_outlives_what_goes_wrong_before_a_sweep(
-    engine: Engine, model: FakeModel, monkeypatch: pytest.MonkeyPatch
+    engine: SweepEngine, model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It once ended, and every later call waited for ever."""
     model.gate.clear()
@@ -443,7 +445,7 @@ def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:
 AN_HOUR = SweepFigures(3_600_000_000_000, 0, 0, 0, 0)  # as if a sweep had taken one: whoever waits, waits
 
 
-def say(engine: Engine, name: str, tokens: list[int], round_: int, num_running: int) -> Future[VerifyResult]:
+def say(engine: SweepEngine, name: str, tokens: list[int], round_: int, num_running: int) -> Future[VerifyResult]:
     """A session's call, of a caller that says how many it runs."""
     verify = verify_call(name, tokens, len(tokens) - 1, round_)
     return engine.verify(replace(verify, caller="o", num_running=num_running))
@@ -489,7 +491,7 @@ def asking(session: str, tokens: Sequence[int], round_: int = 0, epoch: int = 1)
     return replace(verify_call(session, tokens, len(tokens) - 1, round_, epoch), reserves=True)
 
 
-def test_who_asks_for_room_has_it_before_sending_anything(engine: Engine) -> None:
+def test_who_asks_for_room_has_it_before_sending_anything(engine: SweepEngine) -> None:
     """What waits for room sends no context to ask for it, and whoever comes between takes nothing from it."""
     text = list(range(1, 21))
     engine.verify(verify_call("first", text)).result(5)
@@ -507,7 +509,7 @@ def test_who_asks_for_room_has_it_before_sending_anything(engine: Engine) -> Non
     engine.pool.check_integrity()
 
 
-def test_a_session_that_asks_for_more_room_keeps_what_it_holds(engine: Engine) -> None:
+def test_a_session_that_asks_for_more_room_keeps_what_it_holds(engine: SweepEngine) -> None:
     text = list(range(1, 21))
     engine.verify(verify_call("s", text[:10], max_length=12)).result(5)
     with pytest.raises(PrefixMissing) as missing:

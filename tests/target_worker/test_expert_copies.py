@@ -17,10 +17,10 @@ from bough.sizing.placement import Budgets, Fixed, Tier, place_with_expert_cache
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_copies import ExpertCopies
 from target_worker.experts.expert_store import ExpertStore
-from target_worker.link.copy_stats import LaneTraffic
+from target_worker.link.copy_stats import CopyStats
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.layer_extents import LayerExperts, sizes_of
-from target_worker.link.streams import InlineLanes
+from target_worker.link.streams import InlineStreams
 from target_worker.sweep.tiers import numbered
 from tests.cli.test_plan import run
 from tests.conftest import save_model
@@ -52,7 +52,7 @@ class Rounds:
     def __init__(self, layers: Mapping[int, LayerExperts], num_slabs: int, lanes: FakeLanes) -> None:
         size = sizes_of(layers.values()).slab_bytes
         self.numbers, _ = numbered(layers, 100)
-        self.traffic = LaneTraffic()
+        self.traffic = CopyStats()
         shifts = {expert: 8 * (number % 2) for expert, number in self.numbers.items()}
         self.copies = ExpertCopies(FakeHost(size), self.numbers, shifts, size, num_slabs, lanes, self.traffic)
         self.store = ExpertStore(layers, num_slabs, self.copies)
@@ -153,7 +153,9 @@ def test_the_bits_are_those_of_whole_layers(family: str, max_resident: int, tmp_
     with streamed(folder, torch.bfloat16) as model:
         wanted = logits_of(model, *sizes)
     for num_slabs in (NUM_EXPERTS[family], NUM_EXPERTS[family] + 3):
-        apart = streamed(folder, torch.bfloat16, 16, max_resident, InlineLanes(), host_layers=3, expert_slabs=num_slabs)
+        apart = streamed(
+            folder, torch.bfloat16, 16, max_resident, InlineStreams(), host_layers=3, expert_slabs=num_slabs
+        )
         with apart as model:
             for mine, right in zip(logits_of(model, *sizes), wanted, strict=True):
                 assert torch.equal(mine, right)
@@ -165,7 +167,7 @@ def test_packed_experts_too(tmp_path: Path) -> None:
     pack(str(folder), 4, tmp_path / "packed")
     with streamed(tmp_path / "packed", torch.bfloat16) as model:
         wanted = logits_of(model, 1, 20)
-    with streamed(tmp_path / "packed", torch.bfloat16, 16, 0, InlineLanes(), 3, expert_slabs=8) as model:
+    with streamed(tmp_path / "packed", torch.bfloat16, 16, 0, InlineStreams(), 3, expert_slabs=8) as model:
         for mine, right in zip(logits_of(model, 1, 20), wanted, strict=True):
             assert torch.equal(mine, right)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from target_worker.scheduler.batch_delay import Gathering
+from target_worker.scheduler.batch_delay import BatchDelay
 
 HERE = {"": 1}  # one call waits, of a caller that does not say how many sessions it runs
 
 
-def after_some_rounds(patience: float, away: float, sweep: float = 10.0) -> Gathering:
+def after_some_rounds(patience: float, away: float, sweep: float = 10.0) -> BatchDelay:
     """A cohort of two whose drafting takes `away`."""
-    gathering = Gathering(patience)
+    gathering = BatchDelay(patience)
     for number in range(20):
         now = 100.0 * number
         gathering.swept(sweep)
@@ -68,13 +68,13 @@ def test_sessions_that_never_come_back_are_forgotten() -> None:
     assert not gathering._answered
 
 
-def told(gathering: Gathering, who: str, when: float, num_running: int) -> None:
+def told(gathering: BatchDelay, who: str, when: float, num_running: int) -> None:
     gathering.arrived(who, when, "o", num_running)
 
 
-def rounds_of(caller: str, num_running: int, away: float = 1.0, sweep: float = 10.0) -> Gathering:
+def rounds_of(caller: str, num_running: int, away: float = 1.0, sweep: float = 10.0) -> BatchDelay:
     """As `after_some_rounds`, of a caller that says how many sessions it runs; answered at 5000."""
-    gathering = Gathering(1.0)
+    gathering = BatchDelay(1.0)
     gathering.swept(sweep)
     for number in range(50):
         for who in range(num_running):

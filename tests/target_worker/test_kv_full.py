@@ -13,11 +13,11 @@ from bough.errors import Exhausted, InvalidRequest, Preempted, PrefixMissing, St
 from bough.model.kv.kv_arena import KVArena
 from bough.protocol.messages import Context, VerifyCall, VerifyResult
 from bough.trees.tree import Tree
-from target_worker.kv.session_slot import HeldSession, SlotState, Text
+from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.kv.turns import ASKING_SECONDS
-from target_worker.scheduler.engine import Engine
-from target_worker.scheduler.request_queue import Calls
+from target_worker.scheduler.engine import SweepEngine
+from target_worker.scheduler.request_queue import CallQueue
 from tests.fakes.target import CPU, GREEDY, LIMITS, SHAPE, VOCAB, Clock, FakeModel, new_pool, running
 
 STEP = 8
@@ -46,7 +46,7 @@ class Caller:
         context = Context.of(self.name, self.tokens, self.held, PROMPT)
         return VerifyCall(context, self.epoch, self.round, tree, GREEDY)
 
-    def step(self, engine: Engine) -> bool:
+    def step(self, engine: SweepEngine) -> bool:
         """A round; False where it was refused."""
         for _ in range(3):
             try:
@@ -74,7 +74,7 @@ def pool(clock: Clock) -> SlotPool:
 
 
 @pytest.fixture
-def engine(pool: SlotPool) -> Iterator[Engine]:
+def engine(pool: SlotPool) -> Iterator[SweepEngine]:
     with running(FakeModel(), pool, FULL) as engine:
         yield engine
 
@@ -84,7 +84,7 @@ def rows_of(pool: SlotPool, name: str) -> int:
     return 0 if session is None else session.slot.num_rows
 
 
-def test_a_session_that_may_become_long_takes_what_it_needs_and_a_step(engine: Engine, pool: SlotPool) -> None:
+def test_a_session_that_may_become_long_takes_what_it_needs_and_a_step(engine: SweepEngine, pool: SlotPool) -> None:
     """Without max_tokens it once took the whole context: two sessions filled memory in which three run now."""
     callers = [Caller.of(number) for number in range(3)]
     assert [caller.step(engine) for caller in callers] == [True, True, True]
@@ -92,7 +92,7 @@ def test_a_session_that_may_become_long_takes_what_it_needs_and_a_step(engine: E
     pool.check_integrity()
 
 
-def test_a_slot_grows_in_steps_and_no_further_than_it_may(engine: Engine, pool: SlotPool) -> None:
+def test_a_slot_grows_in_steps_and_no_further_than_it_may(engine: SweepEngine, pool: SlotPool) -> None:
     caller, rows = Caller.of(0), []
     while len(caller.tokens) < FULL.max_context:
         assert caller.step(engine)
@@ -127,8 +127,8 @@ def test_sessions_that_do_not_fit_together_all_end_with_their_own_tokens(
     assert (pool.figures().num_preemptions > 0) == (step < FULL.max_context), "in steps of the whole none gives way"
 
 
-def use(pool: SlotPool, name: str, length: int, epoch: int, num_rows: int = 0) -> HeldSession:
-    """A call of a session whose text is its own, from its arrival to its answer, which takes room as `Calls` does."""
+def use(pool: SlotPool, name: str, length: int, epoch: int, num_rows: int = 0) -> SessionSlot:
+    """A call of a session whose text is its own, from arrival to answer, which takes room as `CallQueue` does."""
     tokens = [1000 * epoch + place for place in range(length)]
     rows = max(length, num_rows)
     for session in pool.in_the_way(name, epoch, rows):
@@ -215,7 +215,7 @@ def test_nobody_comes_in_who_would_give_way_at_once(clock: Clock) -> None:
 
 def test_a_call_that_waits_ends_where_its_session_gives_way(pool: SlotPool) -> None:
     """It is told so, and what of it was computed before counts for when it comes back."""
-    calls, (old, young) = Calls(pool, FULL), (Caller.of(number) for number in range(2))
+    calls, (old, young) = CallQueue(pool, FULL), (Caller.of(number) for number in range(2))
     young.tokens *= 5
     future: Future[VerifyResult] = Future()
     calls.admit(young.call(), future, 0)
@@ -230,7 +230,7 @@ def test_a_call_that_waits_ends_where_its_session_gives_way(pool: SlotPool) -> N
     assert lengths(pool, "s1") == [0]
 
 
-def test_a_request_that_could_never_fit_is_refused_with_the_numbers(engine: Engine) -> None:
+def test_a_request_that_could_never_fit_is_refused_with_the_numbers(engine: SweepEngine) -> None:
     """However empty the memory is: a worker starts only where one session of the longest context fits."""
     long = Caller("long", 1, [1] * (FULL.max_context + 1))
     with pytest.raises(InvalidRequest, match="context: 49 tokens; at most 48 fit a session"):

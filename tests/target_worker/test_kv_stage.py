@@ -22,8 +22,8 @@ from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.sizing.row_counts import RowCounts
 from bough.trees.tree import Tree
-from target_worker.kv.kv_offload import KVStage
-from target_worker.link.streams import InlineLanes
+from target_worker.kv.kv_offload import OffloadedKV
+from target_worker.link.streams import InlineStreams
 from target_worker.worker import TargetWorker
 from tests.conftest import TINY, save_model
 from tests.fakes.lanes import FakeLanes
@@ -75,10 +75,10 @@ class Sessions:
 
 
 @contextmanager
-def stage_over(seed: int) -> Iterator[tuple[Sessions, KVStage, FakeLanes]]:
+def stage_over(seed: int) -> Iterator[tuple[Sessions, OffloadedKV, FakeLanes]]:
     lanes = FakeLanes(seed)
     try:
-        yield Sessions(seed), KVStage(SHAPE, NUM_ROWS, lanes), lanes
+        yield Sessions(seed), OffloadedKV(SHAPE, NUM_ROWS, lanes), lanes
     finally:
         lanes.close()
 
@@ -104,7 +104,7 @@ class GivenUp(Exception):
     """A sweep's own."""
 
 
-def sweep(sessions: Sessions, stage: KVStage, lanes: FakeLanes, batch: Batch, last: int = -1) -> list[str]:
+def sweep(sessions: Sessions, stage: OffloadedKV, lanes: FakeLanes, batch: Batch, last: int = -1) -> list[str]:
     """What was wrong with what any layer saw; given up when layer `last` is queued, if there is one."""
     wrong: list[str] = []
     with stage.sweep(batch) as staged:
@@ -146,7 +146,7 @@ def test_a_sweep_that_is_given_up_leaves_no_trace(seed: int) -> None:
 def two_rounds(folder: Path, dtype: torch.dtype, staged_rows: int) -> tuple[list[torch.Tensor], int]:
     """Logits of prompts and trees of two sessions, in several chunks, then of more on top of what they came to."""
     logits, num_bytes = [], 0
-    with streamed(folder, dtype, lanes=InlineLanes(), host_layers=9, staged_rows=staged_rows) as model:
+    with streamed(folder, dtype, lanes=InlineStreams(), host_layers=9, staged_rows=staged_rows) as model:
         shape = model.skeleton.kv_shape()
         arena = KVArena(shape, shape.empty(200, CPU))
         slots = [arena.take(90), arena.take(90)]

@@ -11,18 +11,18 @@ import torch
 
 from bough.errors import Exhausted, PrefixMissing
 from bough.model.kv.kv_arena import KVArena
-from bough.model.sizes.target_limits import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.messages import Verdict
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
-from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.engine import SweepEngine
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from tests.fakes.models import streamed
 from tests.fakes.target import CPU, Clock, verify_call
 
-LIMITS = Limits(rows=16, max_sweep_tokens=64, max_nodes=16, max_context=128)
+LIMITS = TargetLimits(rows=16, max_sweep_tokens=64, max_nodes=16, max_context=128)
 SAMPLING = SamplingParams(temperature=0.8, seed=11, logprobs=4)
 PROMPT, ENOUGH = 70, 120
 
@@ -36,7 +36,7 @@ class Session:
         self.held = 0
         self.verdicts: list[Verdict] = []
 
-    def step(self, engine: Engine) -> None:
+    def step(self, engine: SweepEngine) -> None:
         root = self.tokens[-1]
         tree = Tree.of([root, 3, 9, 4, 5, 6], [-1, 0, 0, 1, 1, 3], [0.0] * 6)
         call = verify_call(self.name, self.tokens, self.held, len(self.verdicts), self.epoch, tree)
@@ -56,7 +56,7 @@ def verdicts(model: StreamedModel, num_sessions: int, step: int, num_rows: int) 
     """Of each session to its end, and how often one gave way."""
     shape, clock = model.skeleton.kv_shape(), Clock()
     pool = SlotPool(KVArena(shape, shape.empty(num_rows, CPU)), 60.0, clock, step)
-    engine = Engine(StreamedSweeper(model), pool, replace(LIMITS, kv_step=step), max_waiting=10)
+    engine = SweepEngine(StreamedSweeper(model), pool, replace(LIMITS, kv_step=step), max_waiting=10)
     sessions = [Session(number) for number in range(num_sessions)]
     engine.start()
     try:

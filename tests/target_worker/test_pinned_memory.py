@@ -19,7 +19,7 @@ from bough.runtime import host_memory
 from bough.runtime.host_memory import in_pieces, node_of, populate, prefer_node
 from bough.trees.tree import Tree
 from target_worker.link.pinned_memory import PinnedMemory
-from target_worker.link.streams import CudaLanes, InlineLanes
+from target_worker.link.streams import CudaStreams, InlineStreams
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.models import new_slot, streamed
 
@@ -69,7 +69,7 @@ def test_a_piece_that_is_refused_serves_unpinned_beside_others(
     cudart_of: Callable[..., Cudart], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was once all or nothing, of a hundred gigabytes."""
-    cudart, lanes = cudart_of(1), CudaLanes(GPU)
+    cudart, lanes = cudart_of(1), CudaStreams(GPU)
     pieces = [lanes.host_memory(size) for size in (MEGABYTE, 2 * MEGABYTE, 3 * MEGABYTE)]
     for piece in pieces:
         piece[0], piece[-1] = 1, 2
@@ -144,7 +144,7 @@ def test_layers_that_stay_are_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPa
     """And what is read into them is right, which `streamed` compares."""
     asked: list[int] = []
 
-    class Lanes(InlineLanes):
+    class Lanes(InlineStreams):
         def host_memory(self, num_bytes: int) -> memoryview:
             asked.append(num_bytes)
             return large_pages(num_bytes)

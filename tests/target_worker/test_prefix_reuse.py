@@ -14,26 +14,26 @@ import torch
 
 from bough.model.batch.batch import Batch
 from bough.model.kv.kv_arena import KVArena
-from bough.model.sizes.target_limits import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.row_counts import RowCounts
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
-from target_worker.scheduler.engine import Engine
+from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper, SweepModel
 from tests.fakes.models import streamed
 from tests.fakes.target import CPU, Clock, FakeModel, new_pool, verify_call
 
-LIMITS = Limits(rows=64, max_sweep_tokens=1024, max_nodes=32, max_context=1024)
+LIMITS = TargetLimits(rows=64, max_sweep_tokens=1024, max_nodes=32, max_context=1024)
 LINK_BOUND = SweepFigures(1_000_000_000, 900_000_000, 1_000_000_000, 1, 1)
 SYSTEM = [n % 47 for n in range(500)]
 BLOCKS = 480  # tokens of whole blocks of it, which sessions share
 
 
-def answers(engine: Engine, calls: Sequence[VerifyCall]) -> list[VerifyResult]:
+def answers(engine: SweepEngine, calls: Sequence[VerifyCall]) -> list[VerifyResult]:
     """Of calls that all wait before the first sweep begins."""
     futures = [engine.verify(call) for call in calls]
     engine.start()
@@ -44,7 +44,7 @@ def answers(engine: Engine, calls: Sequence[VerifyCall]) -> list[VerifyResult]:
 
 
 @contextmanager
-def started(engine: Engine) -> Iterator[Engine]:
+def started(engine: SweepEngine) -> Iterator[SweepEngine]:
     engine.start()
     try:
         yield engine
@@ -58,11 +58,11 @@ def model() -> FakeModel:
 
 
 @pytest.fixture
-def engine(model: FakeModel) -> Engine:
-    return Engine(StreamedSweeper(model), new_pool(Clock(), 16 * LIMITS.slot_rows), LIMITS, max_waiting=100)
+def engine(model: FakeModel) -> SweepEngine:
+    return SweepEngine(StreamedSweeper(model), new_pool(Clock(), 16 * LIMITS.slot_rows), LIMITS, max_waiting=100)
 
 
-def test_a_system_prompt_of_eight_sessions_is_computed_once(model: FakeModel, engine: Engine) -> None:
+def test_a_system_prompt_of_eight_sessions_is_computed_once(model: FakeModel, engine: SweepEngine) -> None:
     own = [[n, n + 10, n + 20] for n in range(8)]
     results = answers(engine, [verify_call(f"s{n}", [*SYSTEM, *own[n]]) for n in range(8)])
     assert model.num_computed == 503 + 7 * (503 - BLOCKS)
@@ -76,7 +76,7 @@ def salted(call: VerifyCall, cache_salt: str) -> VerifyCall:
 
 
 @pytest.mark.parametrize("releases", [True, False])
-def test_calls_of_different_salts_share_no_work(model: FakeModel, engine: Engine, releases: bool) -> None:
+def test_calls_of_different_salts_share_no_work(model: FakeModel, engine: SweepEngine, releases: bool) -> None:
     """Neither where they wait together, nor of what is held, nor of what nobody holds any more."""
     own = [[n, n + 10, n + 20] for n in range(4)]
     calls = [salted(verify_call(f"s{n}", [*SYSTEM, *own[n]]), f"tenant{n % 2}") for n in range(4)]
@@ -99,7 +99,7 @@ def test_calls_of_different_salts_share_no_work(model: FakeModel, engine: Engine
         assert again.cached_length == 0, "and under the old one nobody's any more"
 
 
-def test_those_who_come_while_it_is_computed_do_not_compute_it_either(model: FakeModel, engine: Engine) -> None:
+def test_those_who_come_while_it_is_computed_do_not_compute_it_either(model: FakeModel, engine: SweepEngine) -> None:
     with started(engine):
         model.gate.clear()
         first = engine.verify(verify_call("first", [*SYSTEM, 1]))
@@ -111,7 +111,7 @@ def test_those_who_come_while_it_is_computed_do_not_compute_it_either(model: Fak
     assert model.num_computed == 501 + 7 * (502 - BLOCKS)
 
 
-def test_the_second_turn_computes_only_what_is_new(model: FakeModel, engine: Engine) -> None:
+def test_the_second_turn_computes_only_what_is_new(model: FakeModel, engine: SweepEngine) -> None:
     with started(engine):
         engine.verify(verify_call("a", [*SYSTEM, 7])).result(10)
         same = engine.verify(verify_call("a", [*SYSTEM, 7, 8, 9, 3], epoch=2)).result(10)
@@ -121,7 +121,7 @@ def test_the_second_turn_computes_only_what_is_new(model: FakeModel, engine: Eng
         assert other.cached_length == BLOCKS, "and in whole blocks by a session of another name"
 
 
-def test_an_edited_turn_goes_back_to_where_it_was_edited(model: FakeModel, engine: Engine) -> None:
+def test_an_edited_turn_goes_back_to_where_it_was_edited(model: FakeModel, engine: SweepEngine) -> None:
     with started(engine):
         engine.verify(verify_call("a", [*SYSTEM, 7, 8, 9, 3])).result(10)
         edited = engine.verify(verify_call("a", [*SYSTEM, 7, 20, 21], epoch=2)).result(10)
@@ -130,9 +130,9 @@ def test_an_edited_turn_goes_back_to_where_it_was_edited(model: FakeModel, engin
         assert (again.cached_length, again.verdict.bonus_token, again.held_length) == (500, 8, 501)
 
 
-def test_a_call_knows_what_it_computed_over_several_sweeps(model: FakeModel, engine: Engine) -> None:
+def test_a_call_knows_what_it_computed_over_several_sweeps(model: FakeModel, engine: SweepEngine) -> None:
     long = [n % 41 for n in range(1000)]
-    with started(Engine(StreamedSweeper(model), engine.pool, replace(LIMITS, max_sweep_tokens=128), 10)) as engine:
+    with started(SweepEngine(StreamedSweeper(model), engine.pool, replace(LIMITS, max_sweep_tokens=128), 10)) as engine:
         result = engine.verify(verify_call("a", long)).result(10)
         assert (result.cached_length, result.timings.num_passes) == (0, 8)
         longer = engine.verify(verify_call("b", [*long[:-1], 1, 2])).result(10)
@@ -158,11 +158,11 @@ class Recording:
         return logits, figures
 
 
-def engine_of(model: SweepModel, streamed_model: StreamedModel) -> Engine:
-    limits = Limits(rows=16, max_sweep_tokens=256, max_nodes=32, max_context=200)
+def engine_of(model: SweepModel, streamed_model: StreamedModel) -> SweepEngine:
+    limits = TargetLimits(rows=16, max_sweep_tokens=256, max_nodes=32, max_context=200)
     shape = streamed_model.skeleton.kv_shape()
     arena = KVArena(shape, shape.empty(700, CPU))
-    return Engine(StreamedSweeper(model), SlotPool(arena, 0.001, Clock()), limits, max_waiting=10)
+    return SweepEngine(StreamedSweeper(model), SlotPool(arena, 0.001, Clock()), limits, max_waiting=10)
 
 
 def sampled_call(session: str, tokens: Sequence[int], max_length: int = 0) -> VerifyCall:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bough.errors import Exhausted, NotFound, StaleEpoch
 from bough.model.kv.kv_arena import KVArena
 from bough.protocol.prefix_hash import BLOCK_TOKENS
-from target_worker.kv.session_slot import HeldSession, SlotState, Text
+from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 from target_worker.kv.slot_pool import SlotPool
 from tests.fakes.target import CPU, SHAPE, Clock, new_pool
 
@@ -26,7 +26,7 @@ def pool(clock: Clock) -> SlotPool:
     return new_pool(clock, ROWS, lease_seconds=10.0)
 
 
-def write(pool: SlotPool, session: HeldSession, tokens: list[int]) -> None:
+def write(pool: SlotPool, session: SessionSlot, tokens: list[int]) -> None:
     """Computes and commits tokens: keys and values that a reader can tell."""
     begin = session.slot.length
     for place, token in enumerate(tokens, begin):
@@ -34,7 +34,7 @@ def write(pool: SlotPool, session: HeldSession, tokens: list[int]) -> None:
     pool.commit(session, range(begin, begin + len(tokens)), tokens)
 
 
-def use(pool: SlotPool, name: str, tokens: list[int], num_rows: int = 0, epoch: int = 1) -> HeldSession:
+def use(pool: SlotPool, name: str, tokens: list[int], num_rows: int = 0, epoch: int = 1) -> SessionSlot:
     """A call from its arrival to its answer."""
     session = pool.lease(name, epoch, max(num_rows, len(tokens)), Text(tokens))
     write(pool, session, tokens[session.slot.length :])
@@ -46,7 +46,7 @@ def text(length: int, start: int = 0) -> list[int]:
     return [*range(start, start + length)]
 
 
-def require_spelled(session: HeldSession) -> None:
+def require_spelled(session: SessionSlot) -> None:
     slot = session.slot
     assert slot.keys[0, : slot.length, 0, 0].tolist() == slot.tokens
     assert slot.values[0, : slot.length, 0, 0].tolist() == [-token for token in slot.tokens]

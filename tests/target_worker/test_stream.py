@@ -16,14 +16,14 @@ from bough.model.checkpoint.checkpoint import TensorPlace
 from target_worker.link.direct_io import Disk
 from target_worker.link.disk_reader import has_arrived
 from target_worker.link.disk_ring import Ring
-from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerWeights
+from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerExtents
 
 NUM_LAYERS = 5
 LAYER_BYTES = 3 * 1024 * 1024 + 777  # several pieces, and an end that is not aligned
 
 
 @pytest.fixture
-def layers(tmp_path: Path) -> list[LayerWeights]:
+def layers(tmp_path: Path) -> list[LayerExtents]:
     """Layers in two files, each of two extents, with known bytes."""
     result = []
     for index in range(NUM_LAYERS):
@@ -38,7 +38,7 @@ def layers(tmp_path: Path) -> list[LayerWeights]:
             Extent(file, offset, first, first, 0),
             Extent(file, offset + first, aligned - first, LAYER_BYTES - first, first),
         )
-        result.append(LayerWeights(f"layer {index}", extents, (), {}, aligned))
+        result.append(LayerExtents(f"layer {index}", extents, (), {}, aligned))
     return result
 
 
@@ -47,7 +47,7 @@ def content(index: int) -> bytes:
 
 
 @contextmanager
-def ring_over(layers: list[LayerWeights], num_slabs: int, num_threads: int) -> Iterator[Ring]:
+def ring_over(layers: list[LayerExtents], num_slabs: int, num_threads: int) -> Iterator[Ring]:
     disk = Disk(extent.file for layer in layers for extent in layer.extents)
     try:
         with Ring(layers, disk, num_slabs, num_threads) as ring:
@@ -65,14 +65,14 @@ def sweep(ring: Ring) -> None:
 @pytest.mark.parametrize("num_slabs", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_layers_arrive_whole_and_in_order_round_after_round(
-    layers: list[LayerWeights], num_slabs: int, num_threads: int
+    layers: list[LayerExtents], num_slabs: int, num_threads: int
 ) -> None:
     with ring_over(layers, num_slabs, num_threads) as ring:
         for _ in range(3):
             sweep(ring)
 
 
-def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(layers: list[LayerWeights]) -> None:
+def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(layers: list[LayerExtents]) -> None:
     with ring_over(layers, num_slabs=3, num_threads=2) as ring:
         sweep(ring)
         while ring.figures().num_bytes < (NUM_LAYERS + 3) * layers[0].num_bytes:
@@ -83,7 +83,7 @@ def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(laye
         assert ring.figures().busy_ns > before.busy_ns
 
 
-def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers: list[LayerWeights]) -> None:
+def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers: list[LayerExtents]) -> None:
     file = layers[3].extents[0].file
     whole = file.read_bytes()
     with ring_over(layers, num_slabs=1, num_threads=2) as ring:
@@ -97,7 +97,7 @@ def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers:
         sweep(ring)
 
 
-def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerWeights]) -> None:
+def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerExtents]) -> None:
     with ring_over(layers, num_slabs=3, num_threads=3) as ring:
         for given_up_at in range(NUM_LAYERS):
             for index in range(given_up_at):
@@ -109,7 +109,7 @@ def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerWeights]) ->
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_file_that_cannot_be_read_is_named_with_its_tensor_until_it_can(
-    layers: list[LayerWeights], which: int
+    layers: list[LayerExtents], which: int
 ) -> None:
     """The kernel itself refuses: the descriptor that the ring reads from becomes one for writing only."""
     file = layers[which].extents[0].file
@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_tensor_until_it_can(
         os.close(unreadable)
 
 
-def test_a_layer_that_fails_ahead_of_its_turn_fails_nobody_before(layers: list[LayerWeights]) -> None:
+def test_a_layer_that_fails_ahead_of_its_turn_fails_nobody_before(layers: list[LayerExtents]) -> None:
     """Those before it have been read by then: a sweep of seconds was lost to a layer of the next one."""
     with ring_over(layers, num_slabs=NUM_LAYERS, num_threads=2) as ring:
         sweep(ring)
@@ -157,7 +157,7 @@ def sweep_twice(ring: Ring) -> None:
 
 
 def test_where_direct_reads_are_refused_the_page_cache_serves(
-    layers: list[LayerWeights], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    layers: list[LayerExtents], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real_open = os.open
 

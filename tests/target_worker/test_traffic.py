@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from target_worker.link.disk_ring import BestSpeed, LinkFigures
-from target_worker.link.disk_stats import Traffic, read_begins, read_ends
+from target_worker.link.disk_stats import DiskStats, read_begins, read_ends
 
 
 def test_time_in_which_two_read_counts_once() -> None:
-    traffic, began = Traffic.none_yet(), time.perf_counter_ns()
+    traffic, began = DiskStats.none_yet(), time.perf_counter_ns()
     read_begins(traffic)
     read_begins(traffic)
     time.sleep(0.02)

@@ -18,7 +18,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from target_worker.verification.verdict import judge, laws_of
+from target_worker.verification.verdict import compute_verdict, laws_of
 
 SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL]
 Support = tuple[np.ndarray, np.ndarray]  # tokens and weights
@@ -135,7 +135,7 @@ def test_a_second_chance_is_taken_from_what_the_first_left() -> None:
 def verdict_of(tree: Tree, scheme: Scheme, params: SamplingParams, logits: np.ndarray) -> Verdict:
     context = Context.of("s", [*range(4), int(tree.tokens[0])], 0, 5)
     call = VerifyCall(context, 1, 0, tree, params, scheme)
-    return judge(call, list(range(4)), lambda path: logits[path[-1]])
+    return compute_verdict(call, list(range(4)), lambda path: logits[path[-1]])
 
 
 @pytest.mark.parametrize("scheme", list(Scheme))

@@ -16,7 +16,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.packing.pack import pack
 from bough.sizing.row_counts import RowCounts
 from loadtest.common.tiny_model import TINY, save_model
-from target_worker.link.streams import InlineLanes
+from target_worker.link.streams import InlineStreams
 from target_worker.sweep.warm_up import PassSeconds, compute_curve
 from tests.fakes.models import new_slot, plain_logits, streamed
 from tests.model.test_packed import flip
@@ -26,9 +26,9 @@ TOKENS = [5, 6, 7, 8]
 WAYS: dict[str, dict[str, Any]] = {
     "from disk": {},
     "resident": {"max_resident": 12},
-    "resident on a device": {"max_resident": 12, "lanes": InlineLanes()},
-    "copied to a device": {"lanes": InlineLanes(), "host_layers": 3},
-    "with keys and values": {"lanes": InlineLanes(), "host_layers": 12, "staged_rows": 400},
+    "resident on a device": {"max_resident": 12, "lanes": InlineStreams()},
+    "copied to a device": {"lanes": InlineStreams(), "host_layers": 3},
+    "with keys and values": {"lanes": InlineStreams(), "host_layers": 12, "staged_rows": 400},
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 from bough.config.processes import TargetConfig, parse
 from bough.errors import CheckpointError
 from target_worker.identity import weights_hash
-from target_worker.identity.weights_hash import BUSY_SHARE, Closed, Pace, WeightsHash
+from target_worker.identity.weights_hash import BUSY_SHARE, Closed, ReadPacing, WeightsHash
 from target_worker.link import file_digests
 from target_worker.link.file_digests import PIECE_BYTES, file_digest, known_digest
 from target_worker.link.open_files import FileState
@@ -109,8 +109,8 @@ class Turned:
         self.waited += seconds
         return self.is_over
 
-    def pace(self) -> Pace:
-        return Pace(lambda: self.idle_seconds, self.wait, lambda: self.now)
+    def pace(self) -> ReadPacing:
+        return ReadPacing(lambda: self.idle_seconds, self.wait, lambda: self.now)
 
 
 def test_while_sweeps_run_little_is_read_and_while_none_do_all_that_goes() -> None:

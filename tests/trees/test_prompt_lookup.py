@@ -9,20 +9,20 @@ from collections.abc import Callable
 
 import pytest
 
-from bough.trees.suffix_automaton import Draft, Guesses, GuessKind, Limits
+from bough.trees.suffix_automaton import Draft, Guesses, GuessKind, LookupLimits
 from bough.trees.tree import Tree
-from orchestrator.rounds.prompt_lookup import MAX_READ, Acceptance, Lookup, assumed_probability
+from orchestrator.rounds.prompt_lookup import MAX_READ, Acceptance, PromptLookup, assumed_probability
 
-LIMITS = Limits(max_nodes=6, max_depth=6)
+LIMITS = LookupLimits(max_nodes=6, max_depth=6)
 
 
-def grow(guessing: Lookup, text: list[int], limits: Limits = LIMITS) -> Guesses:
+def grow(guessing: PromptLookup, text: list[int], limits: LookupLimits = LIMITS) -> Guesses:
     """Without a draft."""
     return guessing.grow(text, Tree.root(text[-1]), limits)
 
 
-def lookup() -> Lookup:
-    return Lookup(Acceptance(assumed_probability))
+def lookup() -> PromptLookup:
+    return PromptLookup(Acceptance(assumed_probability))
 
 
 @pytest.mark.parametrize("probability", [0.05, 0.5, 0.9])
@@ -48,17 +48,17 @@ def test_a_new_session_starts_from_what_others_have_seen_and_then_goes_its_own_w
     shared = Acceptance(assumed_probability)
     kind = GuessKind(1, 0, 1)
     guesses = Guesses(Tree.of([7, 8], [-1, 0], [0.0, -1.0]), (kind,))
-    first = Lookup(shared)
+    first = PromptLookup(shared)
     for _ in range(200):
         first.observe(guesses, [8, 9])
     text = [1, 2, 3, 1]
-    second = Lookup(shared)
+    second = PromptLookup(shared)
     before = math.exp(grow(second, text).tree.log_probs[1])
     assert before > 0.9
     for _ in range(100):
         second.observe(guesses, [9])
     assert math.exp(grow(second, text).tree.log_probs[1]) < 0.2
-    assert math.exp(grow(Lookup(shared), text).tree.log_probs[1]) == pytest.approx(2 / 3, abs=0.05)
+    assert math.exp(grow(PromptLookup(shared), text).tree.log_probs[1]) == pytest.approx(2 / 3, abs=0.05)
 
 
 def test_only_guesses_whose_parent_was_chosen_are_learnt_from() -> None:
@@ -66,7 +66,7 @@ def test_only_guesses_whose_parent_was_chosen_are_learnt_from() -> None:
     kinds = (GuessKind(2, 0, 1), GuessKind(2, 1, 1), GuessKind(3, 0, 2), GuessKind(3, 1, 2))
     tree = Tree.of([7, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [0.0, -1, -1, -1, -1])
     shared = Acceptance(lambda _: 0.5)
-    Lookup(shared).observe(Guesses(tree, kinds), [2, 4, 9])
+    PromptLookup(shared).observe(Guesses(tree, kinds), [2, 4, 9])
     seen = [shared.probability(kind) for kind in kinds]
     assert seen[0] < 0.5 < seen[1]
     assert seen[2] == 0.5 < seen[3]
@@ -75,10 +75,10 @@ def test_only_guesses_whose_parent_was_chosen_are_learnt_from() -> None:
 def test_guesses_that_keep_failing_give_way_to_better_ones() -> None:
     """With room for one guess, the second choice is taken once the first has proved wrong often enough."""
     text = [1, 2, 1, 3, 1, 3, 1]
-    guessing, limits = lookup(), Limits(1, 1)
+    guessing, limits = lookup(), LookupLimits(1, 1)
     assert grow(guessing, text, limits).tree.tokens.tolist() == [1, 3]
     for _ in range(60):
-        guessing.observe(grow(guessing, text, Limits(2, 1)), [2])
+        guessing.observe(grow(guessing, text, LookupLimits(2, 1)), [2])
     assert grow(guessing, text, limits).tree.tokens.tolist() == [1, 2]
 
 
@@ -125,7 +125,7 @@ async def test_a_long_prompt_is_read_beside_the_event_loop_and_no_round_waits_fo
 
 def test_where_no_guesses_are_wanted_nothing_is_read() -> None:
     guessing = lookup()
-    assert len(grow(guessing, [1, 1, 1], Limits(0, 6)).tree) == 1
+    assert len(grow(guessing, [1, 1, 1], LookupLimits(0, 6)).tree) == 1
     assert guessing._text.num_tokens == 0
 
 

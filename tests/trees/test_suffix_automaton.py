@@ -13,7 +13,7 @@ from bough.trees.suffix_automaton import (
     Follower,
     Guesses,
     GuessKind,
-    Limits,
+    LookupLimits,
     SuffixAutomaton,
     grow_continuations,
 )
@@ -84,13 +84,13 @@ def by_length(kind: GuessKind) -> float:
     return math.log(kind.match_length / (kind.match_length + 1) / (kind.rank + 1))
 
 
-def grow(text: list[int], limits: Limits) -> Guesses:
+def grow(text: list[int], limits: LookupLimits) -> Guesses:
     return grow_continuations(automaton(text), Tree.root(text[-1]), limits, by_length)
 
 
 @given(texts, st.integers(0, 12), st.integers(0, 5))
 def test_trees_are_valid_and_hold_what_followed(text: list[int], max_nodes: int, max_depth: int) -> None:
-    guesses = grow(text, Limits(max_nodes, max_depth, frozenset({0})))
+    guesses = grow(text, LookupLimits(max_nodes, max_depth, frozenset({0})))
     tree, depths = guesses.tree, guesses.tree.depths()
     tree.validate(VOCAB, max_nodes + 1)
     assert tree.tokens[0] == text[-1]
@@ -106,8 +106,8 @@ def test_trees_are_valid_and_hold_what_followed(text: list[int], max_nodes: int,
 
 @given(texts, st.integers(1, 12))
 def test_a_smaller_tree_is_the_best_part_of_a_larger_one(text: list[int], max_nodes: int) -> None:
-    large = grow(text, Limits(40, 6)).tree
-    small = grow(text, Limits(max_nodes, 6)).tree
+    large = grow(text, LookupLimits(40, 6)).tree
+    small = grow(text, LookupLimits(max_nodes, 6)).tree
     best = sorted(large.scores().tolist(), reverse=True)[: len(small)]
     assert sorted(small.scores().tolist(), reverse=True) == best
     assert small.tokens.tolist() == large.tokens.tolist()[: len(small)]
@@ -116,24 +116,24 @@ def test_a_smaller_tree_is_the_best_part_of_a_larger_one(text: list[int], max_no
 def test_guesses_know_whether_the_draft_agrees() -> None:
     drafted = Tree.of([1, 2, 4, 9], [-1, 0, 0, 1], [0.0, -0.5, -1.0, -1.0])
     text = automaton([1, 2, 3, 1, 4, 5, 1])
-    guesses = grow_continuations(text, drafted, Limits(4, 2), by_length)
+    guesses = grow_continuations(text, drafted, LookupLimits(4, 2), by_length)
     kinds = {int(token): kind.draft for token, kind in zip(guesses.tree.tokens[1:], guesses.kinds, strict=True)}
     assert kinds == {4: Draft.POSSIBLE, 5: Draft.SILENT, 2: Draft.LIKELY, 3: Draft.OTHERWISE}
 
 
 def test_a_repeated_passage_is_one_long_chain() -> None:
     passage = [10, 11, 12, 13, 14, 15, 16, 17]
-    tree = grow([*passage, 1, *passage[:2]], Limits(6, 6)).tree
+    tree = grow([*passage, 1, *passage[:2]], LookupLimits(6, 6)).tree
     assert tree.tokens.tolist() == passage[1:8]
     assert tree.parents.tolist() == [-1, 0, 1, 2, 3, 4, 5]
 
 
 def test_nothing_is_guessed_from_a_text_that_never_repeats() -> None:
-    assert len(grow([1, 2, 3, 4, 0], Limits(10, 10)).tree) == 1
+    assert len(grow([1, 2, 3, 4, 0], LookupLimits(10, 10)).tree) == 1
 
 
 def test_the_most_recent_of_equals_comes_first() -> None:
-    tree = grow([1, 2, 1, 3, 1, 4, 1], Limits(3, 1)).tree
+    tree = grow([1, 2, 1, 3, 1, 4, 1], LookupLimits(3, 1)).tree
     assert tree.tokens.tolist() == [1, 4, 3, 2]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Source, Stored, pieces
+from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, TensorSource, pieces
 from bough.model.cpu.linear import is_left_to_us, multiply
 from bough.model.cpu.threads import all_threads
 
@@ -31,7 +31,7 @@ _num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # beyo
 class Experts:
     """The values of one stacked parameter, expert by expert."""
 
-    parts: tuple[Source, ...]
+    parts: tuple[TensorSource, ...]
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
@@ -46,7 +46,7 @@ class Experts:
         return max(part.scratch_bytes(dtype) for part in self.parts)
 
     def table(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> ExpertTable:
-        """What stands for the parameter; `raw` as in `Source.value`."""
+        """What stands for the parameter; `raw` as in `TensorSource.value`."""
         raws, taken = [], 0
         for part in self.parts:
             raws.append(tuple(raw[taken : taken + len(part.places)]))
@@ -62,7 +62,7 @@ class ExpertBytes(Protocol):
         ...
 
     def of(self, expert: int) -> Sequence[torch.Tensor]:
-        """The bytes of an expert's tensors, as in `Source.value`."""
+        """The bytes of an expert's tensors, as in `TensorSource.value`."""
         ...
 
 
@@ -173,7 +173,7 @@ def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.
     return {expert: (rows[span], ranks[span]) for expert, span in spans if counts[expert]}
 
 
-def stack_of(module: nn.Module, source: Source | Experts) -> Experts | None:
+def stack_of(module: nn.Module, source: TensorSource | Experts) -> Experts | None:
     """The experts of a parameter, if it is one: where the checkpoint has them in one tensor, parts of that.
 
     Checksums are of tensors, so these parts have none.

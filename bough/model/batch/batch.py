@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from bough.model.batch.gpu_paths import IntArray, PathArrays, Paths
-from bough.model.batch.path_spans import Spans
+from bough.model.batch.path_spans import PathSpans
 from bough.model.kv.segment import Segment
 from bough.model.kv.session_kv import KVSlot
 from bough.sizing.row_counts import RowCounts
 
-__all__ = ["Batch", "Chunk", "Piece", "Segment"]
+__all__ = ["Batch", "BatchPart", "Chunk", "Segment"]
 
 
-class Piece:
+class BatchPart:
     """A segment's rows within a chunk, in the form in which attention wants them, made once for all layers."""
 
     def __init__(self, begin: int, segment: Segment) -> None:
@@ -40,7 +40,7 @@ class Chunk:
 
     begin: int  # first row of the batch
     end: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BatchPart, ...]
     device: torch.device
 
     @property
@@ -48,7 +48,7 @@ class Chunk:
         """Rows from the first on that are no padding."""
         return self.pieces[-1].span.stop
 
-    def spans(self, layer: int) -> tuple[Spans, int]:
+    def spans(self, layer: int) -> tuple[PathSpans, int]:
         """The pieces for compiled code on the CPU, and the number of the layer there."""
         return self._spans, layer
 
@@ -85,8 +85,8 @@ class Chunk:
         return memory.keys[layer], memory.values[layer]
 
     @cached_property
-    def _spans(self) -> Spans:
-        return Spans.of(self.pieces)
+    def _spans(self) -> PathSpans:
+        return PathSpans.of(self.pieces)
 
 
 class Batch:
@@ -170,6 +170,6 @@ class Batch:
         for segment in self.segments:
             first, last = max(begin, offset), min(end, offset + len(segment))
             if first < last:
-                pieces.append(Piece(first - begin, segment.part(first - offset, last - offset)))
+                pieces.append(BatchPart(first - begin, segment.part(first - offset, last - offset)))
             offset += len(segment)
         return Chunk(begin, end, tuple(pieces), self._device)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from bough.model.batch.batch import Piece
+    from bough.model.batch.batch import BatchPart
 
 
 IntArray = NDArray[np.int32]
@@ -42,7 +42,7 @@ class PathArrays(NamedTuple):
     tiles: IntArray
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], begins: Sequence[int]) -> PathArrays:
+    def of(cls, pieces: Sequence[BatchPart], begins: Sequence[int]) -> PathArrays:
         """Of all rows of some pieces, whose slots begin at these rows of one memory."""
         sizes = [len(piece.lengths) for piece in pieces]
         tails = np.zeros((sum(sizes), max(piece.tail.shape[1] for piece in pieces)), np.int32)

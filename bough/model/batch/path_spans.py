@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from bough.model.batch.batch import Piece
+    from bough.model.batch.batch import BatchPart
 
 SPAN_ROWS = 16  # rows that attend together: all lanes are then full, whatever the number of heads
 
@@ -24,7 +24,7 @@ class Place(NamedTuple):
     layer_rows: int  # from one layer to the next
 
 
-class Spans(NamedTuple):
+class PathSpans(NamedTuple):
     """All pieces of a chunk."""
 
     slots: NDArray[np.int64]  # (num_pieces, 3) a `Place`
@@ -35,14 +35,14 @@ class Spans(NamedTuple):
     tails: NDArray[np.int32]  # every piece's tail, flat
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> Spans:
+    def of(cls, pieces: Sequence[BatchPart]) -> PathSpans:
         """Of rows that attend in their own slots; the pieces must outlive it."""
         slots = [piece.slot for piece in pieces]
         places = [Place(slot.keys.data_ptr(), slot.values.data_ptr(), slot.layer_rows) for slot in slots]
         return cls.at(places, pieces, slots[0].keys.shape[2])
 
     @classmethod
-    def at(cls, places: Sequence[Place], pieces: Sequence[Piece], num_kv_heads: int) -> Spans:
+    def at(cls, places: Sequence[Place], pieces: Sequence[BatchPart], num_kv_heads: int) -> PathSpans:
         """Of rows whose keys and values are somewhere else. The pieces' rows follow one another from row 0."""
         ranges, together, begin, begin_tail = [], [], 0, 0
         for number, piece in enumerate(pieces):
@@ -65,7 +65,7 @@ def _tasks(
 ) -> list[tuple[int, int, int, int]]:
     """Those of a piece's rows [begin, end) that attend together, for each head; cut where a thread's share ends.
 
-    Piece by piece, as its heads' keys are neighbours; there head by head, so that all its rows meet one head's.
+    BatchPart by piece, as its heads' keys are neighbours; there head by head, so that all its rows meet one head's.
     """
     num_rows = num_kv_heads * sum(end - begin for _, begin, end in together)
     share_ends = [num_rows * thread // num_threads for thread in range(1, num_threads)]

@@ -19,7 +19,7 @@ from bough.errors import CheckpointError
 from bough.model.checkpoint.content_samples import samples_digest
 from bough.model.checkpoint.hub import cached, is_hub_id
 from bough.model.checkpoint.pack_manifest import read_checksums
-from bough.model.checkpoint.shared_weights import Origin
+from bough.model.checkpoint.shared_weights import SharedWeights
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -59,7 +59,7 @@ class Checkpoint:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"model: {folder} has no config.json; a Hugging Face model folder would do")
         tensors = _tensors(folder)
-        origin = Origin.read(folder)
+        origin = SharedWeights.read(folder)
         if origin is None:
             return cls(folder, tensors)
         return cls(folder, tensors | _borrowed(folder, origin), origin.kept_layers)
@@ -133,7 +133,7 @@ def _place(file: Path, size: int, data_start: int, name: str, entry: dict[str, A
     return TensorPlace(name, file, data_start + begin, end - begin, dtype, shape)
 
 
-def _borrowed(folder: Path, origin: Origin) -> dict[str, TensorPlace]:
+def _borrowed(folder: Path, origin: SharedWeights) -> dict[str, TensorPlace]:
     """The tensors that a draft shares with its target.
 
     Raises:

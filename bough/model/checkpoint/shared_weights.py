@@ -18,7 +18,7 @@ FORMAT = 2  # the fingerprint looks into every part of a tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SharedWeights:
     """Of a draft that `bough pack --draft` wrote."""
 
     model: str  # the target's folder, or its hub id
@@ -28,7 +28,7 @@ class Origin:
     format: int = FORMAT
 
     @classmethod
-    def read(cls, folder: Path) -> Origin | None:
+    def read(cls, folder: Path) -> SharedWeights | None:
         """None for a folder that has all that it needs.
 
         Raises:

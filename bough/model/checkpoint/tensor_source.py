@@ -88,7 +88,7 @@ def room_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // VALUE_ALIGNMENT) * VALUE_ALIGNMENT
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """One parameter's value, in terms of tensors of a checkpoint."""
 
     @property
@@ -145,7 +145,7 @@ class Stored:
 class Joined:
     """Several values one below the other along the first axis, such as the halves of a fused projection."""
 
-    parts: tuple[Source, ...]
+    parts: tuple[TensorSource, ...]
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
@@ -166,7 +166,9 @@ class Joined:
         return whole
 
 
-def pieces(source: Source, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> list[torch.Tensor]:
+def pieces(
+    source: TensorSource, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch
+) -> list[torch.Tensor]:
     """What stands below one another along the first axis of a value, without being copied together."""
     if not isinstance(source, Joined):
         return [source.value(raw, dtype, scratch)]

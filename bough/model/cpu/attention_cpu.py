@@ -8,8 +8,8 @@ import numba
 import numpy as np
 import torch
 
-from bough.model.batch.batch import Chunk, Piece
-from bough.model.batch.path_spans import Place, Spans
+from bough.model.batch.batch import BatchPart, Chunk
+from bough.model.batch.path_spans import PathSpans, Place
 from bough.model.cpu.attention_kernels import attend, share_attention, store
 from bough.model.cpu.jit import pointer
 from bough.model.cpu.work_stealing import counters
@@ -20,7 +20,7 @@ _shares: dict[torch.dtype, Any] = {}  # pointers to `share_attention`, by these 
 
 
 def _attend_over(
-    spans: Spans,
+    spans: PathSpans,
     layer: int,
     num_kv_heads: int,
     queries: torch.Tensor,
@@ -58,7 +58,7 @@ def attend_on_cpu(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    piece: Piece,
+    piece: BatchPart,
     scale: float,
     window: int,
     softcap: float,
@@ -70,7 +70,7 @@ def attend_on_cpu(
     """
     stored_keys, stored_values = (numbers.float().contiguous() for numbers in (keys, values))
     place = Place(stored_keys.data_ptr(), stored_values.data_ptr(), len(keys))
-    spans = Spans.at([place], [piece], keys.shape[1])
+    spans = PathSpans.at([place], [piece], keys.shape[1])
     return _attend_over(spans, 0, keys.shape[1], queries.float(), scale, window, softcap, sinks)
 
 

@@ -22,14 +22,14 @@ from bough.model.llama.layer import LOOPS, LayerWeights
 from bough.model.llama.stacks import Int8Stack, Stack
 from bough.model.llama.step import Weights, run_step, share_head, share_layers
 from bough.model.llama.weights import Matrices, Vectors, biases, floats, sizes_of, window
-from bough.model.llama.workspace import Rooms, code_rows, num_blocks, word_rows
+from bough.model.llama.workspace import Workspace, code_rows, num_blocks, word_rows
 from bough.model.loading.loading import ParameterSlot, Skeleton, bind_resident
 
 POSITIONS_STEP = 1024  # rotary tables grow by so many rows
 CPU = torch.device("cpu")
 
 
-class LeanDecoder:
+class LlamaDecoder:
     """A model whose weights stand in a few arrays, as compiled code reads them; it keeps no other copy of them."""
 
     def __init__(self, skeleton: Skeleton, is_int8: bool = False) -> None:
@@ -39,7 +39,7 @@ class LeanDecoder:
         self._sizes = sizes_of(skeleton)
         self._weights = _load(skeleton, Int8Stack if is_int8 else Stack)
         self._cos = self._sin = np.zeros((0, self._sizes.head_dim), np.float32)
-        self._rooms = Rooms(skeleton, code_rows if is_int8 else word_rows)
+        self._rooms = Workspace(skeleton, code_rows if is_int8 else word_rows)
         self._shares: tuple[Any, Any] | None = None  # pointers to what a step calls
         self._logits = np.zeros((0, len(self._weights.head_bias)), np.float32)
 

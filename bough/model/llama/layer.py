@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     epsilon: float  # of norms
 
 
-class Room(NamedTuple):
+class LayerWorkspace(NamedTuple):
     """Where a pass puts what it computes, for some blocks of LANES rows. Rows of products as `operands` has them."""
 
     hidden: Floats  # (blocks, hidden, LANES)

@@ -1,4 +1,4 @@
-"""Room for what a pass through a Llama-like model's layers computes."""
+"""LayerWorkspace for what a pass through a Llama-like model's layers computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import LINE, LINE_WORDS
-from bough.model.llama.layer import Room
+from bough.model.llama.layer import LayerWorkspace
 from bough.model.llama.weights import sizes_of
 from bough.model.loading.loading import Skeleton
 
@@ -31,7 +31,7 @@ def code_rows(blocks: int, inputs: int) -> NDArray[np.uint32]:
     return np.zeros((blocks, inputs // LINE * LINE_WORDS, LANES), np.uint32)
 
 
-class Rooms:
+class Workspace:
     """As much as a pass has wanted yet."""
 
     def __init__(self, skeleton: Skeleton, make_rows: RowsOf) -> None:
@@ -40,18 +40,18 @@ class Rooms:
         self._hidden, self._intermediate = int(skeleton.config.hidden_size), int(skeleton.config.intermediate_size)
         self._room = self._new_room(1)
 
-    def of(self, blocks: int) -> Room:
+    def of(self, blocks: int) -> LayerWorkspace:
         """For so many blocks of rows; valid until the next call."""
         most = len(self._room.hidden)
         if blocks > most:
             self._room, most = self._new_room(blocks), blocks
-        return Room._make(part[: len(part) // most * blocks] for part in self._room)
+        return LayerWorkspace._make(part[: len(part) // most * blocks] for part in self._room)
 
-    def _new_room(self, blocks: int) -> Room:
+    def _new_room(self, blocks: int) -> LayerWorkspace:
         rows, attended = blocks * LANES, self._sizes.num_heads * self._sizes.head_dim
         qkv = attended + 2 * self._sizes.num_kv_heads * self._sizes.head_dim
         queries = np.zeros((rows, attended), np.uint16)
-        return Room(
+        return LayerWorkspace(
             np.zeros((blocks, self._hidden, LANES), np.float32),
             self._make_rows(blocks, self._hidden),
             np.zeros((rows, qkv), np.float32),

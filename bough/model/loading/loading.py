@@ -24,14 +24,14 @@ from bough.model.checkpoint.tensor_source import (
     FreshMemory,
     Joined,
     Scratch,
-    Source,
     Stored,
+    TensorSource,
     crc32,
     row_blocks,
     typed,
 )
 from bough.model.kv.session_kv import KVShape
-from bough.model.loading.weight_map import AnySource, Naming, logical_sources
+from bough.model.loading.weight_map import AnySource, WeightMap, logical_sources
 from bough.model.quant.format import QuantFormat
 from bough.model.quant.formats import format_of
 
@@ -51,7 +51,7 @@ class ParameterSlot:
     source: AnySource
 
     def bind(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> None:
-        """Puts the value in the parameter's place; `raw` as in `Source.value`."""
+        """Puts the value in the parameter's place; `raw` as in `TensorSource.value`."""
         self.put(self.made(raw, dtype, scratch))
 
     def made(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> Any:
@@ -146,7 +146,7 @@ class _Finder:
         is_tied = getattr(model.config, "tie_word_embeddings", False)
         self._tied: dict[str, str] = dict(getattr(model, "_tied_weights_keys", None) or {}) if is_tied else {}
         known = [self._original(name) for name in model.state_dict()]
-        self._naming = Naming(model, known, logical_sources(checkpoint, quantization))
+        self._naming = WeightMap(model, known, logical_sources(checkpoint, quantization))
 
     def slots(self, root: nn.Module, prefix: str, skip: Collection[int] = ()) -> Iterator[ParameterSlot]:
         """Of all modules below `root`, which the model knows as `prefix`, but those whose `id` is in `skip`."""
@@ -197,7 +197,7 @@ class _Finder:
         return ParameterSlot(module, key, source)
 
 
-def _require_readable(source: AnySource | Source) -> None:
+def _require_readable(source: AnySource | TensorSource) -> None:
     """Raises CheckpointError for a tensor of another data type, or another shape than those beside it."""
     parts = source.parts if isinstance(source, Joined | Experts) else ()
     for part in parts:

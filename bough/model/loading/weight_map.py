@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.checkpoint.tensor_source import Joined, Source, Stored
+from bough.model.checkpoint.tensor_source import Joined, Stored, TensorSource
 from bough.model.quant.format import PackedTensors, QuantFormat
 
 # How names begin in a model of which the language model is a part, and how they begin in that by itself.
@@ -35,10 +35,10 @@ PARTS = {
 }
 
 
-def logical_sources(checkpoint: Checkpoint, quantization: QuantFormat | None) -> dict[str, Source]:
+def logical_sources(checkpoint: Checkpoint, quantization: QuantFormat | None) -> dict[str, TensorSource]:
     """The values of a checkpoint by name, packed ones put together under the name of the weight that they are."""
     left = dict(checkpoint.tensors)
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     if quantization is not None:
         for name in list(left):
             if (weight := quantization.weight_name(name)) is not None:
@@ -53,13 +53,13 @@ def _own_name(name: str) -> str:
     return name if of_part is None else PARTS[of_part] + name.removeprefix(of_part)
 
 
-AnySource = Source | Experts
+AnySource = TensorSource | Experts
 
 
-class Naming:
+class WeightMap:
     """Sources by the names that transformers gives its parameters."""
 
-    def __init__(self, model: PreTrainedModel, known: Collection[str], sources: dict[str, Source]) -> None:
+    def __init__(self, model: PreTrainedModel, known: Collection[str], sources: dict[str, TensorSource]) -> None:
         """`known` are the parameters' names as the whole checkpoint would have them, whatever layers the model has."""
         transforms = get_model_conversion_mapping(model)
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]

@@ -21,9 +21,9 @@ from transformers.core_model_loading import MergeModulelist, WeightConverter
 from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
-from bough.model.checkpoint.tensor_source import STORED_DTYPES, Joined, Source, Stored, typed
+from bough.model.checkpoint.tensor_source import STORED_DTYPES, Joined, Stored, TensorSource, typed
 from bough.model.loading.loading import ParameterSlot, build_skeleton, read_place
-from bough.model.packing.shard_writer import SHARD_BYTES, PackFolder, shards_of
+from bough.model.packing.shard_writer import SHARD_BYTES, ShardWriter, shards_of
 from bough.model.quant.bough_format import PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.quant.quantize import GROUP_SIZES, SCALE_BYTES, quantize
 from bough.sizing.placement import gigabytes
@@ -50,7 +50,7 @@ def pack(model: str, bits: int, folder: Path, shard_bytes: int = SHARD_BYTES) ->
     tensors.require_worth(model)
     packed = set(tensors.packed)
     origin = {"bits": bits, "group_size": GROUP_SIZES[bits], "source": checkpoint.fingerprint()}
-    written = PackFolder.begin(folder, checkpoint, origin)
+    written = ShardWriter.begin(folder, checkpoint, origin)
     written.write_all(
         "packed",
         shards_of(list(checkpoint.tensors.values()), shard_bytes),
@@ -172,7 +172,7 @@ def _is_stacked_here(module: nn.Module, name: str) -> bool:
     )
 
 
-def _stored(source: Source | Experts) -> Iterator[TensorPlace]:
+def _stored(source: TensorSource | Experts) -> Iterator[TensorPlace]:
     if isinstance(source, Stored):
         yield source.place
     elif isinstance(source, Experts | Joined):

@@ -19,13 +19,13 @@ from tqdm import tqdm
 from bough.config.cache_paths import EXPANSION_NAME
 from bough.errors import ConfigError
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace, resolve
-from bough.model.checkpoint.shared_weights import Origin
+from bough.model.checkpoint.shared_weights import SharedWeights
 from bough.model.checkpoint.tensor_source import typed
 from bough.model.loading.layer_selection import kept_layers
 from bough.model.loading.loading import build_skeleton, read_place
 from bough.model.packing.bit_allocation import LAYOUTS, Option, choose
 from bough.model.packing.pack import LayerTensors
-from bough.model.packing.shard_writer import SHARD_BYTES, PackFolder, shards_of
+from bough.model.packing.shard_writer import SHARD_BYTES, ShardWriter, shards_of
 from bough.model.quant.bough_format import MIXED, PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.quant.quantize import SHRUNKEN, Layout, quantize, rounding_error
 
@@ -69,7 +69,7 @@ def pack_draft(
     matrices = {place.name: place for place in tensors.packed}
     fingerprint = checkpoint.fingerprint()
     origin = {"draft": True, "bits": bits, "kept_layers": list(kept), "source": fingerprint, "whole": is_whole}
-    written = PackFolder.begin(folder, checkpoint, origin)
+    written = ShardWriter.begin(folder, checkpoint, origin)
     layouts = _chosen(written, matrices, bits)
     places = dict.fromkeys(place for slot in slots for place in slot.source.places)
     shared = dict.fromkeys(place for slot in skeleton.resident_slots for place in slot.source.places)
@@ -80,7 +80,7 @@ def pack_draft(
         convert=lambda place: _tensors(place.name, _read(place), layouts.get(place.name)),
     )
     borrowed = () if is_whole else tuple(place.name for place in shared)
-    Origin(_reference(model), fingerprint, kept, borrowed).save(folder)
+    SharedWeights(_reference(model), fingerprint, kept, borrowed).save(folder)
     written.finish(checkpoint, {"bits": MIXED}, leave_out=(EXPANSION_NAME,))
     weights = sum(math.prod(place.shape) for place in matrices.values())
     packed_bits = sum(math.prod(p.shape) * layouts[name].bits_per_weight for name, p in matrices.items())
@@ -97,7 +97,7 @@ def _layouts(place: TensorPlace) -> list[Layout]:
 
 
 def _chosen(
-    written: PackFolder,
+    written: ShardWriter,
     matrices: Mapping[str, TensorPlace],
     bits: float,
 ) -> dict[str, Layout]:

@@ -32,14 +32,14 @@ BLOCK_BYTES = 1 << 24  # of a shard, that are compared at once
 
 
 @dataclass(slots=True)
-class PackFolder:
+class ShardWriter:
     """What has been written so far."""
 
     path: Path
     manifest: dict[str, Any]
 
     @classmethod
-    def begin(cls, path: Path, source: Checkpoint, origin: Mapping[str, Any]) -> PackFolder:
+    def begin(cls, path: Path, source: Checkpoint, origin: Mapping[str, Any]) -> ShardWriter:
         """A run that goes on, or a new one; `origin` is what makes one pack another than the next.
 
         Raises:

@@ -16,7 +16,7 @@ import torch
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import Source
+from bough.model.checkpoint.tensor_source import TensorSource
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # that kernels for CPUs write; any other goes by way of torch
 
@@ -48,7 +48,7 @@ class QuantFormat(Protocol):
         """The weight to which a tensor of integers belongs; None for any other tensor."""
         ...
 
-    def source(self, tensor: str, tensors: PackedTensors) -> Source:
+    def source(self, tensor: str, tensors: PackedTensors) -> TensorSource:
         """Takes the tensors of one weight, of which `tensor` has the integers. Raises CheckpointError."""
         ...
 

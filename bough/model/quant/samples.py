@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import Source
+from bough.model.checkpoint.tensor_source import TensorSource
 from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
 from bough.model.quant.gptq import Gptq
@@ -64,7 +64,7 @@ class PackedFormat:
 class PackedSample:
     """One matrix."""
 
-    source: Source
+    source: TensorSource
     raw: tuple[torch.Tensor, ...]  # its bytes, on the host
 
     @property
@@ -73,7 +73,7 @@ class PackedSample:
         return sum(part.nbytes for part in self.raw)
 
 
-def _sample(make: Callable[..., Source], *arrays: NDArray[Any]) -> PackedSample:
+def _sample(make: Callable[..., TensorSource], *arrays: NDArray[Any]) -> PackedSample:
     places = [
         TensorPlace(f"{number}", Path(), 0, array.nbytes, KINDS[str(array.dtype)], array.shape)
         for number, array in enumerate(arrays)

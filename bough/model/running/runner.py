@@ -6,7 +6,7 @@ import torch
 
 from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.session_kv import KVMemory, KVSlot
-from bough.model.llama.decoder import LeanDecoder
+from bough.model.llama.decoder import LlamaDecoder
 from bough.model.llama.weights import is_lean
 from bough.model.loading.late_writes import bind_packed
 from bough.model.loading.loading import Skeleton, bind_all
@@ -32,7 +32,7 @@ class ResidentModel:
         self.is_int8, self.stays_packed = is_int8, stays_packed
         self.device = device
         self._steps: GraphedSteps | None = None
-        self._lean = LeanDecoder(skeleton, is_int8) if is_lean(skeleton, device) else None
+        self._lean = LlamaDecoder(skeleton, is_int8) if is_lean(skeleton, device) else None
         if self._lean is None:
             (bind_packed if stays_packed else bind_all)(skeleton, device)
 

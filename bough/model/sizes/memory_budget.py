@@ -16,7 +16,7 @@ from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.loading import Skeleton
 from bough.model.quant.format import BLOCK_BYTES, BLOCK_ELEMENTS
-from bough.model.sizes.target_limits import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.runtime.kv_budget import kv_budget
 from bough.runtime.machine import default_budget, free_memory
 from bough.sizing.other_devices import OtherDevice
@@ -93,7 +93,7 @@ def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device:
         )
     if settings.kv_memory:
         return settings
-    session_bytes = Limits.of(settings, num_positions).slot_rows * shape.row_bytes
+    session_bytes = TargetLimits.of(settings, num_positions).slot_rows * shape.row_bytes
     if settings.kv_sessions:
         return replace(settings, kv_memory=settings.kv_sessions * session_bytes)
     return replace(settings, kv_memory=kv_budget(session_bytes, host if settings.kv_tier == "host" else device))
@@ -131,7 +131,7 @@ def fixed_bytes(
     """
     if settings.kv_tier == "host" and not is_gpu:
         raise ConfigError("--kv-tier: host; on the CPU host and device have one memory: only device would do")
-    limits = Limits.of(settings, max_positions(config))
+    limits = TargetLimits.of(settings, max_positions(config))
     kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes
     staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // shape.num_layers, kv)
     activations = activation_bytes(config, shape, limits)
@@ -152,7 +152,7 @@ def other_devices(
     for name, value, only in (("kv-tier", settings.kv_tier, "device"), ("experts", settings.experts, "auto or all")):
         if value in ("host", "chosen"):
             raise ConfigError(f"--{name}: value was {value}; must be {only} beside --resident-devices {told}")
-    limits = Limits.of(settings, max_positions(config))
+    limits = TargetLimits.of(settings, max_positions(config))
     layer_kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes // shape.num_layers
     fixed = layer_activation_bytes(config, shape, limits) + scratch
     for name, _ in settings.resident_devices:
@@ -174,7 +174,7 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
     )
 
 
-def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -> int:
+def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
     """What a sweep takes at most beside weights and slots; an estimate from above (tests/model/test_memory.py)."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
     head = _sweep_rows(limits) * vocab_size * size * 2  # in parts, then in one piece
@@ -182,13 +182,13 @@ def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -
     return layer_activation_bytes(config, shape, limits) + head + judged
 
 
-def _sweep_rows(limits: Limits) -> int:
+def _sweep_rows(limits: TargetLimits) -> int:
     """Of the largest sweep, padding included."""
     rows = max(limits.rows, OWN_MOST)
     return -(-limits.max_sweep_tokens // rows) * rows
 
 
-def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Limits) -> int:
+def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
     """Of that, what a device takes that has layers and no output head."""
     size, rows, tokens = shape.dtype.itemsize, max(limits.rows, OWN_MOST), _sweep_rows(limits)
     hidden = tokens * int(config.hidden_size) * size * HIDDEN_COPIES

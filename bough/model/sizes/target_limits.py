@@ -11,7 +11,7 @@ KV_STEP = 256  # enough that slots seldom move to grow, and little beside the co
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TargetLimits:
     """What a target allows at once."""
 
     rows: int  # of every matrix product
@@ -21,7 +21,7 @@ class Limits:
     kv_step: int = KV_STEP  # tokens of a session that room is taken for at a time
 
     @classmethod
-    def of(cls, settings: TargetConfig, max_positions: int) -> Limits:
+    def of(cls, settings: TargetConfig, max_positions: int) -> TargetLimits:
         """As a target with these settings keeps them for a model with so many positions."""
         max_sweep_tokens = max(settings.max_sweep_tokens, settings.max_nodes)
         max_context = min(settings.max_context, max_positions)

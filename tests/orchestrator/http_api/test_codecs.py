@@ -31,7 +31,7 @@ from orchestrator.http_api.chat import FIELD_NAMES, ChatAnswer, chat_limits, cha
 from orchestrator.http_api.completions import completion_limits, text_prompt
 from orchestrator.http_api.errors import ApiError, api_error, shortened
 from orchestrator.http_api.fields import ChatFields, CompletionFields
-from orchestrator.http_api.options import Wanted, choices
+from orchestrator.http_api.options import RequestedOutput, choices
 from orchestrator.http_api.spelling import chat_logprobs, completion_logprobs
 
 SNOWMAN = "☃".encode()
@@ -42,7 +42,7 @@ def chat_fields(**fields: Any) -> ChatFields:
     return parse(ChatFields, json.dumps({"messages": [{"role": "user", "content": "x"}]} | fields).encode())
 
 
-def chat_choices(**fields: Any) -> tuple[Wanted, ...]:
+def chat_choices(**fields: Any) -> tuple[RequestedOutput, ...]:
     given = chat_fields(**fields)
     return choices(given, (chat_prompt(given.messages),), chat_limits(given), "id", given.session_id or "")
 
