@@ -76,7 +76,7 @@ def _add(server: grpc.aio.Server) -> None:
 
     service, method = METHOD.split("/")[1:]
     handlers = {method: grpc.unary_unary_rpc_method_handler(answer, lambda data: data, lambda data: data)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_registered_method_handlers(service, handlers)
 
 
 async def _timed(channel: grpc.aio.Channel) -> float:

@@ -209,7 +209,7 @@ def test_a_port_that_is_none_is_refused_before_anything_starts() -> None:
         settings_from(argument_parser().parse_args(["up", "--port", "99999"]))
 
 
-def test_an_address_whose_port_is_none_is_refused() -> None:
+async def test_an_address_whose_port_is_none_is_refused() -> None:
     """gRPC would call the port that is left when 65536 is taken off."""
     with pytest.raises(ConfigError, match=r"addresses: must have a port from 1 to 65535, got '127\.0\.0\.1:99999'"):
         Client("127.0.0.1:7411", "127.0.0.1:99999")

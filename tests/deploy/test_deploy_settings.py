@@ -62,7 +62,7 @@ def test_arguments_and_the_index_have_settings_too() -> None:
     for cls, values, text in (
         (AppSettings, {"index": "redis://x"}, "args.index: no such setting"),
         (AppSettings, {"drafts": "perhaps"}, "args.drafts: must be yes or no, got 'perhaps'"),
-        (IndexSettings, {"port": 70_000}, "args.port: value was 70000"),
+        (IndexSettings, {"port": 70_000}, "args.port: must be a whole number, 0 to 65535, got 70000"),
     ):
         with pytest.raises(ConfigError, match=text):
             read_fields(cls, values, "args")

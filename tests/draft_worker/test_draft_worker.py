@@ -21,7 +21,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst, Chains, Scheme, StaticShape, TreePlan
 from draft_worker.candidates import candidates
 from draft_worker.expansions import cached_growth, child_index
-from draft_worker.growth import best_first, grower
+from draft_worker.growth import grower
 from draft_worker.worker import DraftWorker
 from tests.fakes.draft import grow_call
 
@@ -106,7 +106,7 @@ def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
         cached_growth._places_of,
         grower._append,
     ]
-    kernels += [best_first._best_open, best_first._promising, candidates._log_probs]
+    kernels.append(candidates._log_probs)
     with worker(tiny, "--ahead-steps", "4") as draft:
         compiled = [len(kernel.signatures) for kernel in kernels]
         for plan, root, temperature in itertools.product(PLANS, (7, 8), (0.0, 0.7)):

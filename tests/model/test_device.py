@@ -80,7 +80,8 @@ def test_a_gpu_has_three_tiers(free: None) -> None:
     assert placement.device_bytes <= 24 * GB
     assert placement.host_bytes <= 80 * GB
     assert placement.num_slabs == 2
-    assert all(placement.layers(tier) for tier in Tier)
+    assert all(placement.layers(tier) for tier in (Tier.RESIDENT, Tier.HOST, Tier.DISK))
+    assert not placement.layers(Tier.ELSEWHERE), "there is no other accelerator"
     all_in_ram = choose_places(sizes, fixed, gpu_settings("--host-memory", "200GB"), GPU).placement
     assert not all_in_ram.layers(Tier.DISK)
 

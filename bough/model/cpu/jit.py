@@ -21,6 +21,13 @@ def interpret() -> None:
     _is_interpreted = True
 
 
+def compiler_setting(name: str) -> Any:
+    """numba's own setting of this name, such as NUMBA_NUM_THREADS; None where it has its default."""
+    from numba import config
+
+    return getattr(config, name)
+
+
 def strict(function: Any) -> Any:
     """Compiled code that rounds as it is written, and is kept for the next start."""
     return _compiled(function, fastmath=False)

@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any
 
 import llvmlite.binding
-import numba
 from llvmlite import ir
 from numba.core import cgutils
+
+from bough.model.cpu.jit import compiler_setting
 
 LANES = 16  # float32 that a vector register holds
 I16, I32, I64, POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
@@ -36,7 +37,7 @@ _BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 def has_feature(name: str) -> bool:
     """Whether there are instructions, by LLVM's name of them, on the processor that numba compiles for."""
-    chosen = numba.config.CPU_FEATURES  # type: ignore[attr-defined]  # None: those of this one
+    chosen = compiler_setting("CPU_FEATURES")  # None: those of this one
     if chosen is not None:
         return f"+{name}" in chosen.split(",")
     return bool(_own_features().get(name, False))
@@ -53,7 +54,7 @@ def multiplies_pairs() -> bool:
 
     There it takes longer than the two of float32 whose work it does; AMD's do not.
     """
-    name = numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name()  # type: ignore[attr-defined]
+    name = compiler_setting("CPU_NAME") or llvmlite.binding.get_host_cpu_name()
     return has_feature("avx512bf16") and name.startswith("znver")
 
 

@@ -11,6 +11,8 @@ from typing import TypeVar
 import numba
 import torch
 
+from bough.model.cpu.jit import compiler_setting
+
 Result = TypeVar("Result")
 SWITCH_SECONDS = 0.0002
 WHOLE = 2  # threads among which torch shares rows without cutting one, whatever their number and size
@@ -24,7 +26,7 @@ def compute_with(num_threads: int) -> None:
     of many small products take up to twice their time. What else computes does so `on_a_passing_thread`.
     """
     torch.set_num_threads(num_threads)
-    available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    available: int = compiler_setting("NUMBA_NUM_THREADS")
     numba.set_num_threads(min(num_threads, available))
 
 

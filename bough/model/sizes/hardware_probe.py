@@ -22,6 +22,7 @@ import torch
 from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.cpu.huge_pages import large_pages
+from bough.model.cpu.jit import compiler_setting
 from bough.model.quant.samples import PackedFormat
 from bough.model.running.batch_invariance import Product
 from bough.sizing.cost_model import Speed
@@ -55,7 +56,7 @@ def num_gpus() -> int:
 def set_threads(num_threads: int) -> None:
     """As many as the target worker would compute with."""
     torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    numba.set_num_threads(min(num_threads, compiler_setting("NUMBA_NUM_THREADS")))
 
 
 def disk_speed(folder: Path, num_threads: int) -> Speed:
