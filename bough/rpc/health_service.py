@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-from bough.errors import DeadlineExceeded, Exhausted
+from bough.errors import DeadlineExceeded, Exhausted, Unavailable
 
 MAX_WATCHERS = 1024  # streams of it; single questions are as many as there are connections
 WRITE_SECONDS = 10.0  # in which a watcher takes what it is told, or is let go
@@ -56,3 +56,5 @@ async def _write(context: grpc.aio.ServicerContext[Any, Any], response: health_p
             await context.write(response)
     except TimeoutError as exc:
         raise DeadlineExceeded(f"the stream has not been read for {WRITE_SECONDS:g} s") from exc
+    except grpc.aio.InternalError as exc:
+        raise Unavailable("the caller has gone") from exc

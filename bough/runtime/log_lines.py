@@ -17,7 +17,7 @@ def bounded(text: str, most_bytes: int = MAX_TEXT_BYTES) -> str:
     """Cut a text to `most_bytes` as a percent-encoded header, in which most bytes take three."""
     room = most_bytes
     for index, character in enumerate(text[: most_bytes + 1]):
-        room -= 1 if " " <= character <= "~" else 3 * len(character.encode("utf-8", "replace"))
+        room -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode("utf-8", "replace"))
         if room < 0:
             return f"{text[:index]}... ({len(text)} characters)"
     return text

@@ -70,7 +70,7 @@ class Access:
 
     def own_channel(self, address: str) -> PeerChannel:
         """To the process itself that has these settings, for who looks after it."""
-        return PeerChannel(address, self.tls, b"" if self.tls is None else self.tls.now.chain)
+        return PeerChannel(address, self.tls, is_to_itself=True)
 
     def refresh(self) -> None:
         """Reads again what has changed: for who looks now and then, and follows nothing. It waits for the disk."""

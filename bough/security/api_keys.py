@@ -77,11 +77,11 @@ def require_time(where: str, text: object) -> str:
     """A moment. Raises ConfigError for one without a time zone: it would be another on each machine."""
     try:
         moment = datetime.fromisoformat(text) if isinstance(text, str) else None
-    except ValueError:
-        moment = None
-    if moment is None or moment.tzinfo is None:
-        raise ConfigError(f"{where}: must be a time such as 2027-01-31T00:00:00Z, got {_shown(text)}")
-    return moment.astimezone(UTC).isoformat(timespec="seconds")
+        if moment is not None and moment.tzinfo is not None:
+            return moment.astimezone(UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError):  # the latter where it is beyond the year 9999 in UTC
+        pass
+    raise ConfigError(f"{where}: must be a time such as 2027-01-31T00:00:00Z, got {_shown(text)}")
 
 
 def require_limit(where: str, value: object) -> int:

@@ -18,7 +18,7 @@ OPEN = f"/{health.SERVICE_NAME}/"  # balancers and supervisors have no key
 
 @dataclass(frozen=True, slots=True)
 class Doorkeeper(grpc.aio.ServerInterceptor):
-    """Stands before all services of a server, those that are not there included; health alone is open."""
+    """Stands before all services of a server; health alone is open."""
 
     require: Callable[[Iterable[str | bytes]], object]  # of all values of `authorization`; raises Unauthenticated
 

@@ -40,20 +40,21 @@ class PeerNames(grpc.aio.ServerInterceptor):
 
     def _guarded(self, answer: Callable[..., Any]) -> Callable[..., Any]:
         async def run(request: Any, context: Context) -> Any:
-            await self._require(context)
-            return await answer(request, context)
+            return await answer(request, context) if await self._lets_in(context) else None
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            await self._require(context)
-            async for reply in answer(request, context):
-                yield reply
+            if await self._lets_in(context):
+                async for reply in answer(request, context):
+                    yield reply
 
         return stream if isasyncgenfunction(answer) else run
 
-    async def _require(self, context: Context) -> None:
-        shown = names_of(context.auth_context())
-        if not shown & set(self.allowed):
-            await abort(context, Unauthenticated(f"the certificate must be of {' or '.join(sorted(self.allowed))}"))
+    async def _lets_in(self, context: Context) -> bool:
+        """Whether the caller may go on; the call of any other is ended, as far as that caller reads of it."""
+        if names_of(context.auth_context()) & set(self.allowed):
+            return True
+        await abort(context, Unauthenticated(f"the certificate must be of {' or '.join(sorted(self.allowed))}"))
+        return False
 
 
 def names_of(shown: Mapping[str, Any]) -> set[str]:

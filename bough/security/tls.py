@@ -16,6 +16,7 @@ from typing import cast
 
 import grpc
 
+from bough.concurrency.tasks import end
 from bough.errors import ConfigError
 from bough.rpc.server import open_channel
 from bough.security.certificates import CertificateFiles, Certificates, own_context, read_certificates
@@ -24,6 +25,7 @@ from bough.security.watched_file import WatchedFiles
 logger = logging.getLogger(__name__)
 
 SOON_SECONDS = 14 * 24 * 3600.0  # a certificate that ends within them is warned of
+REMIND_SECONDS = 24 * 3600.0  # between two such warnings
 GRACE_SECONDS = 3600.0  # that calls may take which have begun before a certificate was changed
 
 
@@ -32,11 +34,11 @@ class Tls:
 
     def __init__(self, files: CertificateFiles, *, is_server: bool = False, is_told: bool = True) -> None:
         """`is_told` has a server's names and end logged. Raises ConfigError naming the setting of a useless file."""
-        self.files = files
+        self.files, self._is_told = files, is_server and is_told
         self._watched: WatchedFiles[Certificates] = WatchedFiles(
             f"TLS: {', '.join(files.paths)}",
             files.paths,
-            lambda: _loaded(files, is_server=is_server, is_told=is_server and is_told),
+            lambda: _loaded(files, is_server=is_server, is_told=self._is_told),
         )
 
     @property
@@ -51,8 +53,19 @@ class Tls:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Follows the files for as long as the block runs."""
-        async with self._watched.watched():
-            yield
+        reminding = asyncio.create_task(self._remind())
+        try:
+            async with self._watched.watched():
+                yield
+        finally:
+            await end(reminding)
+
+    async def _remind(self) -> None:
+        """Warns of a certificate that was far from its end when it was read."""
+        while self._is_told:
+            await asyncio.sleep(REMIND_SECONDS)
+            if self.now.chain and _is_over_soon(self.now):
+                _tell(self.now)
 
     def channel_credentials(self, known: bytes = b"") -> grpc.ChannelCredentials:
         """For calls to servers with a certificate of the authority; of `known`, or of the system's, without one."""
@@ -126,8 +139,9 @@ class PeerChannel:
     Calls that run stay on the channel that they began on, which closes after them.
     """
 
-    def __init__(self, address: str, tls: Tls | None, known: bytes = b"") -> None:
-        self.address, self._tls, self._known = address, tls, known
+    def __init__(self, address: str, tls: Tls | None, *, is_to_itself: bool = False) -> None:
+        """`is_to_itself` has a server with this process's own certificate taken, where there is no authority."""
+        self.address, self._tls, self._is_to_itself = address, tls, is_to_itself
         self._of = None if tls is None else tls.now
         self._channel = self._opened()
         self._closing: set[asyncio.Task[None]] = set()
@@ -163,16 +177,25 @@ class PeerChannel:
         await self._channel.close()
 
     def _opened(self) -> grpc.aio.Channel:
-        credentials = None if self._tls is None else self._tls.channel_credentials(self._known)
-        return open_channel(self.address, credentials)
+        if self._tls is None:
+            return open_channel(self.address)
+        known = self._tls.now.chain if self._is_to_itself else b""
+        return open_channel(self.address, self._tls.channel_credentials(known))
 
 
 def _loaded(files: CertificateFiles, is_server: bool, is_told: bool) -> Certificates:
     """Read, and told of in the log: names and the end of a process's certificate are no secrets."""
     certificates = read_certificates(files, is_server=is_server)
     if is_told and certificates.chain:
-        end = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(certificates.expires))
-        is_soon = certificates.expires - time.time() < SOON_SECONDS
-        names = ", ".join(certificates.names)
-        logger.log(logging.WARNING if is_soon else logging.INFO, "the certificate of %s is valid until %s", names, end)
+        _tell(certificates)
     return certificates
+
+
+def _tell(certificates: Certificates) -> None:
+    level = logging.WARNING if _is_over_soon(certificates) else logging.INFO
+    until = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(certificates.expires))
+    logger.log(level, "the certificate of %s is valid until %s", ", ".join(certificates.names), until)
+
+
+def _is_over_soon(certificates: Certificates) -> bool:
+    return certificates.expires - time.time() < SOON_SECONDS

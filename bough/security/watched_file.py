@@ -44,6 +44,9 @@ class WatchedFiles(Generic[Value]):
         except ConfigError as exc:
             logger.error("%s; what was read before stays in force", exc)
             return
+        except Exception:  # the next change is looked at all the same
+            logger.exception("%s cannot be read; what was read before stays in force", self._name)
+            return
         logger.info("%s has been read again", self._name)
 
     @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 10.0  # after which a connection over TLS ends that says nothing
+SILENT_SECONDS = 10.0  # after which a connection ends that says nothing
 
 
 class MetricsServer:
@@ -53,8 +54,7 @@ class MetricsServer:
                 f"--metrics-port: cannot listen on {joined(host, port)}: {exc}; 0 takes a free one"
             ) from exc
         server, _ = self._server
-        if context is not None:
-            _speak_tls(server, context)
+        _keep_waiting_short(server, context)
         if (app := server.get_app()) is not None:
             server.set_app(_as_plain_text(app))
 
@@ -67,17 +67,19 @@ class MetricsServer:
             thread.join()
 
 
-def _speak_tls(server: WSGIServer, context: Callable[[], ssl.SSLContext]) -> None:
-    """Hands are shaken on the thread of each connection, so that one which says nothing keeps nobody else waiting."""
+def _keep_waiting_short(server: WSGIServer, context: Callable[[], ssl.SSLContext] | None) -> None:
+    """Each connection has a thread, and loses it where it says nothing; hands are shaken on that thread, too."""
     listener = server.socket
 
-    def accept() -> tuple[ssl.SSLSocket, Any]:
+    def accept() -> tuple[socket.socket, Any]:
         connection, peer = listener.accept()
         connection.settimeout(SILENT_SECONDS)
+        if context is None:
+            return connection, peer
         return context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False), peer
 
     def tell(_: Any, peer: Any) -> None:
-        logger.warning("TLS of /metrics with %s failed: %s", peer, sys.exception())
+        logger.warning("/metrics could not be served to %s: %s", peer, sys.exception())
 
     server.get_request = accept  # type: ignore[method-assign]
     server.handle_error = tell  # type: ignore[method-assign, assignment]

@@ -28,6 +28,7 @@ from bough.config.processes import (
 )
 from bough.config.reader import parse, variable
 from bough.processes.process import advertised
+from bough.registry.registry import Quota
 from bough.security.access import certificate_files
 from bough.security.guarded import require_guarded
 from deploy.check import check
@@ -125,6 +126,16 @@ def test_compose_with_tls_has_certificates_for_every_program_and_names_for_them(
         "it replaces another"
     )
     assert (DOCKER / volume.split(":")[0]).exists()
+
+
+@pytest.mark.parametrize(
+    "path", [COMPOSE[0], SYSTEMD / "bough-index.service", KUBERNETES / "bough.yaml"], ids=lambda path: path.name
+)
+def test_the_index_has_room_for_all_that_clients_may_have_in_it(path: Path) -> None:
+    """It had a quarter of it: whoever opened sessions enough kept workers and orchestrators from registering."""
+    found = re.search(r"--maxmemory,? (\d+)gb", path.read_text())
+    assert found is not None
+    assert int(found[1]) * 1000**3 > 2 * 1.5 * Quota().max_bytes  # strings that grow take more than they hold
 
 
 def dockerfile_command(stage: str) -> list[str]:

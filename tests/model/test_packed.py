@@ -28,7 +28,7 @@ from bough.model.packing import shard_writer as packing
 from bough.model.packing.pack import pack
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.bough_format import Packed
-from bough.model.quant.format import QuantFormat
+from bough.model.quant.format import PackedTensors, QuantFormat
 from bough.model.quant.gptq import GptqFormat
 from bough.model.quant.quantize import GROUP_SIZES, quantize
 from bough.model.running.runner import ResidentModel
@@ -499,6 +499,16 @@ def test_packed_tensors_that_do_not_fit_one_another_are_named(
     folder = rewrite(tiny, tmp_path / "model", packed, quantization)
     with pytest.raises(CheckpointError, match=message):
         build_skeleton(Checkpoint.open(folder), torch.float32)
+
+
+def test_outputs_that_are_no_whole_words_of_zeros_are_refused(tmp_path: Path) -> None:
+    """Of GPTQ's zeros only whole words were asked for, and the kernel read beyond them."""
+    file, format_ = tmp_path / "model.safetensors", GptqFormat(4, 1)
+    tensors = {"qweight": (2, 12), "qzeros": (1, 1), "scales": (1, 12)}
+    dtypes = {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16}
+    save_file({f"x.{name}": torch.zeros(shape, dtype=dtypes[name]) for name, shape in tensors.items()}, file)
+    with pytest.raises(CheckpointError, match=r"tensor x.qzeros must be whole words of 8 outputs, got 12"):
+        format_.source("x.qweight", PackedTensors(read_header(file)))
 
 
 def test_scales_are_what_they_are_in_float16() -> None:

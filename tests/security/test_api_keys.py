@@ -93,6 +93,7 @@ def test_what_cannot_be_used_is_refused_by_its_name(
         ({"name": "bob", "sha256": hash_of("x"), KEY: 1}, "line 2: fields must be some of name"),
         ({"name": "bob", "sha256": hash_of("x"), "requests": True}, "line 2: requests: must be a number"),
         ({"name": "bob", "sha256": hash_of("x"), "expires": 5}, "line 2: expires: must be a time"),
+        (LINE | {"expires": "9999-12-31T23:59:59-05:00"}, "line 2: expires: must be a time"),  # in UTC no year has it
         ({"name": "bob", "sha256": hash_of(KEY)}, "every key must be one tenant's, got one of alice and bob"),
     ],
 )

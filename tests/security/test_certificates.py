@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +13,12 @@ import pytest
 from bough.config.processes import OrchestratorConfig, TargetConfig
 from bough.config.reader import parse, with_shared
 from bough.errors import ConfigError
+from bough.rpc.server import is_serving, serving
+from bough.security import tls
 from bough.security.access import Access, certificate_files
 from bough.security.certificates import CertificateFiles, read_certificates
 from bough.security.tls import Tls
+from bough.security.watched_file import WatchedFiles
 from tests.fakes.certificates import Authority, flags_of
 
 AUTHORITY, STRANGER = Authority(), Authority("stranger")
@@ -141,3 +146,54 @@ def test_one_variable_names_a_file_for_all_processes(files: CertificateFiles) ->
     assert Access.of(parse(TargetConfig, "t", ["--model", "m", *flags_of(files)], {})).tls is not None
     with pytest.raises(ConfigError, match="BOUGH_TLS_PEER_NAMES: must be names such as a,b, got 'a,,b'"):
         parse(OrchestratorConfig, "orchestrator", [], everywhere | {"BOUGH_TLS_PEER_NAMES": "a,,b"})
+
+
+async def test_a_certificate_is_warned_of_that_was_far_from_its_end_when_it_was_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process lives for months, and its log had told of the end on the first day alone."""
+    AUTHORITY.pair("process", days=15).write(tmp_path, "process")
+    monkeypatch.setattr(tls, "REMIND_SECONDS", 0.01)
+    own = Tls(CertificateFiles(str(tmp_path / "process.pem"), str(tmp_path / "process.key")), is_server=True)
+    async with own.watched(), asyncio.timeout(20):
+        await asyncio.sleep(0.1)
+        assert "valid until" not in caplog.text
+        later = time.time() + 2 * 24 * 3600
+        monkeypatch.setattr(time, "time", lambda: later)
+        while "the certificate of localhost, 127.0.0.1 is valid until" not in caplog.text:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_watcher_goes_on_after_what_nobody_has_foreseen(tmp_path: Path) -> None:
+    """It ended without a word, and a key that was taken out of the file afterwards let in whoever had it."""
+    (path := tmp_path / "file").write_text("first")
+
+    def load() -> str:
+        if (text := path.read_text()) == "second":
+            raise ZeroDivisionError
+        return text
+
+    files = WatchedFiles("file", [str(path)], load)
+    path.write_text("second")
+    files.refresh()
+    assert files.value == "first"
+    path.write_text("the third")
+    files.refresh()
+    assert files.value == "the third"
+
+
+async def test_a_process_is_found_by_its_new_certificate_where_there_is_no_authority(tmp_path: Path) -> None:
+    """A supervisor knew the certificate of the start, and ended an orchestrator whose certificate was changed."""
+
+    def renewed() -> CertificateFiles:
+        return replace(Authority().files(tmp_path, hosts=["127.0.0.1"]), authority="")
+
+    access = Access(tls=Tls(renewed(), is_server=True))
+    async with serving("127.0.0.1", 0, "service", lambda _: None, credentials=access.door_credentials) as served:
+        async with access.own_channel(f"127.0.0.1:{served.port}").opened() as first:
+            assert await is_serving(first, "", 10.0)
+        peer = access.own_channel(f"127.0.0.1:{served.port}")
+        renewed()
+        access.refresh()
+        assert await is_serving(peer.current, "", 10.0)
+        await peer.close()

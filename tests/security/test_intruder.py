@@ -14,7 +14,7 @@ MANY = 1000
 
 
 async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
-    """All of `python -m loadtest.intruder`."""
+    """`python -m loadtest.intruder`, but for certificates: `test_tls_of_processes.py` and others try these."""
     tally = Tally()
     async with staged(tmp_path) as stage:
         await intrude(stage, tally)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import urllib.request
 
 import pytest
@@ -73,3 +74,17 @@ def test_no_port_is_no_server() -> None:
     metrics.serve("127.0.0.1", -1)
     assert metrics.port == -1
     metrics.close()
+
+
+def test_a_connection_that_says_nothing_is_closed_over_plain_text_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each took a thread, and kept it for as long as the process lived."""
+    monkeypatch.setattr("bough.telemetry.metrics.SILENT_SECONDS", 0.2)
+    metrics = Metrics("tiny")
+    metrics.serve("127.0.0.1", 0)
+    try:
+        with socket.create_connection(("127.0.0.1", metrics.port), timeout=10) as silent:
+            assert silent.recv(1) == b""
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=5) as reply:
+            assert b"bough_sweeps_total" in reply.read()
+    finally:
+        metrics.close()

@@ -51,6 +51,10 @@ class GptqFormat:
         num_groups, per_word = scales.shape[0] if scales.shape else 0, 32 // self.bits
         source = Gptq(integers, zeros, scales, groups, self.bits, self.zero_offset)
         outputs, inputs = source.shape
+        if outputs % per_word:
+            raise CheckpointError(
+                f"{zeros.file}: tensor {zeros.name} must be whole words of {per_word} outputs, got {outputs}"
+            )
         require_shape(scales, (num_groups, outputs))
         require_shape(zeros, (num_groups, outputs // per_word))
         if groups is None:
