@@ -51,6 +51,8 @@ _SERVER_OPTIONS = [
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_connection_idle_ms", round(1000 * IDLE_SECONDS)),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.server.max_pending_requests", MAX_CALLS),  # of a method: gRPC cancels some of a burst of more than 1,000
+    ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
     ("grpc.so_reuseport", 0),  # otherwise a second server takes half of the first one's calls in silence
 ]
 _CHANNEL_OPTIONS = [

@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 from grpc_reflection.v1alpha import reflection_pb2
 
 from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2
-from bough.rpc.server import open_channel
 from bough.security.bearer import HEADER
 from loadtest.fuzz import ordinary
 
@@ -75,12 +74,6 @@ async def grpc_outcome(channel: grpc.aio.Channel, call: Call, headers: Headers =
     except grpc.aio.AioRpcError as exc:
         return exc.code().name
     return grpc.StatusCode.OK.name
-
-
-async def grpc_outcome_at(address: str, call: Call, headers: Headers = ()) -> str:
-    """The same over a connection of its own."""
-    async with open_channel(address) as channel:
-        return await grpc_outcome(channel, call, headers)
 
 
 async def http_outcome(

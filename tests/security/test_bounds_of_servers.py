@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bough.errors import Unavailable
 from bough.rpc import server
-from bough.rpc.health_service import MAX_WATCHERS
+from bough.rpc.health_service import MAX_WATCHERS, HealthService
 from bough.rpc.server import Served, is_serving, open_channel, serving
 from loadtest.fuzz.grpc_door import PREFACE, SETTINGS, _frame, _literal
 
@@ -79,6 +81,26 @@ async def test_watchers_are_told_of_every_change_and_are_so_many_at_most(served:
                     break
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.05)
+
+
+async def test_calls_that_come_all_at_once_wait_and_are_answered(served: Served) -> None:
+    """Of more than 1,000 that no task had taken yet, gRPC cancelled some by chance."""
+    async with open_channel(f"127.0.0.1:{served.port}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*(check(health_pb2.HealthCheckRequest()) for _ in range(2500)))
+    assert {answer.status for answer in answers} == {health_pb2.HealthCheckResponse.SERVING}
+
+
+async def test_a_watcher_that_has_gone_is_no_unexpected_error() -> None:
+    """Each one that left in the middle of a word was logged with a traceback."""
+
+    class Gone:
+        async def write(self, _: object) -> None:
+            raise grpc.aio.InternalError("the caller has gone")
+
+    with pytest.raises(Unavailable, match="the caller has gone"):
+        await HealthService().Watch(health_pb2.HealthCheckRequest(), cast(grpc.aio.ServicerContext[Any, Any], Gone()))
 
 
 async def test_connections_are_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
