@@ -15,7 +15,7 @@ import torch
 
 from bough.model.batch.batch import Batch
 from bough.model.kv.kv_arena import KVArena
-from bough.model.sizes.memory_budget import Limits
+from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ DEAR = SweepFigures(1_000_000_000, 0, 0, 0, 0)  # a second for every sweep, all 
 class Gated:
     """Holds an engine's sweeps until calls have come that are to share the next one."""
 
-    def __init__(self, model: SweepModel, pool: SlotPool, limits: Limits) -> None:
+    def __init__(self, model: SweepModel, pool: SlotPool, limits: TargetLimits) -> None:
         self._sweep, self._began, self._gate = model.sweep, threading.Semaphore(0), threading.Event()
         self._gate.set()
         self.num_rows: list[int] = []
@@ -62,7 +62,7 @@ class Gated:
         self._num_alone += 1
         name = f"alone {self._num_alone}"
         self.engine.verify(verify_call(name, [1], max_length=2))
-        assert self._began.acquire(timeout=10)
+        assert self._began.acquire(timeout=60)
         futures = [self.engine.verify(call) for call in calls]
         self._gate.set()
         for future in futures:
@@ -72,7 +72,7 @@ class Gated:
 
 
 @contextmanager
-def gated(model: SweepModel, pool: SlotPool, limits: Limits = LIMITS) -> Iterator[Gated]:
+def gated(model: SweepModel, pool: SlotPool, limits: TargetLimits = LIMITS) -> Iterator[Gated]:
     """With its thread running."""
     gate = Gated(model, pool, limits)
     gate.engine.start()
