@@ -1,4 +1,4 @@
-"""Trees of a simulated draft, without torch: `python tests/fakes/simulated_growth.py FOLDER` does without numba too."""
+"""Trees of a simulated draft, without torch: `python -m tests.fakes.simulated_growth FOLDER` does without numba too."""
 
 from __future__ import annotations
 

@@ -227,8 +227,8 @@ def test_a_profile_whose_kv_holds_no_session_is_refused() -> None:
 
 def test_trees_are_the_same_where_nothing_is_compiled(tmp_path: Path) -> None:
     """A simulated draft loads no numba: its growers run as they are written."""
-    script = Path(__file__).parents[1] / "fakes" / "simulated_growth.py"
-    ran = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "tests.fakes.simulated_growth", str(tmp_path)]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
     loaded, (tokens, parents, log_probs) = json.loads(ran.stdout)
     compiled = wide_tree(tmp_path)
     assert loaded == []
