@@ -79,7 +79,7 @@ async def test_a_token_that_both_had_guessed_counts_for_the_draft(drafting: Clie
     _, draft_alone = await generate(drafting, replace(GREEDY, speculation=replace(SIZE, lookup=0)))
     assert draft_alone.speculation.num_lookup_tokens == 0
     assert both.speculation.num_lookup_tokens < both.speculation.num_accepted_tokens
-    # What is looked up takes places of the draft's guesses in a tree of one size: a round or two more or less is chance.
+    # What is looked up takes places of the draft's guesses in a tree of one size: a round or two more is chance.
     assert both.speculation.num_rounds <= 1.1 * draft_alone.speculation.num_rounds + 1
 
 
