@@ -31,7 +31,7 @@ from bough.trees.tree_plan import Scheme, StaticShape, TreePlan
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.candidates.top_k import largest
 from draft_worker.growth.static_shape import weights_of
-from target_worker.verification.verdict import compute_verdict, laws_of
+from target_worker.verification.verdict import compute_verdict, distributions_after
 from tests.fakes.chi_square import fit
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, new_engine
 from tests.pipeline.test_exactness import ALLOWED, NUM_DRAWS, NUM_SERVED_TESTS, SAMPLED
@@ -148,7 +148,7 @@ class Laws(NamedTuple):
 
 def laws_after(tree: Tree, scheme: Scheme) -> Laws:
     """By the judge's own laws."""
-    law = laws_of(tree, scheme, lambda node: TARGET_PROBS[tree.tokens[node]])
+    law = distributions_after(tree, scheme, lambda node: TARGET_PROBS[tree.tokens[node]])
     is_child, second = np.zeros(VOCAB, np.bool_), np.ones((VOCAB, VOCAB))
     for token, node in tree.children()[0].items():
         is_child[token], second[token] = True, law(node, TARGET_PROBS[token])

@@ -18,7 +18,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from target_worker.verification.verdict import compute_verdict, laws_of
+from target_worker.verification.verdict import compute_verdict, distributions_after
 
 SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL]
 Support = tuple[np.ndarray, np.ndarray]  # tokens and weights
@@ -57,7 +57,7 @@ def all_draws(support: Support, num: int, scheme: Scheme, vocab_size: int) -> It
 def law_at_root(target_probs: np.ndarray, tree: Tree, scheme: Scheme) -> np.ndarray:
     num_places = len(tree) if tree.draws is None else 1 + len(tree.draws)
     tree.validate(len(target_probs), num_places, scheme)
-    return laws_of(tree, scheme, lambda _: target_probs)(0, target_probs)
+    return distributions_after(tree, scheme, lambda _: target_probs)(0, target_probs)
 
 
 @st.composite
