@@ -163,6 +163,7 @@ def event_to_wire(event: g.Event) -> pb.GenerateEvent:
                     timings=round_timings_to_wire(event.timings),
                     warnings=event.warnings,
                     num_failovers=event.num_failovers,
+                    stop_token_id=event.stop_token_id,
                 )
             )
 
@@ -203,6 +204,7 @@ def event_from_wire(message: pb.GenerateEvent) -> g.Event:
         round_timings_from_wire(finished.timings),
         tuple(finished.warnings),
         finished.num_failovers,
+        finished.stop_token_id if finished.HasField("stop_token_id") else None,
     )
 
 

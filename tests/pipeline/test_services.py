@@ -454,7 +454,7 @@ async def test_workers_that_cannot_start_say_why(
     monkeypatch.setattr(process, "stop_event", asyncio.Event)  # signals stay this process's own
     for module, flags, message in (
         (target_worker.__main__, ["--model", str(broken)], f"{victim.name}"),
-        (target_worker.__main__, ["--model", str(tiny), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
+        (target_worker.__main__, ["--model", str(tiny), "--port", port], f"--port: cannot listen on 127.0.0.1:{port}"),
         (
             target_worker.__main__,
             ["--model", str(tiny), "--kv-memory", "1KB"],
