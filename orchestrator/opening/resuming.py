@@ -49,7 +49,7 @@ def require_resume(wanted: Resume, vocab_size: int) -> None:
     if wanted.token_ids and len(wanted.token_ids) != wanted.num_tokens:
         raise InvalidRequest(
             f"resume.token_ids: must have {wanted.num_tokens} tokens, as resume.num_tokens says, or "
-            "none, got {len(wanted.token_ids)}"
+            f"none, got {len(wanted.token_ids)}"
         )
 
 
@@ -59,6 +59,6 @@ def _seen(wanted: Resume, recorded: Sequence[int], request_id: str) -> tuple[int
     if wanted.num_tokens > len(recorded):
         raise InvalidRequest(
             f"resume.num_tokens: must be at most {len(recorded)}, the tokens of request_id {request_id!r} that are "
-            "known, got {wanted.num_tokens}; or send resume.token_ids"
+            f"known, got {wanted.num_tokens}; or send resume.token_ids"
         )
     return tuple(recorded[: wanted.num_tokens])

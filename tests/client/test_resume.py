@@ -129,10 +129,16 @@ async def test_what_was_aborted_stays_so(fakes: Fleet) -> None:
     [
         (
             {"resume": Resume(3), "request_id": "unknown"},
-            r"resume\.num_tokens: 3, but 0 tokens of request_id 'unknown'",
+            r"resume\.num_tokens: must be at most 0, the tokens of request_id 'unknown' that are known, got 3",
         ),
-        ({"resume": Resume(61)}, r"resume\.num_tokens: 61, but 60 tokens of request_id 'r' are known"),
-        ({"resume": Resume(2, (1, 2, 3))}, r"resume\.token_ids: 3 tokens; 2, as resume\.num_tokens says"),
+        (
+            {"resume": Resume(61)},
+            r"resume\.num_tokens: must be at most 60, the tokens of request_id 'r' that are known, got 61",
+        ),
+        (
+            {"resume": Resume(2, (1, 2, 3))},
+            r"resume\.token_ids: must have 2 tokens, as resume\.num_tokens says, or none, got 3",
+        ),
         ({"resume": Resume(1, (999,))}, r"resume\.token_ids\[0\]: must be 0 to \d+, got 999"),
         ({"resume": Resume(61, (1,) * 61)}, r"resume\.num_tokens: must be at most 60, where the request ends, got 61"),
         ({"resume": Resume(3), "seed": 6}, "request_id 'r' must have the same sampling parameters"),

@@ -111,7 +111,7 @@ async def test_an_edited_turn_reuses_what_comes_before_it(fakes: Fleet) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"session_id": "other"}, NotFound, "session_id: 'other' is not known (any more); send the full history"),
+        ({"session_id": "other"}, NotFound, "session_id: 'other' is not known \\(any more\\); send the full history"),
         ({"session_id": ""}, InvalidRequest, "session_id: must be given with continues true"),
         ({"resume": Resume(3), "request_id": "x"}, NotFound, "request_id: 'x' is not known any more"),
     ],
