@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bough.model.batch.batch import Batch
-from bough.model.sampling.draft_sampler import Purpose, generator, independently, without_replacement
+from bough.model.sampling.draft_sampler import Purpose, generator, without_replacement
 from bough.model.sampling.sampler import filtered, gumbel, probabilities
 from bough.pb import common_pb2
 from bough.protocol.codec_trees import tree_from_wire, tree_to_wire
@@ -34,6 +34,7 @@ from draft_worker.growth.static_shape import weights_of
 from target_worker.verification.verdict import compute_verdict, laws_of
 from tests.fakes.chi_square import fit
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, new_engine
+from tests.fakes.sampling import independently
 from tests.pipeline.test_exactness import ALLOWED, NUM_DRAWS, NUM_SERVED_TESTS, SAMPLED
 
 SHAPE = StaticShape((0, 0, 1, 1, 2, 2))

@@ -85,7 +85,7 @@ SAMPLED = replace(
             1: (np.array([5], np.int32), np.array([1.0], np.float32)),
         }
     ),
-    draws=np.array([1, 2, 1], np.int32),
+    draws=np.array([1], np.int32),
 )
 
 COST = CostCurve((1, 64), (0.5, 0.75), 8)
@@ -93,8 +93,8 @@ COST = CostCurve((1, 64), (0.5, 0.75), 8)
 
 @given(contexts, sampling_params, st.sampled_from([TREE, SAMPLED]), plans)
 def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree: Tree, plan: TreePlan) -> None:
-    if plan.scheme is not Scheme.TARGET:  # the others are only for trees that were sampled, perhaps with additions
-        tree = replace(SAMPLED, draws=np.array([1], np.int32)) if plan.scheme.is_without_replacement else SAMPLED
+    if plan.scheme.is_sampled:  # the others are only for trees that were sampled, perhaps with additions
+        tree = SAMPLED
     verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme, 400, "me", 3, "you", True, True)
     assert codec.verify_call_from_wire(codec.verify_call_to_wire(verify), VOCAB, 8) == verify
     grow = m.GrowCall(context, 5, params, 3, plan, VOCAB + 7)
