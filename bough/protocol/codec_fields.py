@@ -51,8 +51,7 @@ def read(message: Any, kind: type[Value]) -> Value:
     return kind(**from_fields(message, kind))
 
 
-@cache
-def _fields_of(kind: type) -> tuple[_Field, ...]:
+def _described(kind: type) -> tuple[_Field, ...]:
     """Those that are sent: fields that do not count in a comparison stay in their process."""
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind) if field.compare] if is_dataclass(kind) else hints
@@ -69,8 +68,7 @@ def _field(name: str, hint: Any) -> _Field:
     return _Field(name, collect, part if is_dataclass(part) or hasattr(part, "_fields") else None)
 
 
-@cache
-def _readable(kind: type, message: type) -> tuple[tuple[_Field, bool], ...]:
+def _described_with(kind: type, message: type) -> tuple[tuple[_Field, bool], ...]:
     """Fields, and whether a message may leave each to its default."""
     described = message.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]  # of every message
     parts = fields(kind) if is_dataclass(kind) else ()
@@ -79,3 +77,7 @@ def _readable(kind: type, message: type) -> tuple[tuple[_Field, bool], ...]:
         (field, field.name in defaults and field.name in described and described[field.name].has_presence)
         for field in _fields_of(kind)
     )
+
+
+_fields_of: Callable[[Any], tuple[_Field, ...]] = cache(_described)
+_readable: Callable[[Any, Any], tuple[tuple[_Field, bool], ...]] = cache(_described_with)

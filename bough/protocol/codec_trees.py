@@ -13,7 +13,7 @@ from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Chains, Growth, Guess, Scheme, StaticShape
 
-SCHEMES = {scheme: common_pb2.VerificationScheme.Value(scheme.name) for scheme in Scheme}
+SCHEMES: dict[Scheme, common_pb2.VerificationScheme] = {scheme: getattr(common_pb2, scheme.name) for scheme in Scheme}
 
 
 def tree_to_wire(tree: Tree) -> common_pb2.Tree:

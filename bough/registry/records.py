@@ -82,7 +82,7 @@ class SessionRecord:
 
         def read(stored: Mapping[str, Any]) -> SessionRecord:
             tokens, born = _unsealed(stored, transcript), {"born_us": stored["epoch"]}
-            return _parsed(cls, born | stored, session_id=session_id, tokens=tokens)
+            return _parsed(cls, {**born, **stored}, session_id=session_id, tokens=tokens)
 
         return _read(data, read)
 

@@ -134,7 +134,7 @@ def sampled_children(tokens: np.ndarray, scheme: Scheme, numbers: np.ndarray) ->
     candidates = Guessing.of(call).candidates(values, ranked, np.zeros(VOCAB, np.int32))
     choices, probs = candidates.tokens[tokens], normalised(weights_of(candidates))[tokens]
     rng: Any = Replayed(numbers)
-    if scheme.is_without_replacement:
+    if scheme.is_sampled:
         return without_replacement(choices, probs, 2, VOCAB, rng)
     return independently(choices, probs, 2, rng)
 

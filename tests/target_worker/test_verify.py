@@ -182,7 +182,7 @@ def test_penalties_bias_and_logprobs_count_along_the_path(scheme: Scheme) -> Non
 
 @pytest.mark.parametrize("scheme", SAMPLED)
 def test_logits_that_are_no_numbers_are_an_error(scheme: Scheme) -> None:
-    tree = one_level([2], (np.array([2], np.int32), np.ones(1, np.float32)), scheme)
+    tree = one_level([2], (np.array([2], np.int32), np.ones(1, np.float32)))
     with pytest.raises(Unavailable, match="not numbers"):
         verdict_of(tree, scheme, SamplingParams(), np.full((2, 5), np.nan))
 
