@@ -29,6 +29,7 @@ from pathlib import Path
 
 from bough.cli.up import ensure_demonstration
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, parse
 from bough.tokenization.tokenizer import Tokenizer
 from draft_worker.worker import DraftWorker
@@ -79,7 +80,7 @@ def main() -> None:
 
 def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Those of the command line by default; ends the process where a contestant is not known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0])
     parser.add_argument("--crossed", action="store_true", help="the other growths of each scheme instead")

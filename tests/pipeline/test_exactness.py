@@ -23,8 +23,8 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from target_worker.verification.traversal import Refused, Traversal
-from target_worker.verification.verdict import compute_verdict, laws_of
+from target_worker.verification.traversal import Rejected, Traversal
+from target_worker.verification.verdict import compute_verdict, distributions_after
 from target_worker.verification.verify import Draw, conditional_distribution, draws_at
 from tests.fakes.chi_square import fit, tail
 from tests.fakes.sampling import independently
@@ -143,7 +143,7 @@ def verify_many(
     return outcomes
 
 
-def sample_texts(world: World, scheme: Scheme, num: int, laws: Laws = laws_of) -> Counter[Text]:
+def sample_texts(world: World, scheme: Scheme, num: int, laws: Laws = distributions_after) -> Counter[Text]:
     """`num` texts of LENGTH tokens, round by round."""
     rng = np.random.default_rng([7, world.seed])
     texts = Counter({(): num})
@@ -242,13 +242,13 @@ class StaleTraversal(Traversal):
 class TraversalOfTokens(Traversal):
     """Wrong: a node's parameter is its token's and not its path's."""
 
-    def _refuse_all(self, node: int, target_probs: Row) -> tuple[np.ndarray, Refused]:
+    def _reject_all(self, node: int, target_probs: Row) -> tuple[np.ndarray, Rejected]:
         self._presence[node] = 1.0
-        return super()._refuse_all(node, target_probs)
+        return super()._reject_all(node, target_probs)
 
 
 def laws_by_traversal(traversal: type[Traversal]) -> Laws:
-    return lambda tree, _, target_probs: traversal(tree, target_probs).law
+    return lambda tree, _, target_probs: traversal(tree, target_probs).distribution_after
 
 
 @pytest.mark.parametrize(

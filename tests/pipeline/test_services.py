@@ -236,13 +236,13 @@ async def test_an_unknown_session_is_told_what_is_held(target: target_pb2_grpc.T
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     metadata = dict(caught.value.trailing_metadata() or ())
     assert (metadata[LENGTH_KEY], metadata[HASH_KEY]) == ("0", str(prefix_hash([])))
-    with pytest.raises(grpc.aio.AioRpcError, match="is not held here"):
+    with pytest.raises(grpc.aio.AioRpcError, match="has no slot here"):
         await target.Release(common_pb2.ReleaseRequest(session_id="unknown"))  # it has taken no slot
 
 
 async def test_a_call_that_is_meant_for_another_worker_is_refused(target: target_pb2_grpc.TargetStub) -> None:
     """It was at this address before, perhaps with another model: a connection goes to whoever is there now."""
-    with pytest.raises(grpc.aio.AioRpcError, match="worker_id: 'target-1-a' is not here") as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match="at this address, got 'target-1-a'") as caught:
         await target.Verify(verify_request(worker_id="target-1-a"))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     info = await target.GetServerInfo(common_pb2.GetServerInfoRequest())
@@ -457,7 +457,7 @@ async def test_workers_that_cannot_start_say_why(
     monkeypatch.setattr(process, "stop_event", asyncio.Event)  # signals stay this process's own
     for module, flags, message in (
         (target_worker.__main__, ["--model", str(broken)], f"{victim.name}"),
-        (target_worker.__main__, ["--model", str(tiny), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
+        (target_worker.__main__, ["--model", str(tiny), "--port", port], f"--port: cannot listen on 127.0.0.1:{port}"),
         (
             target_worker.__main__,
             ["--model", str(tiny), "--kv-memory", "1KB"],

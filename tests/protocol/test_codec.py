@@ -194,7 +194,7 @@ def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> Non
     for event in (
         g.Started("r", 3, 2**63, "model", 7),
         g.Tokens((1, 2), (True, False), ("a", ""), positions, 8, 3, times, 1),
-        g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), metrics, times, ("w",), 2),
+        g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), metrics, times, ("w",), 2, 0),
     ):
         assert wg.event_from_wire(wg.event_to_wire(event)) == event
 

@@ -18,7 +18,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from target_worker.verification.verdict import compute_verdict, laws_of
+from target_worker.verification.verdict import compute_verdict, distributions_after
 
 SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL]
 Support = tuple[np.ndarray, np.ndarray]  # tokens and weights
@@ -53,7 +53,7 @@ def all_draws(support: Support, num: int, vocab_size: int) -> Iterator[tuple[tup
 
 def law_at_root(target_probs: np.ndarray, tree: Tree, scheme: Scheme) -> np.ndarray:
     tree.validate(len(target_probs), len(tree), scheme)
-    return laws_of(tree, scheme, lambda _: target_probs)(0, target_probs)
+    return distributions_after(tree, scheme, lambda _: target_probs)(0, target_probs)
 
 
 @st.composite
