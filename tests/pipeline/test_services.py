@@ -188,9 +188,12 @@ def sampled_tree(drawn_from: list[int], draws: list[int]) -> common_pb2.Tree:
             sampled_tree([4, 9], []),
             r"tree\.tokens\[2\]: must be a token of tree\.draft_probs of node 0, got 5",
         ),
-        (common_pb2.MULTI_ROUND, sampled_tree([], [1, 2]), r"tree\.draft_probs: must have the distribution .* node 0"),
-        (common_pb2.MULTI_ROUND, sampled_tree([4, 5], []), r"tree\.draws: must list all nodes"),
-        (common_pb2.MULTI_ROUND, sampled_tree([4, 5], [1, 3]), r"tree\.draws: must be nodes from 1 to 2, got 3"),
+        (
+            common_pb2.WITHOUT_REPLACEMENT,
+            sampled_tree([4, 5], [1, 3]),
+            r"tree\.draws: must be nodes from 1 to 2, got 3",
+        ),
+        (2, sampled_tree([4, 5], []), r"scheme: must be one of 0 \(target\).* got 2"),
         (
             common_pb2.WITHOUT_REPLACEMENT,
             sampled_tree([4, 5], [1, 1]),
@@ -207,7 +210,7 @@ async def test_trees_that_were_not_sampled_as_the_scheme_says(
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("scheme", [common_pb2.WITHOUT_REPLACEMENT, common_pb2.MULTI_ROUND])
+@pytest.mark.parametrize("scheme", [common_pb2.WITHOUT_REPLACEMENT, common_pb2.TRAVERSAL])
 async def test_sampled_trees_are_verified_by_their_schemes(
     target: target_pb2_grpc.TargetStub, scheme: common_pb2.VerificationScheme
 ) -> None:
@@ -216,7 +219,7 @@ async def test_sampled_trees_are_verified_by_their_schemes(
     plain = await target.Verify(verify_request(scheme=scheme))
     best = plain.bonus_token
     for round_, drawn in enumerate(([best, best + 1], [best + 1, best + 2]), start=1):
-        tree = sampled_tree(drawn, [1, 2, 1] if scheme == common_pb2.MULTI_ROUND else [])
+        tree = sampled_tree(drawn, [])
         tree.tokens[1:] = drawn
         context = common_pb2.Context(session_id="bad-input", context_start=2, prefix_hash=prefix_hash([1, 2]))
         request = verify_request(context=context, tree=tree, scheme=scheme, sampling=sampling, round=round_)
