@@ -1,1 +1,1 @@
-"""gRPC as all services of bough use it: servers, channels, statuses, graceful shutdown."""
+"""gRPC as used by all services: servers, channels, statuses and graceful shutdown."""

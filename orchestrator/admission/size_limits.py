@@ -83,6 +83,6 @@ def require_sizes(speculation: Speculation, max_nodes: int) -> None:
         require_growth("speculation.growth", speculation.growth, max_nodes)
     if speculation.scheme.is_sampled and not isinstance(speculation.growth, StaticShape | Chains):
         raise InvalidRequest(
-            f"speculation.scheme: {speculation.scheme.value} verifies samples, and growing best first takes none; "
-            "growth by a shape or in chains would do"
+            f"speculation.growth: must be a shape or chains for scheme {speculation.scheme.value}, which verifies "
+            "samples, got best-first"
         )

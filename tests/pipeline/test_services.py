@@ -111,7 +111,7 @@ async def test_requests_that_make_no_sense(
 
 
 async def test_a_message_over_the_limit(client: Client) -> None:
-    with pytest.raises(InvalidRequest, match=f"larger than max.*at most {MAX_MESSAGE_BYTES} bytes would do"):
+    with pytest.raises(InvalidRequest, match=f"must have at most {MAX_MESSAGE_BYTES} bytes, got: .*larger than max"):
         await finish(client, TextPrompt("x" * (MAX_MESSAGE_BYTES + 1)))
     assert (await finish(client, PROMPT)).finish_reason == "length"
 

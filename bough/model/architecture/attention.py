@@ -96,8 +96,8 @@ def _require_room(chunk: Chunk, layer: int, key: torch.Tensor, value: torch.Tens
             found, room = (numbers.shape[1], numbers.shape[3]), tuple(piece.slot.keys.shape[2:])
             if found != room:
                 raise CheckpointError(
-                    f"config.json: layer {layer} has {name} of {found[0]} heads of {found[1]} numbers, where it says "
-                    f"{room[0]} of {room[1]}; a model whose layers are alike in this would do"
+                    f"config.json: {name} of all layers must be {room[0]} heads of {room[1]} numbers, as it says, got "
+                    f"{found[0]} of {found[1]} in layer {layer}"
                 )
 
 
