@@ -123,5 +123,7 @@ def certificate_files(config: ServiceConfig) -> CertificateFiles:
 
 
 def _clients_of_doors(now: Certificates) -> bytes:
-    """Who must show a certificate at a door is also taken for one of the bough's own processes, who watch over it."""
-    return now.client_authority and now.client_authority + b"\n" + now.authority
+    """Who must show a certificate at a door may also be one of the bough's own processes, who watch over it: with one
+    of their authority, or of the process itself where they have none.
+    """
+    return now.client_authority and now.client_authority + b"\n" + (now.authority or now.chain)
