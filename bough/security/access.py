@@ -50,6 +50,11 @@ class Access:
         return None if self.tls is None else self.tls.server_credentials(lambda now: now.authority)
 
     @property
+    def worker_context(self) -> CurrentContext | None:
+        """As `worker_credentials`, for what does not speak gRPC."""
+        return None if self.tls is None else server_context(self.tls, lambda now: now.authority)
+
+    @property
     def door_credentials(self) -> grpc.ServerCredentials | None:
         """Of an orchestrator's door for gRPC. None is no TLS."""
         return None if self.tls is None else self.tls.server_credentials(_clients_of_doors)
