@@ -6,7 +6,6 @@ Serve's own schema passes over keys that it does not know; here each of them is 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from bough.cli.ray_dashboard import Node, RayDashboard
 from bough.config.addresses import is_loopback
+from bough.config.flag_parser import FlagParser
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, ConfigError
 from deploy.policies import PerReplica
@@ -225,7 +225,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 def main() -> int:
     """Exit status 2 and one line where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--ray", metavar="URL", help="of a cluster's dashboard: it must have what is asked for")
     arguments = parser.parse_args()
