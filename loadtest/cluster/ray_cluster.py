@@ -161,6 +161,8 @@ async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
         def start_head() -> None:
             head = [f"--port={GCS_PORT}", "--head", "--include-dashboard=true", f"--dashboard-host={front.address}"]
             head += [f"--dashboard-port={DASHBOARD_PORT}", f"--temp-dir={folder}/ray"]
+            # Ray takes nodes on other hosts for a head on this one, since all of them are processes of one machine.
+            (Path(folder) / "ray" / "ray_current_cluster").unlink(missing_ok=True)
             kept = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": f"{folder}/gcs"}
             started[FRONT] = _start_node(front, head, Path(folder), kept)
 
