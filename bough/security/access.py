@@ -50,6 +50,11 @@ class Access:
         return None if self.tls is None else self.tls.server_credentials(lambda now: now.authority)
 
     @property
+    def worker_context(self) -> CurrentContext | None:
+        """TLS context of a worker's server that does not speak gRPC; None is no TLS."""
+        return None if self.tls is None else server_context(self.tls, lambda now: now.authority)
+
+    @property
     def door_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials of an orchestrator's gRPC server; None is no TLS."""
         return None if self.tls is None else self.tls.server_credentials(_clients_of_doors)
@@ -123,5 +128,8 @@ def certificate_files(config: ServiceConfig) -> CertificateFiles:
 
 
 def _clients_of_doors(now: Certificates) -> bytes:
-    """Authorities of clients at front doors; includes the processes' own, whose supervisors call too."""
-    return now.client_authority and now.client_authority + b"\n" + now.authority
+    """Authorities whose certificates a front door accepts; the supervisor's is one, as it calls the doors too.
+
+    Without an authority of the processes, that is the process's own certificate.
+    """
+    return now.client_authority and now.client_authority + b"\n" + (now.authority or now.chain)
