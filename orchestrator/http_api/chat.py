@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens
+from bough.protocol.sampling_params import UNLIMITED
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import ChatFields, MessageFields
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, chat_logprobs
-
-UNLIMITED = 2**31 - 1  # tokens: no context holds as many
 
 # Fields that gRPC knows by other names: as they begin an error's text.
 FIELD_NAMES = {"chat.messages": "messages", "chat": "messages", "prompt": "messages", "logprobs": "top_logprobs"}
