@@ -58,14 +58,18 @@ class ReadPacing:
 class WeightsHash:
     """Of files as they are when this is made. Close it before what they are read with."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        """Raises CheckpointError where one of them is not there."""
+    def __init__(self, files: Iterable[Path], is_same: Callable[[], bool] = lambda: False) -> None:
+        """`is_same` tells whether the files hold, as far as samples show, what they held when this was made.
+
+        Raises CheckpointError where one of them is not there.
+        """
         try:
             self._states = {file: FileState.of(file) for file in sorted(set(files))}
         except OSError as exc:
             raise CheckpointError(f"{exc.filename}: cannot be read: {exc}") from exc
         known = {file: known_digest(file, state) for file, state in self._states.items()}
         self._digests = {file: digest for file, digest in known.items() if digest is not None}
+        self._is_same = is_same
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -98,8 +102,28 @@ class WeightsHash:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # on Linux of the thread alone
         with suppress(Closed):
             try:
-                for file, state in self._states.items():
-                    if file not in self._digests:
-                        self._digests[file] = file_digest(file, state, pace.give_way)
+                for file in self._states:
+                    while file not in self._digests:
+                        self._read(file, pace)
             except CheckpointError as exc:
                 logger.warning("%s; the weights are told from others' by samples only", exc)
+
+    def _read(self, file: Path, pace: ReadPacing) -> None:
+        """Its digest, or its state as it is now, where it was touched: the times are others, and the bytes the same.
+
+        Raises:
+            Closed: by `close`.
+            CheckpointError: the file cannot be read, or is another, or may be.
+        """
+        state = self._states[file]
+        try:
+            self._digests[file] = file_digest(file, state, pace.give_way)
+        except CheckpointError:
+            with suppress(OSError):
+                while not (found := FileState.of(file)).is_settled():
+                    if self._closed.wait(LOOK_SECONDS):
+                        raise Closed from None
+                if found[:2] == state[:2] and found != state and self._is_same():
+                    self._states[file] = found
+                    return
+            raise

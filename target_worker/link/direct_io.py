@@ -15,10 +15,10 @@ import torch
 
 from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint.checkpoint import MAX_HEADER_BYTES, TensorPlace
-from bough.model.checkpoint.content_samples import samples_digest
+from bough.model.checkpoint.content_samples import SAMPLE_BYTES, Sample, samples_digest
 from target_worker.link.file_digests import file_digest, known_digest
 from target_worker.link.layer_extents import Extent, LayerExtents
-from target_worker.link.open_files import FileState, OpenFile, open_file
+from target_worker.link.open_files import SETTLED_SECONDS, FileState, OpenFile, open_file
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,11 @@ class Disk:
         return renewed
 
     def _require_same(self, path: Path, before: FileState, found: FileState) -> None:
-        """By checksums, which are compared with what is then read; by a digest, where one was known before; by samples,
-        where another file is there, which nobody would have renamed before it was whole. Raises StreamError.
+        """By checksums, which are compared with what is then read; by a digest, where one was known; otherwise by
+        samples, on which a worker that starts now would go on as well. Another file nobody would have renamed before it
+        was whole; one that is overwritten changes from the beginning on, and while it does it is not gone on with.
+
+        Raises StreamError.
         """
         if found.size != before.size:
             raise StreamError(
@@ -128,15 +131,15 @@ class Disk:
                     f"{path}: has other bytes than when the model was opened; sessions have begun with those that were "
                     "there: put these back, or start again"
                 )
-        elif found.inode == before.inode:
-            raise StreamError(
-                f"{path}: was written to in place since the model was opened, and whether it holds the same is not "
-                "known; sessions have begun with what was there: start again"
-            )
         elif self._contents_of(path) != self._contents[path]:
             raise StreamError(
-                f"{path}: another file stands here than when the model was opened, with other weights; sessions "
-                "have begun with those that were there: put these back, or start again"
+                f"{path}: another file stands here than when the model was opened, or it was written to in place, with "
+                "other weights; sessions have begun with those that were there: put these back, or start again"
+            )
+        elif found.inode == before.inode and not found.is_settled():
+            raise StreamError(
+                f"{path}: was written to a moment ago; it is gone on with once it has been left alone for "
+                f"{SETTLED_SECONDS:g} s and still holds the same"
             )
 
     def _digest_of(self, path: Path, state: FileState) -> str:
@@ -167,9 +170,11 @@ class Disk:
             done += count
 
     def _contents_of(self, file: Path) -> str:
-        """Samples of the tensors of a file that have no checksums, one of each."""
+        """Samples of the tensors of a file that have no checksums: the beginning of each, and one of the rest."""
+        places = self._unchecked.get(file, ())
+        begins = [Sample(f"{p.name} begin", file, p.offset, min(SAMPLE_BYTES, p.num_bytes)) for p in places]
         try:
-            return samples_digest(self._unchecked.get(file, ()), num_samples=1)
+            return samples_digest([*places, *begins], num_samples=1)
         except CheckpointError as exc:
             raise StreamError(str(exc)) from exc
 
