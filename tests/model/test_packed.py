@@ -447,7 +447,9 @@ def test_a_file_that_is_laid_out_otherwise_is_not_read(tiny: Path, tmp_path: Pat
         with pytest.raises(StreamError, match="checksum"):
             plain_logits(model, TOKENS)
         other.replace(place.file)
-        with pytest.raises(StreamError, match=rf"{place.file.name}: has \d+ bytes, and had \d+ when"):
+        with pytest.raises(
+            StreamError, match=rf"{place.file.name}: must have \d+ bytes, as when the model was opened, got \d+"
+        ):
             plain_logits(model, TOKENS)
 
 

@@ -165,7 +165,7 @@ def test_a_file_that_was_written_to_since_the_start_leaves_it_unknown(
     with pytest.raises(CheckpointError, match="while the model was loaded"):
         weights.require_unchanged()
     assert _computed(weights) == ""
-    assert "told from others' by samples only" in caplog.text
+    assert "compared by samples only" in caplog.text
     file.unlink()
     weights.require_unchanged()
 
