@@ -12,6 +12,7 @@ from bough.protocol.generation import Event, Finished, Started, Tokens
 from bough.security.api_keys import ApiKey
 
 MINUTE_SECONDS = 60.0
+MAX_SESSIONS = 10_000  # of a tenant's names, where its key says nothing: a tenth of what the index keeps
 RETRY_SECONDS = 1.0  # after which one of a tenant's own requests may have ended
 
 
@@ -22,6 +23,7 @@ class _Account:
     num_running: int = 0
     num_owed: float = 0.0  # tokens that were used and that the minutes since have not paid for
     settled_at: float = 0.0  # seconds on the clock
+    sessions: dict[str, int] = field(default_factory=dict)  # requests in each by its name; those used last at the end
 
     def settle(self, now: float, per_minute: int) -> None:
         """What time has paid for is owed no more."""
@@ -37,21 +39,44 @@ class Usage:
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     @contextmanager
-    def request(self, key: ApiKey) -> Iterator[Callable[[Event], None]]:
-        """One request, whose events are to be told to what the block is given.
+    def request(self, key: ApiKey, session: str = "") -> Iterator[Callable[[Event], None]]:
+        """One request, in a session that it names or in none; its events are to be told to what the block is given.
 
         Raises:
-            Exhausted: the tenant has as many requests as it may, or has used its tokens; with a delay.
+            Exhausted: the tenant has as many requests as it may, or one in each of its sessions, or has used its
+                tokens; with a delay.
         """
         account = self._accounts.setdefault(key.name, _Account(settled_at=self.clock()))
-        self._require_room(key, account)
+        self._require_room(key, account, session)
         account.num_running += 1
+        if session:
+            account.sessions[session] = account.sessions.pop(session, 0) + 1
         try:
             yield lambda event: self._observe(account, key, event)
         finally:
             account.num_running -= 1
+            if session in account.sessions:
+                account.sessions[session] -= 1
 
-    def _require_room(self, key: ApiKey, account: _Account) -> None:
+    def surplus(self, key: ApiKey) -> list[str]:
+        """The sessions, unused for longest, that a tenant has beyond those it may keep; they count no longer."""
+        sessions = self._accounts[key.name].sessions
+        idle = [name for name, num_running in sessions.items() if not num_running]
+        given_up = idle[: max(0, len(sessions) - _most_sessions(key))]
+        for name in given_up:
+            del sessions[name]
+        return given_up
+
+    def forget(self, key: ApiKey, session: str) -> None:
+        """It was closed."""
+        if key.name in self._accounts:
+            self._accounts[key.name].sessions.pop(session, None)
+
+    def _require_room(self, key: ApiKey, account: _Account, session: str) -> None:
+        if session and session not in account.sessions:
+            num_busy = sum(1 for num_running in account.sessions.values() if num_running)
+            if num_busy >= _most_sessions(key):
+                raise Exhausted(f"sessions: a request runs in each of the {num_busy} of this key", RETRY_SECONDS)
         if key.requests and account.num_running >= key.requests:
             raise Exhausted(f"requests: {key.requests} of this key's run, as many as may at once", RETRY_SECONDS)
         if not key.tokens_per_minute:
@@ -76,3 +101,7 @@ class Usage:
         if key.tokens_per_minute:
             account.settle(self.clock(), key.tokens_per_minute)
             account.num_owed += used
+
+
+def _most_sessions(key: ApiKey) -> int:
+    return key.sessions or MAX_SESSIONS

@@ -64,3 +64,25 @@ def test_a_key_without_limits_has_none() -> None:
     for _ in range(100):
         with usage.request(ALICE) as count:
             count(tokens(1000))
+
+
+def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_that_is_in_use() -> None:
+    usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=2)
+
+    def used(name: str) -> list[str]:
+        with usage.request(key, name):
+            return usage.surplus(key)
+
+    assert [used(name) for name in ("a", "b", "a", "c", "", "c")] == [[], [], [], ["b"], [], []]
+    with usage.request(key, "a"), usage.request(key, "a"):
+        with usage.request(key, "d"):
+            assert usage.surplus(key) == ["c"]
+            with pytest.raises(Exhausted, match="sessions: a request runs in each of the 2 of this key") as refused:
+                used("e")
+            assert refused.value.retry_seconds
+            with usage.request(key), usage.request(ApiKey("bob", "1" * 64, sessions=1), "e"):
+                pass
+        assert used("e") == ["d"]
+    usage.forget(key, "a")
+    usage.forget(ApiKey("nobody", "2" * 64), "a")
+    assert used("f") == []
