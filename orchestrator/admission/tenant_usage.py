@@ -49,14 +49,20 @@ class Usage:
         account = self._accounts.setdefault(key.name, _Account(settled_at=self.clock()))
         self._require_room(key, account, session)
         account.num_running += 1
-        if session:
-            account.sessions[session] = account.sessions.pop(session, 0) + 1
+        begun: list[str] = []
+
+        def observe(event: Event) -> None:
+            if session and isinstance(event, Started):
+                account.sessions[session] = account.sessions.pop(session, 0) + 1
+                begun.append(session)
+            self._observe(account, key, event)
+
         try:
-            yield lambda event: self._observe(account, key, event)
+            yield observe
         finally:
             account.num_running -= 1
-            if session in account.sessions:
-                account.sessions[session] -= 1
+            for name in account.sessions.keys() & begun:
+                account.sessions[name] -= 1
 
     def surplus(self, key: ApiKey) -> list[str]:
         """The sessions, unused for longest, that a tenant has beyond those it may keep; they count no longer."""

@@ -48,11 +48,12 @@ class Tenant:
         inner = replace(options, request_id=self._inner(request_id), session_id=session_id, cache_salt=salt)
         counted = nullcontext(_uncounted) if self.key is None else self.usage.request(self.key, options.session_id)
         with self._outer_names(), counted as count, request_trace(self.tracer, inner) as trace:
-            await self._close_surplus()
             async with aclosing(self.requests.generate(prompt, inner, timeout_seconds)) as events:
                 async for event in events:
                     count(event)
                     trace.note(event)
+                    if isinstance(event, Started):
+                        await self._close_surplus()
                     yield self._outer(event, request_id)
 
     def abort(self, request_id: str) -> None:

@@ -11,6 +11,7 @@ from bough.security.api_keys import ApiKey
 from orchestrator.admission.tenant_usage import Usage
 
 ALICE = ApiKey("alice", "0" * 64)
+STARTED = Started("r", 1, 1, "m")
 
 
 def tokens(number: int) -> Tokens:
@@ -70,12 +71,18 @@ def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_tha
     usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=2)
 
     def used(name: str) -> list[str]:
-        with usage.request(key, name):
+        with usage.request(key, name) as count:
+            count(STARTED)
             return usage.surplus(key)
 
     assert [used(name) for name in ("a", "b", "a", "c", "", "c")] == [[], [], [], ["b"], [], []]
-    with usage.request(key, "a"), usage.request(key, "a"):
-        with usage.request(key, "d"):
+    with usage.request(key, "a") as first, usage.request(key, "a") as second:
+        first(STARTED)
+        second(STARTED)
+        with usage.request(key, "x"):
+            assert usage.surplus(key) == [], "it has not been let in"
+        with usage.request(key, "d") as count:
+            count(STARTED)
             assert usage.surplus(key) == ["c"]
             with pytest.raises(Exhausted, match="sessions: a request runs in each of the 2 of this key") as refused:
                 used("e")
