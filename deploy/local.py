@@ -15,9 +15,9 @@ from typing import Any
 
 import ray
 
-from bough.cli.doctor import find_problems
-from bough.cli.ray_dashboard import Application, Node, RayDashboard
-from bough.cli.up import ensure_demonstration
+from bough.cli.inspection.doctor import find_problems
+from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
+from bough.cli.machine.up import ensure_demonstration
 from bough.client import Client
 from bough.config.processes import DEFAULT_PORT
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable

@@ -1,1 +1,1 @@
-"""The `bough` command, with a file for each subcommand."""
+"""The `bough` command; its subcommands are in rooms by subject."""
