@@ -97,8 +97,9 @@ class Tree:
     def children(self) -> list[dict[int, int]]:
         """For each node, its children as a map from token to node."""
         children: list[dict[int, int]] = [{} for _ in range(len(self))]
-        for node in range(1, len(self)):
-            children[self.parents[node]][int(self.tokens[node])] = node
+        tokens = self.tokens.tolist()
+        for node, parent in enumerate(self.parents.tolist()[1:], 1):
+            children[parent][tokens[node]] = node
         return children
 
     def along(self, tokens: Iterable[int]) -> list[int]:
@@ -113,10 +114,10 @@ class Tree:
 
     def scores(self) -> FloatArray:
         """(num_nodes,) log-probability of the path from the root to each node."""
-        scores = self.log_probs.copy()
-        for node in range(1, len(self)):
-            scores[node] += scores[self.parents[node]]
-        return scores
+        scores = self.log_probs.tolist()
+        for node, parent in enumerate(self.parents.tolist()[1:], 1):
+            scores[node] += scores[parent]
+        return np.array(scores, np.float32)
 
     def trimmed(self, budget: int) -> Tree:
         """The tree of the `budget` best-scoring nodes, in their old order; raises InvalidTree if `budget` < 1."""
