@@ -11,7 +11,7 @@ import asyncio
 import os
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,7 +44,7 @@ class Reading(NamedTuple):
     @classmethod
     def of(cls, text: str) -> Reading:
         """Sums over all labels but the bound."""
-        lags, sums = dict[float, float](), Counter[str]()
+        lags, sums = dict[float, float](), defaultdict[str, float](float)
         for name, labels, value in FIGURE.findall(text):
             sums[name] += float(value)
             if name == f"{LAG}_bucket" and (bound := BOUND.search(labels)):
