@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict, strict_inner
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.growth.grower import Candidates
 
@@ -86,7 +86,7 @@ def sharpened(log_probs: NDArray[np.float32], power: float) -> NDArray[np.float3
     return log_probs if power == 1.0 else _sharpened(log_probs, power)
 
 
-@strict
+@strict_inner
 def _log_rest(log_probs: Any) -> Any:
     """Logarithm of what candidates leave for other tokens."""
     total = 0.0
@@ -95,7 +95,7 @@ def _log_rest(log_probs: Any) -> Any:
     return np.log(max(1.0 - total, LEAST_CHANCE))
 
 
-@strict
+@strict_inner
 def _log_total(log_probs: Any, log_rest: Any, power: Any) -> Any:
     """Logarithm of the sum by which powers of probabilities are probabilities again."""
     total = np.exp(power * log_rest)
