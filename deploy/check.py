@@ -6,7 +6,6 @@ Serve's own schema passes over keys that it does not know; here each of them is 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.schema import ServeDeploySchema
 
 from bough.cli.ray_dashboard import Node, RayDashboard
+from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError, ConfigError
 from deploy.policies import PerReplica
 from deploy.settings import (
@@ -188,7 +188,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 def main() -> int:
     """Exit status 2 and one line where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--ray", metavar="URL", help="of a cluster's dashboard: it must have what is asked for")
     arguments = parser.parse_args()

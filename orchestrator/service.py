@@ -13,7 +13,6 @@ from bough.errors import InvalidRequest, Unavailable
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
-from bough.protocol.codec_costs import decisions_to_wire
 from bough.protocol.sampling_params import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.rpc.server import Served, service_name, serving
 from bough.security.doorkeeper import Doorkeeper, authorization
@@ -74,7 +73,7 @@ class GenerationService:
 
     async def GetDecisions(self, request: pb.GetDecisionsRequest, context: Context) -> pb.Decisions:
         """Why trees were as large as they were."""
-        return decisions_to_wire(self._tenant(context).decisions(request.session_id))
+        return wire.decisions_to_wire(self._tenant(context).decisions(request.session_id))
 
     def _tenant(self, context: Context) -> Tenant:
         return self._callers.tenant(authorization(context.invocation_metadata()))

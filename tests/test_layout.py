@@ -110,6 +110,13 @@ def test_opentelemetry_in_one_file_and_imported_only_where_traces_are_asked_for(
             assert path == ROOT / "bough" / "telemetry" / "tracing.py", path
 
 
+def test_every_command_line_takes_whole_flags_only() -> None:
+    """`--model` must not become `--model-name` on the day that the first is gone."""
+    for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
+        if path != ROOT / "bough" / "config" / "flag_parser.py":
+            assert "ArgumentParser(" not in path.read_text(), path
+
+
 def test_proto_is_no_package() -> None:
     """ray pulls in proto-plus, whose module is `proto`."""
     assert not (ROOT / "proto" / "__init__.py").exists()

@@ -61,15 +61,17 @@ async def keys(arguments: argparse.Namespace) -> int:
 
 def _add(arguments: argparse.Namespace, name: str) -> int:
     lines = _lines(arguments.file) if Path(arguments.file).exists() else []
-    key = new_key()
+    key, now = new_key(), datetime.now(UTC)
     entry = ApiKey(
         name,
         hash_of(key),
-        datetime.now(UTC).isoformat(timespec="seconds"),
+        now.isoformat(timespec="seconds"),
         None if arguments.expires is None else require_time("--expires", arguments.expires),
         require_limit("--requests", arguments.requests),
         require_limit("--tokens-per-minute", arguments.tokens_per_minute),
     )
+    if entry.has_expired(now.timestamp()):
+        raise ConfigError(f"--expires: must be a time to come, got {arguments.expires}, and it is {entry.created}")
     _write(arguments.file, [*lines, entry.to_line()])
     print(f"key {entry.key_id} of {name}; it is shown this once, and only its hash is kept:", file=sys.stderr)
     print(key)

@@ -15,6 +15,7 @@ from bough.cli.keys import add_keys, keys
 from bough.cli.reaching import add_address
 from bough.cli.simulate_flags import add_simulate
 from bough.cli.speculation import add_speculation, speculation_from
+from bough.config.flag_parser import FlagParser
 from bough.config.parsers import DRAFT_BITS, DTYPE_NAMES
 from bough.config.processes import DEFAULT_PORT, PLANNERS, PlanConfig
 from bough.errors import BoughError
@@ -116,7 +117,7 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bough", description=__import__("bough").__doc__)
+    parser = FlagParser(prog="bough", description=__import__("bough").__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="everything from nothing: build the model, start, compare"))

@@ -57,7 +57,7 @@ def speculation_from(arguments: argparse.Namespace) -> Speculation:
                 f"--{name}: must not be given with --growth {arguments.growth}, which sets the size of a tree, "
                 f"got {getattr(arguments, name)}"
             )
-    if scheme is not Scheme.TARGET:
+    if scheme.is_sampled:
         _require_samples(arguments, growth)
     return Speculation(
         arguments.no_speculation,

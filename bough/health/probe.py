@@ -7,13 +7,13 @@ asked, by an address that is among its certificate's names. Exit status 0 is SER
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bough.config.flag_parser import FlagParser
 from bough.errors import ConfigError
 from bough.rpc.tls_faults import explained
 from bough.security.certificates import CertificateFiles
@@ -36,7 +36,7 @@ async def status_of(address: str, service: str = "", files: CertificateFiles = P
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the status; 0 where it is SERVING."""
-    parser = argparse.ArgumentParser(prog="bough.health", description=__doc__)
+    parser = FlagParser(prog="bough.health", description=__doc__)
     parser.add_argument("address", metavar="ADDRESS")
     parser.add_argument("service", metavar="SERVICE", nargs="?", default="")
     add_certificates(parser)

@@ -25,8 +25,7 @@ class Tree:
     parents: IntArray  # (num_nodes,) index of the parent; -1 at the root
     log_probs: FloatArray  # (num_nodes,) log-probability given the path, by the draft; 0 at the root
     draft_probs: DraftProbs | None = None  # sampling distributions of the children; only for sampled schemes
-    # (num_draws,) nodes in sampling order, repeated if drawn repeatedly; None: every node once, in its own order
-    draws: IntArray | None = None
+    draws: IntArray | None = None  # (num_draws,) the nodes that were sampled, in that order; None: all, in their own
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> Tree:
@@ -44,11 +43,6 @@ class Tree:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def num_places(self) -> int:
-        """Nodes, counting a node drawn several times as several."""
-        return max(len(self), 1 + len(self.draws)) if self.draws is not None else len(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tree):
@@ -133,9 +127,9 @@ class Tree:
         return Tree(self.tokens[nodes], parents, self.log_probs[nodes])
 
     def sampled_children(self, node: int, scheme: Scheme) -> IntArray:
-        """Children of `node` in sampling order, repeated if drawn repeatedly; without nodes added after sampling."""
+        """Children of `node` in sampling order, without nodes added after sampling."""
         drawn = np.arange(len(self), dtype=np.int32)
-        if scheme is not Scheme.TARGET and self.draws is not None:
+        if scheme.is_sampled and self.draws is not None:
             drawn = self.draws
         below: IntArray = drawn[self.parents[drawn] == node]
         return below
@@ -160,8 +154,8 @@ class Tree:
         if self.draft_probs is not None:
             self.draft_probs.validate(size, vocab_size)
         if self.draws is not None:
-            self._validate_draws(self.draws, max_nodes)
-        if scheme is not Scheme.TARGET:
+            self._validate_draws(self.draws)
+        if scheme.is_sampled:
             self._validate_sample(scheme)
 
     def _validate_node(self, node: int, vocab_size: int) -> None:
@@ -186,10 +180,12 @@ class Tree:
                 )
             first_with[key] = node
 
-    def _validate_draws(self, draws: IntArray, max_nodes: int) -> None:
-        if len(draws) >= max_nodes:
-            raise InvalidTree(f"tree.draws: must be at most {max_nodes - 1} draws, got {len(draws)}")
+    def _validate_draws(self, draws: IntArray) -> None:
         drawn = {*draws.tolist()}
+        if len(drawn) < len(draws):
+            raise InvalidTree(
+                f"tree.draws: must have each node at most once, got {len(draws)} draws of {len(drawn)} nodes"
+            )
         if strangers := drawn - {*range(1, len(self))}:
             raise InvalidTree(f"tree.draws: must be nodes from 1 to {len(self) - 1}, got {min(strangers)}")
         for node in sorted(drawn):
@@ -200,12 +196,6 @@ class Tree:
 
     def _validate_sample(self, scheme: Scheme) -> None:
         """Check that the drawn nodes can have been sampled as the scheme requires."""
-        if scheme is Scheme.MULTI_ROUND and self.draws is None and len(self) > 1:
-            raise InvalidTree(
-                f"tree.draws: must list all nodes in sampling order for {scheme.value} verification, got none"
-            )
-        if scheme.is_without_replacement and self.draws is not None and len({*self.draws.tolist()}) < len(self.draws):
-            raise InvalidTree(f"tree.draws: must have each node at most once for {scheme.value} verification")
         for node in range(len(self)):
             drawn = self.sampled_children(node, scheme)
             if len(drawn) == 0:
@@ -216,9 +206,8 @@ class Tree:
                     f"for {scheme.value} verification, got none"
                 )
             possible = self.draft_probs.of(node)[0]
-            # Without replacement, draws after the support is exhausted come from the other tokens.
-            num_possible = len(possible) if scheme.is_without_replacement else len(drawn)
-            for child in drawn[:num_possible].tolist():
+            # Draws after the support is exhausted come from the other tokens.
+            for child in drawn[: len(possible)].tolist():
                 if self.tokens[child] not in possible:
                     raise InvalidTree(
                         f"tree.tokens[{child}]: must be a token of tree.draft_probs of node {node}, "

@@ -12,7 +12,7 @@ from bough.model.cpu.jit import strict
 from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights, require_numbers
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
-from bough.trees.tree_plan import Guess, Scheme
+from bough.trees.tree_plan import Guess
 from draft_worker.candidates.noise import noise_at
 from draft_worker.growth.grower import Candidates
 
@@ -34,7 +34,7 @@ class Guessing:
     @classmethod
     def of(cls, call: GrowCall) -> Guessing:
         """What a call asks for."""
-        is_sample = call.plan.scheme is not Scheme.TARGET
+        is_sample = call.plan.scheme.is_sampled
         is_perturbed = not is_sample and call.plan.guess is Guess.SAMPLE and not call.sampling.is_greedy
         return cls(call.sampling, call.context.prompt_length, is_sample, is_perturbed, call.vocab_size)
 

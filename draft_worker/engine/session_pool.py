@@ -99,7 +99,7 @@ class SessionPool:
         """Forgets a session. Raises NotFound."""
         session = self._sessions.pop(session_id, None)
         if session is None:
-            raise NotFound(f"session_id: {session_id!r} is not held here")
+            raise NotFound(f"session_id: {session_id!r} has no slot here")
         self._index.forget(session)
         self._arena.give_back(session.slot)
 

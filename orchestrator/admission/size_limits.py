@@ -9,7 +9,7 @@ from bough.protocol import codec_checks
 from bough.protocol.codec import MAX_NAME_LENGTH
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, Speculation, TextPrompt, TokenPrompt
 from bough.tokenization.tokenizer import Tokenizer
-from bough.trees.tree_plan import Chains, Scheme, StaticShape, require_growth
+from bough.trees.tree_plan import Chains, StaticShape, require_growth
 
 
 def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
@@ -81,7 +81,7 @@ def require_sizes(speculation: Speculation, max_nodes: int) -> None:
         raise InvalidRequest(f"speculation.lookup: {speculation.lookup}; 0 to {max_nodes} would do")
     if speculation.growth is not None:
         require_growth("speculation.growth", speculation.growth, max_nodes)
-    if speculation.scheme is not Scheme.TARGET and not isinstance(speculation.growth, StaticShape | Chains):
+    if speculation.scheme.is_sampled and not isinstance(speculation.growth, StaticShape | Chains):
         raise InvalidRequest(
             f"speculation.scheme: {speculation.scheme.value} verifies samples, and growing best first takes none; "
             "growth by a shape or in chains would do"

@@ -69,9 +69,12 @@ class Choice:
         return self.finished.finish_reason if self.finished else None
 
     @property
-    def stop_reason(self) -> str | None:
-        """The stop text or token id that it ended at."""
-        return self.finished.stop_reason or None if self.finished else None
+    def stop_reason(self) -> str | int | None:
+        """The stop text or, as a number, the token id that it ended at."""
+        if self.finished is None:
+            return None
+        token_id = self.finished.stop_token_id
+        return self.finished.stop_reason or None if token_id is None else token_id
 
 
 class Answer(ABC):

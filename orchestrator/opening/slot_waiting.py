@@ -94,7 +94,7 @@ class Slots:
         refusal = Exhausted("KV memory: no target has room")
         while True:
             await place.first(deadline)
-            for target in self._worth_asking(session, home, proposal.tree.num_places, time.monotonic() - began):
+            for target in self._worth_asking(session, home, len(proposal.tree), time.monotonic() - began):
                 timeout_seconds = session.patience.within(self.config.target_timeout)
                 try:
                     held, answer = await target.client.reserve(

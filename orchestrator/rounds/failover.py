@@ -84,7 +84,7 @@ class Failover:
                     raise
                 logger.warning("%s: %s", seat.target.record.worker_id, exc)
                 trouble = trouble or _Trouble(time.monotonic())
-                await self._recover(session, seat, proposal.tree.num_places, trouble, exc)
+                await self._recover(session, seat, len(proposal.tree), trouble, exc)
             else:
                 seat.target.health.succeeded(session.session_id)
                 seat.target.observe(answer[0])

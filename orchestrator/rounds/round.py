@@ -144,7 +144,7 @@ class Rounds:
         """Most guesses that may come from the text."""
         if session.speculation.lookup is not None:
             return session.speculation.lookup
-        return 0 if session.speculation.scheme is not Scheme.TARGET else self.config.lookup
+        return 0 if session.speculation.scheme.is_sampled else self.config.lookup
 
     async def _grow(
         self,
@@ -193,7 +193,7 @@ def _lookup_limits(session: Session, target: WorkerHandle[TargetClient], plan: R
 
     They reach no deeper than `depth`, where that is asked for, and than tokens are left to guess.
     """
-    is_sample = plan.tree.scheme is not Scheme.TARGET
+    is_sample = plan.tree.scheme.is_sampled
     room = target.info.max_nodes - plan.tree.growth.budget if is_sample else plan.max_nodes - 1
     depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
     return LookupLimits(min(plan.lookup, room), depth, session.sampling.stop_token_ids)
@@ -206,7 +206,7 @@ def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -
         InvalidTree: it is no tree, or not the one that was asked for.
     """
     tree.validate(vocab_size, plan.growth.budget, plan.scheme)
-    if plan.scheme is Scheme.TARGET and not (tree.draft_probs is None and tree.draws is None):
+    if not plan.scheme.is_sampled and not (tree.draft_probs is None and tree.draws is None):
         raise InvalidTree("tree.draft_probs: no sample was asked for; a tree without draft_probs and draws would do")
     if (depth := int(tree.depths().max())) > plan.growth.depth:
         raise InvalidTree(f"tree: {depth} levels; at most {plan.growth.depth} were asked for")

@@ -67,6 +67,7 @@ class Session:
     span: Span = NO_SPAN  # of the round that is under way
     finish_reason: str = ""
     stop_reason: str = ""
+    stop_token_id: int | None = None
     timings: RoundTimings = field(default_factory=RoundTimings)
     num_draft_tokens: int = 0
     num_degraded_rounds: int = 0
@@ -203,7 +204,7 @@ class Session:
         """Commits one token; returns its text, and notes the end where this is it."""
         self.tokens.append(token)
         if token in self.sampling.stop_token_ids:
-            self.finish_reason, self.stop_reason = "stop", str(token)
+            self.finish_reason, self.stop_reason, self.stop_token_id = "stop", str(token), token
             return ""
         piece = self.text.push(token)
         if piece.stop is not None:
@@ -239,6 +240,7 @@ class Session:
             self.timings,
             tuple(self._all_warnings()),
             self.num_failovers,
+            self.stop_token_id,
         )
 
 

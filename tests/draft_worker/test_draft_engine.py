@@ -230,7 +230,7 @@ def test_a_session_that_is_released_while_it_grows() -> None:
     with pytest.raises(NotFound, match="'s' was released while its tree grew"):
         future.result(0)
     assert (engine.is_growing, len(engine.pool)) == (False, 0)
-    with pytest.raises(NotFound, match="'s' is not held here"):
+    with pytest.raises(NotFound, match="'s' has no slot here"):
         engine.release("s")
 
 

@@ -11,9 +11,7 @@ import pytest
 from bough.trees.acceptance import DepthCounts, SchemeAcceptance, by_rank
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from loadtest.acceptance.rates import in_rounds
 from orchestrator.sizing.acceptance_counts import HALF_LIFE_ROUNDS, NUM_DEPTHS, NUM_RANKS, AcceptanceCounter
-from tests.fakes.two_tokens import PAIR, cases
 
 FOREVER = math.inf  # rounds
 
@@ -53,28 +51,6 @@ def test_rank_is_the_place_among_siblings_wherever_they_stand() -> None:
     counter.observe(Scheme.TARGET, tree(0, 1, 0, 1, 0), ())
     by_depth = counted(counter).by_depth
     assert by_depth == (DepthCounts((1, 0, 1), (0, 0, 1)), DepthCounts((0, 1, 0), (0, 0, 0)))
-
-
-def test_a_rank_is_a_draw_where_equal_draws_share_a_node() -> None:
-    """By children the second of them, B, would make a tree of two draws sure; they hold it 19 times in 100."""
-    counter = AcceptanceCounter(FOREVER)
-    for case in cases(3):
-        for _ in range(case.times):
-            counter.observe(Scheme.MULTI_ROUND, case.tree, case.verdict.accepted_nodes)
-    (vector,) = by_rank(counted(counter, Scheme.MULTI_ROUND)).tolist()
-    assert vector == pytest.approx([0.6, 0.04, 0.036])
-    assert np.cumsum(vector).tolist() == pytest.approx([in_rounds(PAIR, k) for k in (1, 2, 3)])
-
-
-def test_draws_below_a_node_that_several_chains_share_are_ranked_in_their_order() -> None:
-    """Chains draw A, B, A; below them 3 and 5 below A, 4 below B."""
-    shared = replace(tree(0, 0, 1, 2, 1), draws=np.array([1, 2, 1, 3, 4, 5], np.int32))
-    counter = AcceptanceCounter(FOREVER)
-    counter.observe(Scheme.MULTI_ROUND, shared, (1, 5))
-    counter.observe(Scheme.MULTI_ROUND, shared, (2,))
-    counter.observe(Scheme.MULTI_ROUND, shared, ())
-    by_depth = counted(counter, Scheme.MULTI_ROUND).by_depth
-    assert by_depth == (DepthCounts((1, 1, 0), (0, 0, 1)), DepthCounts((0, 1, 0), (1, 0, 0)))
 
 
 def test_what_was_added_to_a_sample_is_no_rank_of_it() -> None:

@@ -188,9 +188,12 @@ def sampled_tree(drawn_from: list[int], draws: list[int]) -> common_pb2.Tree:
             sampled_tree([4, 9], []),
             r"tree\.tokens\[2\]: must be a token of tree\.draft_probs of node 0, got 5",
         ),
-        (common_pb2.MULTI_ROUND, sampled_tree([], [1, 2]), r"tree\.draft_probs: must have the distribution .* node 0"),
-        (common_pb2.MULTI_ROUND, sampled_tree([4, 5], []), r"tree\.draws: must list all nodes"),
-        (common_pb2.MULTI_ROUND, sampled_tree([4, 5], [1, 3]), r"tree\.draws: must be nodes from 1 to 2, got 3"),
+        (
+            common_pb2.WITHOUT_REPLACEMENT,
+            sampled_tree([4, 5], [1, 3]),
+            r"tree\.draws: must be nodes from 1 to 2, got 3",
+        ),
+        (2, sampled_tree([4, 5], []), r"scheme: must be one of 0 \(target\).* got 2"),
         (
             common_pb2.WITHOUT_REPLACEMENT,
             sampled_tree([4, 5], [1, 1]),
@@ -207,7 +210,7 @@ async def test_trees_that_were_not_sampled_as_the_scheme_says(
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("scheme", [common_pb2.WITHOUT_REPLACEMENT, common_pb2.MULTI_ROUND])
+@pytest.mark.parametrize("scheme", [common_pb2.WITHOUT_REPLACEMENT, common_pb2.TRAVERSAL])
 async def test_sampled_trees_are_verified_by_their_schemes(
     target: target_pb2_grpc.TargetStub, scheme: common_pb2.VerificationScheme
 ) -> None:
@@ -216,7 +219,7 @@ async def test_sampled_trees_are_verified_by_their_schemes(
     plain = await target.Verify(verify_request(scheme=scheme))
     best = plain.bonus_token
     for round_, drawn in enumerate(([best, best + 1], [best + 1, best + 2]), start=1):
-        tree = sampled_tree(drawn, [1, 2, 1] if scheme == common_pb2.MULTI_ROUND else [])
+        tree = sampled_tree(drawn, [])
         tree.tokens[1:] = drawn
         context = common_pb2.Context(session_id="bad-input", context_start=2, prefix_hash=prefix_hash([1, 2]))
         request = verify_request(context=context, tree=tree, scheme=scheme, sampling=sampling, round=round_)
@@ -233,13 +236,13 @@ async def test_an_unknown_session_is_told_what_is_held(target: target_pb2_grpc.T
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     metadata = dict(caught.value.trailing_metadata() or ())
     assert (metadata[LENGTH_KEY], metadata[HASH_KEY]) == ("0", str(prefix_hash([])))
-    with pytest.raises(grpc.aio.AioRpcError, match="is not held here"):
+    with pytest.raises(grpc.aio.AioRpcError, match="has no slot here"):
         await target.Release(common_pb2.ReleaseRequest(session_id="unknown"))  # it has taken no slot
 
 
 async def test_a_call_that_is_meant_for_another_worker_is_refused(target: target_pb2_grpc.TargetStub) -> None:
     """It was at this address before, perhaps with another model: a connection goes to whoever is there now."""
-    with pytest.raises(grpc.aio.AioRpcError, match="worker_id: 'target-1-a' is not here") as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match="at this address, got 'target-1-a'") as caught:
         await target.Verify(verify_request(worker_id="target-1-a"))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     info = await target.GetServerInfo(common_pb2.GetServerInfoRequest())
@@ -454,7 +457,7 @@ async def test_workers_that_cannot_start_say_why(
     monkeypatch.setattr(process, "stop_event", asyncio.Event)  # signals stay this process's own
     for module, flags, message in (
         (target_worker.__main__, ["--model", str(broken)], f"{victim.name}"),
-        (target_worker.__main__, ["--model", str(tiny), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
+        (target_worker.__main__, ["--model", str(tiny), "--port", port], f"--port: cannot listen on 127.0.0.1:{port}"),
         (
             target_worker.__main__,
             ["--model", str(tiny), "--kv-memory", "1KB"],
