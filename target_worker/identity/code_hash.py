@@ -29,7 +29,7 @@ DECIDING = _modules(
     ("bough.model.checkpoint", "tensor_source"),
     ("bough.model.cpu",
      "atomics attention_cpu attention_kernels attention_scores attention_tiles float_bits gemm gemm_few_outputs "
-     "gemm_int8 gemm_parallel jit kv_rows linear llvm_vectors operands simd threads work_stealing"),
+     "gemm_int8 gemm_parallel jit kv_rows late_code linear llvm_vectors operands simd threads work_stealing"),
     ("bough.model.gpu", "attention_triton kernels unpack_triton"),
     ("bough.model.kv", "segment session_kv slot split_layers"),
     ("bough.model.llama", "layer rows weights workspace"),

@@ -21,6 +21,7 @@ from tests.fakes.products import project
 
 lay_out, take = (jit.strict(function.py_func) for function in (gemm.lay_out, work_stealing.take))
 
+
 def random_numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 

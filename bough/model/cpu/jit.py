@@ -83,7 +83,8 @@ def _njit(function: Any, **options: Any) -> Any:
     from bough.model.cpu.late_code import make_code_late
 
     make_code_late()
-    return numba.njit(error_model="numpy", nogil=True, no_cfunc_wrapper=True, **options)(function)
+    settings: dict[str, Any] = {"error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
+    return numba.njit(**settings, **options)(function)
 
 
 def pointer(function: Any, *arguments: Any) -> Any:

@@ -9,6 +9,8 @@ This replaces a class within numba, so it is done only with the version that it 
 own way, which takes longer.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
 from typing import Any, NoReturn
