@@ -1,4 +1,4 @@
-"""`python -m orchestrator`: one orchestrator, until SIGTERM and what runs then has finished."""
+"""`python -m orchestrator`: runs one orchestrator until SIGTERM, after which running requests finish."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from orchestrator.assembly import Stopped, assembled
 
 
 async def main() -> None:
-    """Reads the settings and serves: SERVING while there is a target to ask; drains when told to stop."""
+    """Read the settings and serve. Health is SERVING while a target can be used; SIGTERM drains."""
     config = parse(OrchestratorConfig, "orchestrator", sys.argv[1:], os.environ)
     configure_logging(config)
     stop = stop_event()
     if config.keys:
-        _on_hangup(lambda: None)  # until there is something to read again, it ends nothing
+        _on_hangup(lambda: None)  # SIGHUP must not end the process before there are keys to read again
     with suppress(Stopped):
         async with assembled(config, stop) as orchestrator:
             if config.keys:

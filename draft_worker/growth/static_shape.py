@@ -1,6 +1,6 @@
-"""Growing trees whose shape is settled beforehand: a level per draft step, filled with the best tokens or with samples.
+"""Growing trees of a fixed shape: a level per draft step, filled with the best tokens or with samples.
 
-A sampled tree is never cut by what its samples turned out to be: the schemes that verify it would not be exact.
+A sampled tree is never trimmed by its samples' values: verification would not be exact.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from bough.trees.tree_plan import BestFirst, Chains, StaticShape
 from draft_worker.growth.best_first import BestFirstGrower
 from draft_worker.growth.grower import NO_NODES, Candidates, Grower, GrowingTree
 
-NUM_SHAPES = 64  # kept
+NUM_SHAPES = 64  # in the cache
 
 
 def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
-    """Grows what a call asks for; in a best-first tree a node has at most `branch` children.
+    """The grower for a call; in a best-first tree a node has at most `branch` children.
 
-    `vocab_size` is the draft's, for a call that does not say the target's.
+    `vocab_size` is the draft's, used if the call does not give the target's.
 
     Raises:
-        InvalidRequest: a growth that the scheme cannot verify.
+        InvalidRequest: the scheme cannot verify trees of this growth.
     """
     growth, scheme = call.plan.growth, call.plan.scheme
     closed = np.fromiter(call.sampling.stop_token_ids, np.int32)
@@ -58,11 +58,11 @@ class Shape:
     @classmethod
     @lru_cache(NUM_SHAPES)
     def of(cls, growth: StaticShape | Chains) -> Shape:
-        """The same few are grown again and again."""
+        """Cached, as the same few shapes are grown repeatedly."""
         return cls(chain_parents(growth) if isinstance(growth, Chains) else np.asarray(growth.parents, np.int32))
 
     def __init__(self, parents: NDArray[np.int32]) -> None:
-        """`parents` of place 1 and on."""
+        """`parents` are those of place 1 and on."""
         self.parents = np.concatenate((np.full(1, -1, np.int32), parents))
         size = len(self.parents)
         self.depths = np.asarray(StaticShape(tuple(parents.tolist())).depths(), np.int32)
@@ -72,27 +72,27 @@ class Shape:
 
 
 class Drawn(NamedTuple):
-    """Children of several nodes, a row each."""
+    """Children of several nodes, one row for each node."""
 
-    tokens: NDArray[np.int32]  # (num_nodes, most children)
+    tokens: NDArray[np.int32]  # (num_nodes, max_children)
     log_probs: NDArray[np.float32]  # the same shape
-    counts: NDArray[np.intp]  # (num_nodes,) so many of a row are children
+    counts: NDArray[np.intp]  # (num_nodes,) number of children in each row
 
 
 class Best:
-    """Children are the best tokens in their order."""
+    """Children are the best tokens, in order."""
 
     is_sample = False
 
     def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> Drawn:
-        """counts[i] children from row i of the candidates; fewer where no more have a chance."""
+        """counts[i] children from row i of the candidates; fewer if fewer are possible."""
         return Drawn(*candidates, np.minimum(counts, np.isfinite(candidates.log_probs).sum(1)))
 
 
 class WithoutReplacement:
-    """Children are samples that differ from one another (Sequoia, section 3.2)."""
+    """Children are samples without replacement (Sequoia, section 3.2)."""
 
-    is_sample = True  # the target must be told what the children were drawn from
+    is_sample = True  # the target must know the distributions that children were drawn from
 
     def __init__(self, seed: int, round_: int, vocab_size: int) -> None:
         self._seed, self._round, self._vocab_size = seed, round_, vocab_size
@@ -107,7 +107,7 @@ class WithoutReplacement:
 
 
 def weights_of(candidates: Candidates) -> NDArray[np.float32]:
-    """(num_nodes, num_candidates) what to sample by; 0 for tokens that are not sampled."""
+    """Sampling weights (num_nodes, num_candidates); 0 for tokens that are not sampled."""
     weights: NDArray[np.float32] = np.exp(candidates.log_probs)
     return weights
 
@@ -115,13 +115,13 @@ def weights_of(candidates: Candidates) -> NDArray[np.float32]:
 def log_probs_of(
     drawn: NDArray[np.int32], tokens: NDArray[np.int32], probs: NDArray[np.float64], num_others: int
 ) -> NDArray[np.float32]:
-    """Of tokens drawn in each row; one that has no probability was drawn from `num_others` that were all alike."""
+    """Log-probabilities of drawn tokens; one with probability 0 was drawn uniformly from `num_others` tokens."""
     drawn_probs = ((drawn[:, :, None] == tokens[:, None, :]) * probs[:, None, :]).sum(2)
     return np.minimum(np.log(np.where(drawn_probs > 0, drawn_probs, 1 / num_others)), 0.0).astype(np.float32)
 
 
 class ShapeGrower:
-    """Fills a shape, a level per step. Below a token in `closed` its places stay empty."""
+    """Fills a shape, a level per step. Places below a token in `closed` stay empty."""
 
     def __init__(
         self, root_token: int, shape: Shape, fill: Best | WithoutReplacement, closed: NDArray[np.int32]
@@ -131,7 +131,7 @@ class ShapeGrower:
         self._node_of = np.full(len(shape.parents), -1, np.int32)  # place -> node
         self._node_of[0] = 0
         self._level = 0
-        self._sampled: list[tuple[NDArray[np.intp], Candidates]] = []  # by level: nodes, and what from
+        self._sampled: list[tuple[NDArray[np.intp], Candidates]] = []  # by level: nodes, and their candidates
 
     def frontier(self) -> NDArray[np.intp]:
         """The nodes of a level that have children in the shape."""
@@ -139,7 +139,7 @@ class ShapeGrower:
         return np.unique(self._node_of[places]).astype(np.intp) if len(places) else NO_NODES
 
     def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
-        """Fills the next level."""
+        """Fill the next level."""
         places = self._expanding()
         rows = np.searchsorted(frontier, self._node_of[places])
         chosen = Candidates(candidates.tokens[rows], candidates.log_probs[rows])
@@ -151,7 +151,7 @@ class ShapeGrower:
         self._fill_places(below[np.isin(self._shape.parents[below], places)], places, drawn)
 
     def _fill_places(self, below: NDArray[np.intp], places: NDArray[np.intp], drawn: Drawn) -> None:
-        """With what was drawn for the places above, each a row."""
+        """Place the children drawn for each of `places`, one row each."""
         rows, ranks = np.searchsorted(places, self._shape.parents[below]), self._shape.ranks[below]
         is_drawn = ranks < drawn.counts[rows]
         below, rows, ranks = below[is_drawn], rows[is_drawn], ranks[is_drawn]
@@ -159,7 +159,7 @@ class ShapeGrower:
         self._node_of[below] = self.tree.append(parents, drawn.tokens[rows, ranks], drawn.log_probs[rows, ranks])
 
     def finished(self) -> Tree:
-        """All of it; a sampled tree with what it was sampled from."""
+        """The whole tree; a sampled one with the distributions it was sampled from."""
         tree = self.tree.tree()
         return replace(tree, draft_probs=self._draft_probs()) if self._fill.is_sample else tree
 
@@ -171,7 +171,7 @@ class ShapeGrower:
         return DraftProbs.of_rows(np.concatenate(nodes), tokens, weights_of(Candidates(tokens, log_probs)))
 
     def _expanding(self) -> NDArray[np.intp]:
-        """Places of the level whose nodes are to get children."""
+        """Places of the level whose nodes get children."""
         places = np.flatnonzero((self._shape.depths == self._level) & (self._shape.num_children > 0))
         nodes = self._node_of[places]
         return places[(nodes >= 0) & ~np.isin(self.tree.tokens[np.maximum(nodes, 0)], self._closed)]

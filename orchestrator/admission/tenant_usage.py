@@ -1,4 +1,4 @@
-"""What a tenant has running and has used lately, against what its key allows."""
+"""Running requests and recent tokens of each tenant, against the limits of its key."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from bough.protocol.generation import Event, Finished, Started, Tokens
 from bough.security.api_keys import ApiKey
 
 MINUTE_SECONDS = 60.0
-RETRY_SECONDS = 1.0  # after which one of a tenant's own requests may have ended
+RETRY_SECONDS = 1.0  # after which one of the tenant's running requests may have ended
 
 
 @dataclass(slots=True)
 class _Account:
-    """One tenant's."""
+    """The account of one tenant."""
 
     num_running: int = 0
-    num_owed: float = 0.0  # tokens that were used and that the minutes since have not paid for
+    num_owed: float = 0.0  # used tokens, minus the rate limit's tokens for the time since
     settled_at: float = 0.0  # seconds on the clock
 
     def settle(self, now: float, per_minute: int) -> None:
-        """What time has paid for is owed no more."""
+        """Deduct the rate limit's tokens for the time since the last settlement."""
         paid = (now - self.settled_at) * per_minute / MINUTE_SECONDS
         self.num_owed, self.settled_at = max(0.0, self.num_owed - paid), now
 
 
 @dataclass(slots=True)
 class Usage:
-    """All tenants' accounts. Requests are let in while a tenant owes less than a minute's tokens; none is cut short."""
+    """All tenants' accounts. Requests are accepted while a tenant owes less than a minute's tokens."""
 
     clock: Callable[[], float] = time.monotonic
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     @contextmanager
     def request(self, key: ApiKey) -> Iterator[Callable[[Event], None]]:
-        """One request, whose events are to be told to what the block is given.
+        """Count a request; the block gets a function that must be called with each of its events.
 
         Raises:
-            Exhausted: the tenant has as many requests as it may, or has used its tokens; with a delay.
+            Exhausted: the tenant has reached its limit of requests or tokens; has a retry delay.
         """
         account = self._accounts.setdefault(key.name, _Account(settled_at=self.clock()))
         self._require_room(key, account)
@@ -53,7 +53,7 @@ class Usage:
 
     def _require_room(self, key: ApiKey, account: _Account) -> None:
         if key.requests and account.num_running >= key.requests:
-            raise Exhausted(f"requests: {key.requests} of this key's run, as many as may at once", RETRY_SECONDS)
+            raise Exhausted(f"requests: {key.requests} of this key run, which is its limit", RETRY_SECONDS)
         if not key.tokens_per_minute:
             return
         account.settle(self.clock(), key.tokens_per_minute)
@@ -65,7 +65,7 @@ class Usage:
             )
 
     def _observe(self, account: _Account, key: ApiKey, event: Event) -> None:
-        """A prompt counts when it is let in, and output as it comes."""
+        """Count the prompt on Started, and output as it comes."""
         match event:
             case Started():
                 used = event.prompt_tokens

@@ -271,7 +271,7 @@ def test_rates_count_the_draft_but_not_for_plain_decoding() -> None:
         (["--device-memory", "lots"], "--device-memory: must be a size such as 512MB or 2GiB, got 'lots'"),
         (["--dtype", "int3"], "--dtype: must be auto, "),
         (["--device", "cpu", "--host-memory", "1GB"], "--host-memory: must not be given with --device cpu"),
-        (["--device-memory", "8GB", "--kv-memory", "1MB"], "--kv-memory: 1000000 bytes hold no session"),
+        (["--device-memory", "8GB", "--kv-memory", "1MB"], "tokens, got 1000000; or choose a smaller"),
         ([*ELSEWHERE[2:]], "--device-memory: missing"),
         (["--device", "gpu", "--device-memory", "24GB"], "--host-memory: missing"),
         ([*ELSEWHERE[:4], "--compute-speed", "80"], "--host-link-speed: missing"),

@@ -111,8 +111,8 @@ async def test_an_edited_turn_reuses_what_comes_before_it(fakes: Fleet) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"session_id": "other"}, NotFound, "session_id: 'other' is not known, or not any more; the full history"),
-        ({"session_id": ""}, InvalidRequest, "continues: true, but there is no session_id"),
+        ({"session_id": "other"}, NotFound, "session_id: 'other' is not known \\(any more\\); send the full history"),
+        ({"session_id": ""}, InvalidRequest, "session_id: must be given with continues true"),
         ({"resume": Resume(3), "request_id": "x"}, NotFound, "request_id: 'x' is not known any more"),
     ],
 )
@@ -169,7 +169,7 @@ async def test_a_name_that_is_used_twice_does_not_bring_back_the_first_answer(fa
         await read(client, TURN)
         await read(client, options, TextPrompt("one"))
         await fakes.written("always the same")
-        with pytest.raises(InvalidRequest, match="request_id 'always the same' was begun with another prompt"):
+        with pytest.raises(InvalidRequest, match="request_id 'always the same' must have the same prompt"):
             await read(client, replace(options, resume=Resume(0)), TextPrompt("two"))
 
 
@@ -197,7 +197,7 @@ async def test_a_session_that_is_closed_is_forgotten_everywhere(fakes: Fleet) ->
         for session_id, message in (("s", "session_id: 's' is not known"), ("nobody", "'nobody' is not known")):
             with pytest.raises(NotFound, match=message):
                 await client.close_session(session_id)
-        with pytest.raises(InvalidRequest, match="session_id: empty"):
+        with pytest.raises(InvalidRequest, match="session_id: must be given"):
             await client.close_session("")
 
 

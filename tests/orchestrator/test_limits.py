@@ -297,7 +297,11 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
             {},
             r"chat\.messages: value had 100001 entries; must have at most 100000",
         ),
-        (ChatPrompt((Message("user", "x"), Message("r" * 257, ""))), {}, r"chat\.messages\[1\]\.role: value had 257"),
+        (
+            ChatPrompt((Message("user", "x"), Message("r" * 257, ""))),
+            {},
+            r"chat\.messages\[1\]\.role: must have at most 256 characters, got 257",
+        ),
         (TokenPrompt((1,) * MAX_CONTEXT), {}, "prompt: 100000 tokens; .* at most 99999 tokens can fit"),
         (TextPrompt("x" * MAX_CONTEXT), {}, "prompt: 100000 tokens; the context holds 100000"),
         (PROMPT, {"stop": ("x",) * 65}, "stop: value had 65 entries; must have at most 64"),
@@ -313,9 +317,9 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
             "logit_bias: value had 1025 entries; must have at most 1024",
         ),
         (PROMPT, {"logprobs": 65}, "logprobs: must be 0 to 64, got 65"),
-        (PROMPT, {"session_id": "s" * 257}, "session_id: 257 characters; at most 256 would do"),
-        (PROMPT, {"model": "m" * 257}, "model: 257 characters; at most 256 would do"),
-        (PROMPT, {"request_id": "r" * 257}, "request_id: 257 characters; at most 256 would do"),
+        (PROMPT, {"session_id": "s" * 257}, "session_id: must have at most 256 characters, got 257"),
+        (PROMPT, {"model": "m" * 257}, "model: must have at most 256 characters, got 257"),
+        (PROMPT, {"request_id": "r" * 257}, "request_id: must have at most 256 characters, got 257"),
     ],
 )
 async def test_what_is_too_large_is_refused_by_its_name(
@@ -385,7 +389,7 @@ async def test_a_target_that_leaves_no_room_gives_a_delay_too(stage: Stage) -> N
     async with orchestrating(stage, "--queue-timeout", "3") as orchestrator:
         task = asyncio.create_task(finish(orchestrator))
         await eventually(orchestrator, running=0, waiting=1)
-        with pytest.raises(Exhausted, match="every slot is in use; another orchestrator would do") as caught:
+        with pytest.raises(Exhausted, match="every slot is in use; try another orchestrator") as caught:
             await task
         assert caught.value.retry_seconds is not None
 

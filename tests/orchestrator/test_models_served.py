@@ -38,7 +38,7 @@ async def test_all_models_are_listed_and_each_is_had_by_its_name(fakes: Fleet) -
             assert (seen.started.model_name, seen.token_ids) == (name, expected(fakes))
         with pytest.raises(NotFound, match=r"^model: value was 'c'; must be one of 'a', 'b'$"):
             await read(client, replace(OPTIONS, model="c"))
-        with pytest.raises(InvalidRequest, match=r"^model: 3000 characters; at most 256"):
+        with pytest.raises(InvalidRequest, match=r"^model: must have at most 256 characters, got 3000"):
             await read(client, replace(OPTIONS, model=3_000 * "c"))
         with pytest.raises(InvalidRequest, match=r"^model: value was ''; must be one of 'a', 'b', for several"):
             await read(client, OPTIONS)

@@ -107,6 +107,6 @@ async def test_one_model_for_all_is_no_proof_that_it_was_that(fakes: Fleet) -> N
         other = FakeTarget("t-a", fakes.tokenizer, "a")
         await fakes.worker(other)
         await until(lambda: [target.record.worker_id for target in requests.directory.targets] == ["t-a"])
-        with pytest.raises(NotFound, match="the full history, with continues false, would do"):
+        with pytest.raises(NotFound, match="send the full history, with continues false"):
             await read(client, NEXT, MORE)
     assert other.calls == []

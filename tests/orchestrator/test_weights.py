@@ -92,7 +92,9 @@ async def test_a_stream_ends_where_its_target_turns_out_to_have_other_weights(fa
 
     targets["t1"][0].after = once(find_out, 2)
     async with client:
-        with pytest.raises(BoughError, match=r"weights: t1 has h2, and the session began with h1; the last tokens"):
+        with pytest.raises(
+            BoughError, match=r"weights: must be h1, with which the session began, got h2 of t1; the last tokens"
+        ):
             await asyncio.wait_for(read(client), 30)
 
 
