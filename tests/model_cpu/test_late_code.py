@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba.core.codegen import JITCPUCodegen
 from numba.core.registry import cpu_target
 
 from bough.model.cpu import jit, late_code
@@ -44,7 +45,7 @@ def test_python_cannot_call_it() -> None:
 
 def test_other_versions_of_numba_compile_in_their_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     codegen = cpu_target.target_context.codegen()
-    monkeypatch.setattr(codegen, "__class__", late_code.JITCPUCodegen)
+    monkeypatch.setattr(codegen, "__class__", JITCPUCodegen)
     monkeypatch.setattr(late_code, "TRIED_VERSION", (0, 0))
     late_code.make_code_late()
-    assert type(codegen) is late_code.JITCPUCodegen
+    assert type(codegen) is JITCPUCodegen
