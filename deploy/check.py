@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import ServeDeploySchema
 
-from bough.cli.ray_dashboard import Node, RayDashboard
+from bough.cli.inspection.ray_dashboard import Node, RayDashboard
 from bough.config.addresses import is_loopback
 from bough.config.flag_parser import FlagParser
 from bough.config.processes import OrchestratorConfig, parse

@@ -16,9 +16,9 @@ from typing import Any
 
 import ray
 
-from bough.cli.doctor import find_problems
-from bough.cli.ray_dashboard import Application, Node, RayDashboard
-from bough.cli.up import ensure_demonstration
+from bough.cli.inspection.doctor import find_problems
+from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.simulation.profile import load_profile

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, parse

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bough.cli.ray_dashboard import Deployment, RayDashboard, Replica
+from bough.cli.inspection.ray_dashboard import Deployment, RayDashboard, Replica
 from bough.client import Client
 from bough.errors import BoughError, ConfigError, Unavailable
 from bough.protocol.generation import ServerInfo, WorkerStatus

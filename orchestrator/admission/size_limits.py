@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from bough.errors import InvalidRequest
+from bough.errors import ContextExceeded, InvalidRequest
 from bough.protocol import codec_checks
 from bough.protocol.codec import MAX_NAME_LENGTH
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, Speculation, TextPrompt, TokenPrompt
@@ -27,7 +27,7 @@ def require_name(field: str, name: str) -> None:
 
 
 def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None:
-    """Raises InvalidRequest for a prompt that cannot fit the context whatever its tokens are.
+    """Raises ContextExceeded for a prompt that cannot fit the context whatever its tokens are.
 
     Tokenizing megabytes of text takes seconds, so this comes first. Whether a prompt that passes fits is known after
     tokenizing.
@@ -57,17 +57,18 @@ def require_size_for_any(prompt: Prompt, tokenizers: Collection[Tokenizer], max_
 
 def _require_fit(field: str, size: int, unit: str, most: int, max_context: int) -> None:
     if size > most:
-        raise InvalidRequest(
-            f"{field}: {size} {unit}; the context holds {max_context} tokens, of which at least one is for the output: "
-            f"at most {most} {unit} can fit"
+        raise ContextExceeded(
+            f"{field}: {size} {unit}; the model's maximum context length is {max_context} tokens, of which at least "
+            f"one is for the output: at most {most} {unit} can fit"
         )
 
 
 def require_room(tokens: list[int], max_context: int) -> None:
-    """Raises InvalidRequest for a prompt that leaves no room for a token of output."""
+    """Raises ContextExceeded for a prompt that leaves no room for a token of output."""
     if len(tokens) >= max_context:
-        raise InvalidRequest(
-            f"prompt: {len(tokens)} tokens; the context holds {max_context}, of which at least one is for the output"
+        raise ContextExceeded(
+            f"prompt: {len(tokens)} tokens; the model's maximum context length is {max_context} tokens, of which at "
+            "least one is for the output"
         )
 
 

@@ -154,8 +154,11 @@ class Answer(ABC):
         return usage
 
     def _figures(self) -> Json:
-        ends = [choice.finished.speculation for choice in self.choices if choice.finished]
-        return {"usage": self._usage(), "metrics": {"speculative_decoding": speculative_decoding(ends)}}
+        """What is told once, at the end; each warning once, whichever choice it is of."""
+        ends = [choice.finished for choice in self.choices if choice.finished]
+        metrics = {"speculative_decoding": speculative_decoding(end.speculation for end in ends)}
+        warnings = list(dict.fromkeys(text for end in ends for text in end.warnings))
+        return {"usage": self._usage(), "metrics": metrics} | ({"warnings": warnings} if warnings else {})
 
 
 def speculative_decoding(runs: Iterable[SpeculationMetrics]) -> Json:

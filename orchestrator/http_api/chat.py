@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens
+from bough.protocol.sampling_params import UNLIMITED
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import ChatFields, MessageFields
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, chat_logprobs
-
-UNLIMITED = 2**31 - 1  # more tokens than any context holds
 
 # Names of gRPC fields as clients of this API know them, for error messages.
 FIELD_NAMES = {"chat.messages": "messages", "chat": "messages", "prompt": "messages", "logprobs": "top_logprobs"}

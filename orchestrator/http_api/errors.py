@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from bough.errors import (
     BoughError,
+    ContextExceeded,
     DeadlineExceeded,
     Exhausted,
     InvalidRequest,
@@ -88,7 +89,8 @@ def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
             return exc
         case InvalidRequest():
             message, param = _renamed(str(exc), names)
-            return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)
+            code = "context_length_exceeded" if isinstance(exc, ContextExceeded) else None  # agents shorten and retry
+            return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
         case Unauthenticated():
             return ApiError(HTTPStatus.UNAUTHORIZED, str(exc), code="invalid_api_key")
         case NotFound():

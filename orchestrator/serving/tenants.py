@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 from bough.errors import BoughError
@@ -45,12 +45,14 @@ class Tenant:
         session_id = self._inner(options.session_id) if options.session_id else ""
         salt = options.cache_salt if self.shares_prefixes else self._inner(options.cache_salt)
         inner = replace(options, request_id=self._inner(request_id), session_id=session_id, cache_salt=salt)
-        counted = self.usage.request(self.key) if self.key is not None else nullcontext(_uncounted)
+        counted = nullcontext(_uncounted) if self.key is None else self.usage.request(self.key, options.session_id)
         with self._outer_names(), counted as count, request_trace(self.tracer, inner) as trace:
             async with aclosing(self.requests.generate(prompt, inner, timeout_seconds)) as events:
                 async for event in events:
                     count(event)
                     trace.note(event)
+                    if isinstance(event, Started):
+                        await self._close_surplus()
                     yield self._outer(event, request_id)
 
     def abort(self, request_id: str) -> None:
@@ -63,12 +65,21 @@ class Tenant:
         require_name("session_id", session_id)
         with self._outer_names():
             await self.requests.close_session(self._inner(session_id) if session_id else "")
+        if self.key is not None:
+            self.usage.forget(self.key, session_id)
 
     def decisions(self, name: str) -> Sequence[Decision]:
         """As `Requests.decisions`; an empty name means the tenant's own latest request."""
         last = self.requests.last_request(self._prefix)
         with self._outer_names():
             return self.requests.decisions(self._inner(name) if name else last or self._prefix)
+
+    async def _close_surplus(self) -> None:
+        """Closes those sessions that the tenant has beyond what its key allows, where the index can be told."""
+        if self.key is not None and not self.requests.directory.index_problem:
+            for name in self.usage.surplus(self.key):
+                with suppress(BoughError):  # it has ended by itself
+                    await self.requests.close_session(self._inner(name))
 
     @property
     def _prefix(self) -> str:

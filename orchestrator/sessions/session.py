@@ -23,7 +23,7 @@ from bough.protocol.generation import (
 )
 from bough.protocol.messages import RoundTimings, VerifyResult, WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import TokenHistory
-from bough.protocol.sampling_params import SamplingParams, StopConditions
+from bough.protocol.sampling_params import UNLIMITED, SamplingParams, StopConditions
 from bough.telemetry.spans import NO_SPAN, Span
 from bough.trees.tree import Tree
 from orchestrator.sessions.deadline import Deadline
@@ -209,6 +209,11 @@ class Session:
             self.finish_reason, self.stop_reason = "stop", piece.stop
         elif self.num_left <= 0:
             self.finish_reason = "length"
+            if self.num_generated < self.stops.max_tokens < UNLIMITED:
+                self.warn(
+                    f"max_tokens: at most {self.num_generated} fit the model's maximum context length of "
+                    f"{self.max_context} tokens after the prompt, got {self.stops.max_tokens}"
+                )
         return piece.text
 
     def _all_warnings(self) -> list[str]:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from transformers import GptOssConfig, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from bough.cli.main import argument_parser, main
-from bough.cli.plan import settings_from
-from bough.cli.plan_model import make_plan
-from bough.cli.plotting import text_plot
+from bough.cli.planning.plan import settings_from
+from bough.cli.planning.plan_model import make_plan
+from bough.cli.plots.plotting import text_plot
 from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint

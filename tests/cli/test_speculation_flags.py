@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.main import argument_parser, main, options_from
+from bough.cli.flags.sampling import options_from
+from bough.cli.main import argument_parser, main
 from bough.errors import BoughError
 from bough.protocol.generation import Speculation
 from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape

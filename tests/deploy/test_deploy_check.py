@@ -11,7 +11,7 @@ import yaml
 
 pytest.importorskip("ray")
 
-from bough.cli.ray_dashboard import Node
+from bough.cli.inspection.ray_dashboard import Node
 from bough.errors import ConfigError
 from deploy.check import check, load, require_resources
 from deploy.policies import PerReplica

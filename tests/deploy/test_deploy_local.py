@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from bough.cli.ray_dashboard import Application, Node, RayDashboard
+from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
 from bough.errors import ConfigError, Unavailable
 from deploy import local
 from deploy.check import load

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.doctor import find_problems
+from bough.cli.inspection.doctor import find_problems
 from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bough.cli.machine.up import settings_from
 from bough.cli.main import argument_parser
-from bough.cli.up import settings_from
 from bough.client import Client
 from bough.config.processes import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError

@@ -35,7 +35,7 @@ from orchestrator.admission.entrance import (
     Entrance,
 )
 from tests.fakes.stage import MAX_CONTEXT, PROMPT, SHORT, Stage, finish, orchestrating, until
-from tests.orchestrator.test_tokenizing import Held
+from tests.orchestrator.cluster.test_tokenizing import Held
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bough.cli.plotting import save_figure
+from bough.cli.plots.plotting import save_figure
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.account import PART_NAMES
 

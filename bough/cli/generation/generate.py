@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from bough.cli.main import options_from
-from bough.cli.reaching import client_from
+from bough.cli.flags.reaching import client_from
+from bough.cli.flags.sampling import options_from
 from bough.client import Client
 from bough.errors import BoughError, InvalidRequest, NotFound
 from bough.protocol.generation import (

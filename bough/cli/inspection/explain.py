@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from bough.cli.plotting import require_matplotlib
-from bough.cli.reaching import client_from
+from bough.cli.flags.reaching import client_from
+from bough.cli.plots.plotting import require_matplotlib
 from bough.errors import NotFound
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.account import PART_NAMES, Account, account, why
@@ -28,7 +28,7 @@ async def explain(arguments: argparse.Namespace) -> int:
         require_matplotlib("--plot")
     decisions = await _decisions(arguments)
     if arguments.plot:
-        from bough.cli.decision_plot import save_decisions
+        from bough.cli.plots.decision_plot import save_decisions
 
         save_decisions(decisions, _title(arguments.session), "--plot", arguments.plot)
     if arguments.json:

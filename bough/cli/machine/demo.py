@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 
-from bough.cli.demo_runs import Contest, Run, Side
-from bough.cli.machine_division import divided
-from bough.cli.main import argument_parser
-from bough.cli.progress import Progress, tell
-from bough.cli.up import announce_first_start, ensure_demonstration, settings_from
+from bough.cli.flags.machine import up_arguments
+from bough.cli.machine.demo_runs import Contest, Run, Side
+from bough.cli.machine.machine_division import divided
+from bough.cli.machine.progress import Progress, tell
+from bough.cli.machine.up import announce_first_start, ensure_demonstration, settings_from
 from bough.client import Client
 from bough.errors import ConfigError
 from bough.processes.launch import launched
@@ -23,14 +23,13 @@ GRID_TOKENS = 24  # tokens of each run that compares sizes
 GRID_NODES = (4, 16, 64)
 SELF_SIZED = 0  # stands for a self-sized tree among these numbers of nodes
 GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
-UP_DEFAULTS = argument_parser().parse_args(["up", "--port", "0"])
 
 
 async def demo(arguments: argparse.Namespace) -> int:
     """Write the model, start all processes, generate in several ways, compare; exit status 1 if outputs differ."""
     if arguments.max_tokens < MIN_TOKENS:
         raise ConfigError(f"--max-tokens: must be at least {MIN_TOKENS} to measure rates, got {arguments.max_tokens}")
-    settings = settings_from(_up_arguments(arguments.simulate))
+    settings = settings_from(up_arguments(*(["--simulate", arguments.simulate] if arguments.simulate else [])))
     if not arguments.simulate:
         ensure_demonstration()
         announce_first_start()
@@ -49,10 +48,6 @@ async def demo(arguments: argparse.Namespace) -> int:
     print("\n".join(f"{kind}: {words}" for kind, words in models.items()) + "\n")
     print(json.dumps({**contest.summary(), **models}))
     return 0 if contest.is_same else 1
-
-
-def _up_arguments(profile: str | None) -> argparse.Namespace:
-    return argument_parser().parse_args(["up", "--port", "0", "--simulate", profile]) if profile else UP_DEFAULTS
 
 
 async def _run_all(client: Client, arguments: argparse.Namespace, max_nodes: int) -> Contest:

@@ -7,8 +7,8 @@ import sys
 from itertools import combinations
 
 from bough import __version__
-from bough.cli.doctor_cluster import report_cluster
-from bough.cli.reaching import client_from
+from bough.cli.flags.reaching import client_from
+from bough.cli.inspection.doctor_cluster import report_cluster
 from bough.errors import BoughError, Unauthenticated
 from bough.protocol.decision import DraftCalibration
 from bough.protocol.generation import Loads, ServerInfo, WorkerStatus

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bough.cli.plotting import save_figure
+from bough.cli.plots.plotting import save_figure
 from bough.trees.acceptance import FloatArray
 from bough.trees.tree_plan import StaticShape
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bough.cli.doctor import doctor
+from bough.cli.inspection.doctor import doctor
 from bough.cli.main import argument_parser
 from bough.client import Client
 from bough.processes.launch import Cluster

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from bough.cli.machine_division import divided
-from bough.cli.progress import Progress, tell
+from bough.cli.machine.machine_division import divided
+from bough.cli.machine.progress import Progress, tell
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError

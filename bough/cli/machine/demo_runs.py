@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from bough.cli.generate import Answer
+from bough.cli.generation.generate import Answer
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, Tokens
 

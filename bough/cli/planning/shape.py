@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from bough.cli.plotting import require_matplotlib
-from bough.cli.reaching import client_from
-from bough.cli.shape_plot import save_shape
-from bough.cli.speculation import MOST_NODES
+from bough.cli.flags.reaching import client_from
+from bough.cli.flags.speculation import MOST_NODES
+from bough.cli.plots.plotting import require_matplotlib
+from bough.cli.plots.shape_plot import save_shape
 from bough.errors import ConfigError
 from bough.trees.acceptance import Acceptance, FloatArray, acceptance_from, by_depth_and_rank, by_rank
 from bough.trees.optimal_tree import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bough.cli.doctor import find_problems
+from bough.cli.inspection.doctor import find_problems
 from bough.client import Client
 from bough.errors import BoughError, PairingError, Unavailable
 from bough.processes.compatibility import check_compatibility

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from bough.cli.simulate_flags import scenarios_from
+from bough.cli.flags.simulation import scenarios_from
 from bough.errors import ConfigError
 from bough.simulation.profile import load_profile, shipped_profiles
 from bough.simulation.scenario import CapacityReport, Purchase, Scenario

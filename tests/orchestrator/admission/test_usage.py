@@ -11,6 +11,7 @@ from bough.security.api_keys import ApiKey
 from orchestrator.admission.tenant_usage import Usage
 
 ALICE = ApiKey("alice", "0" * 64)
+STARTED = Started("r", 1, 1, "m")
 
 
 def tokens(number: int) -> Tokens:
@@ -20,7 +21,7 @@ def tokens(number: int) -> Tokens:
 def test_requests_at_once_are_one_tenants() -> None:
     usage, key = Usage(), ApiKey("alice", "0" * 64, requests=2)
     with usage.request(key), usage.request(key):
-        with pytest.raises(Exhausted, match="requests: 2 of this key's run") as refused, usage.request(key):
+        with pytest.raises(Exhausted, match="requests: 2 of this key run") as refused, usage.request(key):
             pass
         assert refused.value.retry_seconds
         with usage.request(ApiKey("bob", "1" * 64, requests=1)):
@@ -64,3 +65,31 @@ def test_a_key_without_limits_has_none() -> None:
     for _ in range(100):
         with usage.request(ALICE) as count:
             count(tokens(1000))
+
+
+def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_that_is_in_use() -> None:
+    usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=2)
+
+    def used(name: str) -> list[str]:
+        with usage.request(key, name) as count:
+            count(STARTED)
+            return usage.surplus(key)
+
+    assert [used(name) for name in ("a", "b", "a", "c", "", "c")] == [[], [], [], ["b"], [], []]
+    with usage.request(key, "a") as first, usage.request(key, "a") as second:
+        first(STARTED)
+        second(STARTED)
+        with usage.request(key, "x"):
+            assert usage.surplus(key) == [], "it has not been let in"
+        with usage.request(key, "d") as count:
+            count(STARTED)
+            assert usage.surplus(key) == ["c"]
+            with pytest.raises(Exhausted, match="sessions: a request runs in each of the 2 of this key") as refused:
+                used("e")
+            assert refused.value.retry_seconds
+            with usage.request(key), usage.request(ApiKey("bob", "1" * 64, sessions=1), "e"):
+                pass
+        assert used("e") == ["d"]
+    usage.forget(key, "a")
+    usage.forget(ApiKey("nobody", "2" * 64), "a")
+    assert used("f") == []

@@ -303,7 +303,11 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
             r"chat\.messages\[1\]\.role: must have at most 256 characters, got 257",
         ),
         (TokenPrompt((1,) * MAX_CONTEXT), {}, "prompt: 100000 tokens; .* at most 99999 tokens can fit"),
-        (TextPrompt("x" * MAX_CONTEXT), {}, "prompt: 100000 tokens; the context holds 100000"),
+        (
+            TextPrompt("x" * MAX_CONTEXT),
+            {},
+            "prompt: 100000 tokens; the model's maximum context length is 100000 tokens",
+        ),
         (PROMPT, {"stop": ("x",) * 65}, "stop: value had 65 entries; must have at most 64"),
         (PROMPT, {"stop": ("a", "x" * 1025)}, r"stop\[1\]: must be at most 1024 characters, got 1025"),
         (

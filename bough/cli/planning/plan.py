@@ -7,10 +7,10 @@ import json
 import os
 from pathlib import Path
 
-from bough.cli.main import PLAN_SETTINGS
-from bough.cli.plan_model import make_plan
-from bough.cli.plan_report import as_json, plotted_tokens, print_report
-from bough.cli.plotting import require_matplotlib, save_png
+from bough.cli.flags.planning import PLAN_SETTINGS
+from bough.cli.planning.plan_model import make_plan
+from bough.cli.planning.plan_report import as_json, plotted_tokens, print_report
+from bough.cli.plots.plotting import require_matplotlib, save_png
 from bough.config.processes import PlanConfig, parse
 from bough.errors import ConfigError
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from bough.cli.reaching import client_from
+from bough.cli.flags.reaching import client_from
 from bough.client import Client
 from bough.errors import BoughError, NotFound
 from bough.protocol.decision import Decision

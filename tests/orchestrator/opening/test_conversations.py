@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from bough.cli.generate import next_turn
+from bough.cli.generation.generate import next_turn
 from bough.client import Client
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Prompt, Resume, TextPrompt, TokenPrompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from bough.cli.ray_dashboard import Application, Deployment, Node, RayDashboard
+from bough.cli.inspection.ray_dashboard import Application, Deployment, Node, RayDashboard
 from bough.config.addresses import is_wildcard, joined
 from bough.config.processes import DEFAULT_PORT
 from bough.errors import BoughError
