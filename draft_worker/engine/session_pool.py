@@ -103,6 +103,11 @@ class SessionPool:
         self._index.forget(session)
         self._arena.give_back(session.slot)
 
+    def check_now_and_then(self) -> None:
+        """Assert the invariants between calls, after as few calls as slots are few."""
+        if self._arena.is_check_due():
+            self.check_integrity()
+
     def check_integrity(self) -> None:
         """Asserts what must hold between any two steps."""
         self._arena.check_integrity()

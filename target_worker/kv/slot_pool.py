@@ -204,6 +204,11 @@ class SlotPool:
             num_preemptions=self._num_preemptions,
         )
 
+    def check_now_and_then(self) -> None:
+        """Assert the invariants between calls, after as few calls as slots are few."""
+        if self._kept.arena.is_check_due():
+            self._kept.check_integrity()
+
     def check_integrity(self) -> None:
         """Assert the invariants between calls."""
         self._kept.check_integrity()

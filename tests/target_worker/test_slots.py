@@ -270,7 +270,7 @@ def num_steps_of_a_lease(num_idle: int, is_full: bool) -> int:
     for number in range(num_idle):
         serve(pool, f"s{number}", text(40, 1000 * number))
         clock.now += 20.0
-    return num_instructions(lambda: serve(pool, "new", text(40, 7)))
+    return num_instructions(lambda: [serve(pool, "new", text(40, -1000 * number)) for number in range(1, 51)]) // 50
 
 
 def serve(pool: SlotPool, name: str, tokens: list[int]) -> None:
@@ -279,9 +279,10 @@ def serve(pool: SlotPool, name: str, tokens: list[int]) -> None:
     pool.commit(session, range(len(tokens)), tokens)
     pool.end_call(session)
     pool.release(name)
+    pool.check_now_and_then()
 
 
-def num_instructions(call: Callable[[], None]) -> int:
+def num_instructions(call: Callable[[], object]) -> int:
     """Of Python's, as they are executed: what `call` costs, whatever else the machine does."""
     count = 0
 

@@ -25,6 +25,7 @@ class _Placed:
     end: int
 
 
+SLOTS_A_CHECK = 32  # for so many slots one call more passes between two checks of integrity
 _BEGIN, _END = attrgetter("begin"), attrgetter("end")
 
 
@@ -49,6 +50,7 @@ class Arena:
         self._new_slot, self._rows_to_keep = new_slot, rows_to_keep
         self._placed: list[_Placed] = []  # by place
         self.num_free = num_rows  # rows that no slot has
+        self._num_unchecked = 0  # calls of `is_check_due` since it last said so
 
     def take(self, num_rows: int) -> Slot:
         """A slot without tokens; there must be room."""
@@ -81,6 +83,14 @@ class Arena:
         self.num_free += slot.num_rows
         slot.move(0, 0, 0)
         slot.tokens.clear()
+
+    def is_check_due(self) -> bool:
+        """Whether to check integrity now. As a check looks at every slot, the more there are the more rarely it is."""
+        self._num_unchecked += 1
+        if self._num_unchecked * SLOTS_A_CHECK < len(self._placed):
+            return False
+        self._num_unchecked = 0
+        return True
 
     def check_integrity(self) -> None:
         """Asserts what must hold between any two calls."""
