@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -42,11 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_certificates(parser)
     arguments = parser.parse_args(argv)
     files = files_from(arguments)
+    ways = [files]
     if files.cert and not files.authority:  # the variables of the very process that is asked: it is known by itself
-        files = CertificateFiles(authority=files.cert)
-    try:
-        status = asyncio.run(status_of(arguments.address, arguments.service, files))
-    except ConfigError as exc:
-        status = f"error: {exc}"
+        ways = [CertificateFiles(authority=files.cert), replace(files, authority=files.cert)]  # if it asks for one
+    status = ""
+    for way in ways:
+        try:
+            status = asyncio.run(status_of(arguments.address, arguments.service, way))
+        except ConfigError as exc:
+            status = f"error: {exc}"
+        if status == "SERVING":
+            break
     print(status)
     return 0 if status == "SERVING" else 1

@@ -115,6 +115,7 @@ def server_context(tls: Tls, clients: Callable[[Certificates], bytes]) -> Curren
         context.set_alpn_protocols(["http/1.1"])
         if known := clients(now):
             context.verify_mode = ssl.CERT_REQUIRED
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a single certificate may be known by itself
             context.load_verify_locations(cadata=known.decode())
         return context
 

@@ -17,8 +17,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from bough.cli.speculation import add_speculation, speculation_from
-from bough.cli.up import ensure_demonstration
+from bough.cli.flags.speculation import add_speculation, speculation_from
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, TargetConfig, parse

@@ -21,11 +21,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.cli.generate import Answer
-from bough.cli.machine_division import divided
+from bough.cli.generation.generate import Answer
+from bough.cli.machine.machine_division import divided
+from bough.cli.machine.progress import tell
+from bough.cli.machine.up import ensure_demonstration, settings_from
 from bough.cli.main import argument_parser
-from bough.cli.progress import tell
-from bough.cli.up import ensure_demonstration, settings_from
 from bough.client import Client
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.flag_parser import FlagParser

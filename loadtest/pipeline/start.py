@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.processes.child import KINDS

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.model.batch.batch import Batch, Segment

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from loadtest.common.limits import drop_cached

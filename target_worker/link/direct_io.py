@@ -15,10 +15,10 @@ import torch
 
 from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint.checkpoint import MAX_HEADER_BYTES, TensorPlace
-from bough.model.checkpoint.content_samples import samples_digest
+from bough.model.checkpoint.content_samples import SAMPLE_BYTES, Sample, samples_digest
 from target_worker.link.file_digests import file_digest, known_digest
 from target_worker.link.layer_extents import Extent, LayerExtents
-from target_worker.link.open_files import FileState, OpenFile, open_file
+from target_worker.link.open_files import SETTLED_SECONDS, FileState, OpenFile, open_file
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,8 @@ class Disk:
         """Check that a changed file has the same contents. Raises StreamError.
 
         Tensors with checksums are verified when read. For others a digest decides if one is known; without one, samples
-        decide for a replaced file, since files are renamed only when complete.
+        decide, as they would for a target that starts now. Files are renamed only when complete; overwriting one in
+        place changes its beginning first, and may go on until nobody has written to it for a while.
         """
         if found.size != before.size:
             raise StreamError(
@@ -131,15 +132,15 @@ class Disk:
                     f"{path}: has other bytes than when the model was opened, which sessions have used; "
                     "restore the file or restart"
                 )
-        elif found.inode == before.inode:
-            raise StreamError(
-                f"{path}: was written to in place since the model was opened, and may have other weights than "
-                "those that sessions have used; restart"
-            )
         elif self._contents_of(path) != self._contents[path]:
             raise StreamError(
                 f"{path}: has other weights than when the model was opened, which sessions have used; "
                 "restore the file or restart"
+            )
+        elif found.inode == before.inode and not found.is_settled():
+            raise StreamError(
+                f"{path}: was written to a moment ago; is used again if its weights are the same once nobody has "
+                f"written to it for {SETTLED_SECONDS:g} s"
             )
 
     def _digest_of(self, path: Path, state: FileState) -> str:
@@ -170,9 +171,11 @@ class Disk:
             done += count
 
     def _contents_of(self, file: Path) -> str:
-        """Digest of one sample of each tensor of a file that has no checksum."""
+        """Digest of samples of the tensors of a file without checksums: the beginning and another one of each."""
+        places = self._unchecked.get(file, ())
+        begins = [Sample(f"{p.name} begin", file, p.offset, min(SAMPLE_BYTES, p.num_bytes)) for p in places]
         try:
-            return samples_digest(self._unchecked.get(file, ()), num_samples=1)
+            return samples_digest([*places, *begins], num_samples=1)
         except CheckpointError as exc:
             raise StreamError(str(exc)) from exc
 

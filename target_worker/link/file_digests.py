@@ -31,6 +31,7 @@ def file_digest(file: Path, state: FileState, before_piece: Callable[[], None] =
     """
     digest, opened = hashlib.sha256(), open_file(file)
     try:
+        _require(file, opened.descriptor, state)
         with mmap.mmap(-1, PIECE_BYTES) as room:
             offset = 0
             while offset < state.size:
@@ -42,8 +43,7 @@ def file_digest(file: Path, state: FileState, before_piece: Callable[[], None] =
                 if not opened.is_direct:
                     os.posix_fadvise(opened.descriptor, offset, count, os.POSIX_FADV_DONTNEED)
                 offset += count
-        if FileState.of(opened.descriptor) != state:
-            raise CheckpointError(f"{file}: has been written to, or replaced, since the model was opened")
+        _require(file, opened.descriptor, state)
     except OSError as exc:
         raise CheckpointError(f"{file}: cannot be read: {exc}") from exc
     finally:
@@ -65,6 +65,11 @@ def whole_digest(digests: Mapping[Path, str]) -> str:
     """Hash of all files of a checkpoint by their names in its folder: the same on every machine."""
     lines = sorted(f"{digest} {file.name}\n" for file, digest in digests.items())
     return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def _require(file: Path, descriptor: int, state: FileState) -> None:
+    if FileState.of(descriptor) != state:
+        raise CheckpointError(f"{file}: has been written to, or replaced, since the model was opened")
 
 
 def _remember(file: Path, state: FileState, digest: str) -> None:

@@ -50,7 +50,7 @@ def walk(tree: Tree, draw: Callable[[Sequence[int]], int]) -> Verdict:
 
 def draws_at(tree: Tree, node: int, scheme: Scheme, vocab_size: int) -> Iterator[Draw]:
     """Yield the draft's draws below a node in order; nothing if the scheme does not use them."""
-    if scheme is Scheme.TARGET:
+    if not scheme.is_sampled:
         return
     drawn_tokens = tree.tokens[tree.sampled_children(node, scheme)]
     if len(drawn_tokens) == 0:
@@ -59,13 +59,12 @@ def draws_at(tree: Tree, node: int, scheme: Scheme, vocab_size: int) -> Iterator
     tokens, probs = tree.draft_probs.of(node)
     for index, token in enumerate(drawn_tokens.tolist()):
         yield Draw(token, tokens, probs)
-        if scheme.is_without_replacement:
-            is_left = tokens != token
-            tokens, probs = tokens[is_left], probs[is_left]
-            if len(tokens) == 0:
-                others = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), drawn_tokens[: index + 1])
-                tokens, probs = others, np.ones(len(others))
-            probs = probs / probs.sum()
+        is_left = tokens != token
+        tokens, probs = tokens[is_left], probs[is_left]
+        if len(tokens) == 0:
+            others = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), drawn_tokens[: index + 1])
+            tokens, probs = others, np.ones(len(others))
+        probs = probs / probs.sum()
 
 
 def conditional_distribution(target_probs: Row, draws: Iterable[Draw]) -> Row:
@@ -73,8 +72,7 @@ def conditional_distribution(target_probs: Row, draws: Iterable[Draw]) -> Row:
 
     This is rejection sampling, draw by draw, with the random numbers integrated out: a draw is accepted with
     probability min(1, target / draft); otherwise the target's distribution becomes the normalised positive part of
-    target - draft. With `draws_at` this is Sequoia's algorithm 2 (arXiv 2402.12374) or SpecInfer's multi-round
-    verification (arXiv 2305.09781).
+    target - draft. With `draws_at` this is Sequoia's algorithm 2 (arXiv 2402.12374).
     """
     distribution, left, rest = np.zeros_like(target_probs), target_probs.copy(), 1.0
     for draw in draws:

@@ -28,7 +28,7 @@ from tests.fakes.draft import grow_call
 PLANS = (
     TreePlan(BestFirst(16, 4, 4)),
     TreePlan(StaticShape((0, 0, 1, 1, 2, 3)), Scheme.WITHOUT_REPLACEMENT),
-    TreePlan(Chains(3, 3), Scheme.MULTI_ROUND),
+    TreePlan(Chains(3, 3)),
     TreePlan(Chains(2, 3), Scheme.TRAVERSAL),
 )
 

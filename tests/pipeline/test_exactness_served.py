@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bough.model.batch.batch import Batch
-from bough.model.sampling.draft_sampler import Purpose, generator, independently, without_replacement
+from bough.model.sampling.draft_sampler import Purpose, generator, without_replacement
 from bough.model.sampling.sampler import filtered, gumbel, probabilities
 from bough.pb import common_pb2
 from bough.protocol.codec_trees import tree_from_wire, tree_to_wire
@@ -133,9 +133,7 @@ def sampled_children(tokens: np.ndarray, scheme: Scheme, numbers: np.ndarray) ->
     candidates = Guessing.of(call).candidates(values, ranked, np.zeros(VOCAB, np.int32))
     choices, probs = candidates.tokens[tokens], normalised(weights_of(candidates))[tokens]
     rng: Any = Replayed(numbers)
-    if scheme.is_without_replacement:
-        return without_replacement(choices, probs, 2, VOCAB, rng)
-    return independently(choices, probs, 2, rng)
+    return without_replacement(choices, probs, 2, VOCAB, rng)
 
 
 class Laws(NamedTuple):

@@ -45,7 +45,7 @@ class World:
                 yield texts, probability
                 return
             first = parents.index(node)
-            for tokens, chance in all_draws(self.draft[texts[node]], nums[node], Scheme.TRAVERSAL, VOCAB):
+            for tokens, chance in all_draws(self.draft[texts[node]], nums[node], VOCAB):
                 below = {first + i: (*texts[node], token) for i, token in enumerate(tokens)}
                 yield from drawn({**texts, **below}, probability * chance)
 
