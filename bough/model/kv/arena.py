@@ -7,8 +7,11 @@ slots can grow in place.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter, sub
 
 from bough.model.kv.slot import Slot
 
@@ -20,6 +23,10 @@ class _Placed:
     slot: Slot
     begin: int
     end: int
+
+
+SLOTS_A_CHECK = 32  # for so many slots one call more passes between two checks of integrity
+_BEGIN, _END = attrgetter("begin"), attrgetter("end")
 
 
 def committed_rows(slot: Slot) -> int:
@@ -42,11 +49,8 @@ class Arena:
         self.row_bytes = row_bytes
         self._new_slot, self._rows_to_keep = new_slot, rows_to_keep
         self._placed: list[_Placed] = []  # in the order of rows
-
-    @property
-    def num_free(self) -> int:
-        """Rows that belong to no slot."""
-        return self.num_rows - sum(placed.end - placed.begin for placed in self._placed)
+        self.num_free = num_rows  # rows that belong to no slot
+        self._num_unchecked = 0  # calls of `is_check_due` since it last said so
 
     def take(self, num_rows: int) -> Slot:
         """Take a slot without tokens; there must be room."""
@@ -58,24 +62,35 @@ class Arena:
         slot = self._new_slot()
         slot.move(begin, begin + num_rows, 0)
         self._placed.insert(index, _Placed(slot, begin, begin + num_rows))
+        self.num_free -= num_rows
         return slot
 
     def resize(self, slot: Slot, num_rows: int) -> None:
         """Resize a slot, whose kept rows must fit; there must be room."""
-        index = self._index(slot)
+        index, num_more = self._index(slot), num_rows - slot.num_rows
         placed = self._placed[index]
-        assert num_rows - slot.num_rows <= self.num_free, "whoever resizes a slot has seen to its room"
+        assert num_more <= self.num_free, "whoever resizes a slot has seen to its room"
         assert num_rows >= self._rows_to_keep(slot), "what is kept does not fit"
         if placed.begin + num_rows > self._begin_after(index):
-            window = self._cheapest(num_rows - slot.num_rows, range(index + 1), range(index + 1, len(self._placed) + 1))
-            self._spread(window, placed, num_rows - slot.num_rows)
+            window = self._cheapest(num_more, range(index + 1), range(index + 1, len(self._placed) + 1))
+            self._spread(window, placed, num_more)
         self._put(placed, placed.begin, num_rows)
+        self.num_free -= num_more
 
     def give_back(self, slot: Slot) -> None:
         """Free a slot's rows; it must not be used any more."""
         del self._placed[self._index(slot)]
+        self.num_free += slot.num_rows
         slot.move(0, 0, 0)
         slot.tokens.clear()
+
+    def is_check_due(self) -> bool:
+        """Whether to check integrity now. As a check looks at every slot, the more there are the more rarely it is."""
+        self._num_unchecked += 1
+        if self._num_unchecked * SLOTS_A_CHECK < len(self._placed):
+            return False
+        self._num_unchecked = 0
+        return True
 
     def check_integrity(self) -> None:
         """Assert the invariants between calls."""
@@ -86,9 +101,13 @@ class Arena:
             assert placed.slot.length <= placed.slot.num_rows, "a slot holds more tokens than rows"
             end = placed.end
         assert end <= self.num_rows, "more rows than the budget allows"
+        assert self.num_free == self.num_rows - sum(placed.slot.num_rows for placed in self._placed), "rows are lost"
 
     def _index(self, slot: Slot) -> int:
-        return next(index for index, placed in enumerate(self._placed) if placed.slot is slot)
+        index = bisect_left(self._placed, slot.begin, key=_BEGIN)
+        while self._placed[index].slot is not slot:  # slots without rows begin where another does
+            index += 1
+        return index
 
     def _end_before(self, index: int) -> int:
         return self._placed[index - 1].end if index else 0
@@ -99,7 +118,8 @@ class Arena:
     def _make_gap(self, num_rows: int) -> int:
         """Make a gap of `num_rows`, moving slots if necessary; returns the index at which to insert a slot."""
         num_slots = len(self._placed)
-        gaps = [self._begin_after(index - 1) - self._end_before(index) for index in range(num_slots + 1)]
+        begins, ends = map(_BEGIN, self._placed), map(_END, self._placed)
+        gaps = [*map(sub, (*begins, self.num_rows), (0, *ends))]  # without a step of Python's for each slot
         if max(gaps) >= num_rows:
             return gaps.index(max(gaps))
         window = self._cheapest(num_rows, range(num_slots + 1), range(num_slots + 1))
@@ -108,17 +128,15 @@ class Arena:
 
     def _cheapest(self, num_rows: int, firsts: range, ends: range) -> range:
         """The window of slots with `num_rows` free rows around and between them that moves the fewest rows."""
+        num_used = [0, *accumulate(placed.slot.num_rows for placed in self._placed)]  # by the slots before each
+        costs = [0, *accumulate(self._rows_to_keep(placed.slot) for placed in self._placed)]
+        num_free_before = [self._end_before(first) - num_used[first] for first in firsts]  # ascending, as rows are free
         best, least = None, self.num_rows + 1
-        for first in firsts:
-            begin, num_used, cost = self._end_before(first), 0, 0
-            for index in range(first, len(self._placed) + 1):
-                is_enough = self._begin_after(index - 1) - begin - num_used >= num_rows
-                if index in ends and is_enough and cost < least:
-                    best, least = range(first, index), cost
-                if cost >= least or index == len(self._placed):
-                    break
-                num_used += self._placed[index].slot.num_rows
-                cost += self._rows_to_keep(self._placed[index].slot)
+        for end in ends:
+            wanted = self._begin_after(end - 1) - num_used[end] - num_rows
+            first = min(bisect_right(num_free_before, wanted) - 1 + firsts.start, end)
+            if first >= firsts.start and costs[end] - costs[first] < least:
+                best, least = range(first, end), costs[end] - costs[first]
         assert best is not None, "there are not as many free rows"
         return best
 
