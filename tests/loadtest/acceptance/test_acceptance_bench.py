@@ -101,7 +101,7 @@ def test_rows_of_other_settings_are_no_rows_of_this_run(tmp_path: Path) -> None:
     file.write_text(json.dumps(row) + "\n")
     assert rows_before(arguments) == [row]
     for flags in (["--num", "3"], ["--num", "2", "--seed", "7"], ["--num", "2", "--prompts", "others.jsonl"]):
-        with pytest.raises(SystemExit, match=f"--rows: {file} has rows of .* another file would do"):
+        with pytest.raises(SystemExit, match=f"--rows: {file} must have rows of .*, got rows of"):
             rows_before(arguments_from(["--rows", str(file), *flags]))
 
 
@@ -109,7 +109,7 @@ def test_contestants_that_nobody_is_are_refused_and_the_others_listed(capsys: py
     with pytest.raises(SystemExit):
         arguments_from(["--contestants", "Sequoia", "Medusa"])
     error = capsys.readouterr().err
-    assert "--contestants: 'Medusa' is part of no name at these temperatures" in error
+    assert "--contestants: must be part of a name at these temperatures (" in error and "got 'Medusa'" in error
     assert "SpecExec: target, best-first; " in error
     with pytest.raises(SystemExit):
         arguments_from(["--contestants", "Sequoia", "--temperatures", "0"])
