@@ -1,8 +1,7 @@
 """Vectors of LANES numbers as values in compiled code: loops over lanes would be compiled number by number.
 
 `load` and `store` move LANES neighbours in memory, a row of an array (rows, LANES) or what follows a number of a row;
-operators and functions compute lane by lane, in float32 or in int32, and no lane knows of another; `at_least` tells of
-all lanes in the bits of a number. Only within kernels.
+operators and functions compute lane by lane, in float32 or in int32, and no lane knows of another. Only within kernels.
 """
 
 from __future__ import annotations
@@ -116,15 +115,6 @@ def _pair(builder: ir.IRBuilder, low: Any, high: Any) -> Any:
     return builder.or_(low, builder.shl(high, ir.Constant(WORDS, [16] * LANES)))
 
 
-def _mask(builder: ir.IRBuilder, numbers: Any, least: Any) -> Any:
-    return builder.zext(builder.bitcast(builder.fcmp_ordered(">=", numbers, least), ir.IntType(LANES)), I64)
-
-
-def _lowest(builder: ir.IRBuilder, number: Any) -> Any:
-    kind = ir.FunctionType(I64, [I64, ir.IntType(1)])
-    return llvm_vectors.call(builder, "llvm.cttz.i64", kind, [number, ir.Constant(ir.IntType(1), 1)])
-
-
 def _add_products(_context: Any, numbers: Any, _sum_step: Any, _step: Any, _count: Any, vectors: Any, out: Any) -> Any:
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, given: Any) -> Any:
         _, sum_step, step, count, _, _ = given
@@ -159,8 +149,6 @@ store: Any = intrinsic(_store_row)  # into an array of numbers of as many bytes,
 all_lanes: Any = intrinsic(_same)  # the same number, a float32 or an int32
 multiply_add: Any = _of_three(_called("fma"))  # first * second + third, rounded once
 larger: Any = _of_two(_called("maxnum"))
-at_least: Any = _of_two(_mask, types.int64)  # a bit for each lane of the first that is not below the second's
-lowest: Any = _of_one(_lowest, types.int64)  # the place of the lowest bit that is set, of an int64 other than 0
 magnitude: Any = _of_one(_called("fabs"))
 square_root: Any = _of_one(_called("sqrt"))
 nearest: Any = _of_one(_nearest, _WORDS)  # whole numbers
