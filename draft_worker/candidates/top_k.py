@@ -1,4 +1,4 @@
-"""The largest logits of every row: what a draft step needs of 49,152 numbers is a few hundred."""
+"""Top-k of every row of logits: a draft step needs a few hundred of 49,152 values."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-GROUP = 64  # logits of which the largest is found first
+GROUP = 64  # logits whose maximum is found first
 
 
 def largest(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """The `num` largest of each row of (num_rows, vocab_size), and where they are: (num_rows, num) each, descending.
+    """The `num` largest logits of each row of (num_rows, vocab_size), and their tokens: (num_rows, num), descending.
 
-    On the CPU through maxima of groups: at least `num` logits are not below the `num`-th largest maximum, and hardly
-    more are. Several times as fast as torch's own; of equals the lower token comes first. Of a row whose numbers are in
-    part none anything may be found; one of nothing else gives none.
+    On a CPU the threshold is the `num`-th largest of the maxima of groups: at least `num` logits reach it, and few
+    more. This is several times as fast as torch.topk. Equal logits are ordered by token. Rows with some NaN give
+    unspecified tokens; rows of NaN give NaN.
     """
     num_groups = logits.shape[1] // GROUP
     if logits.device.type != "cpu" or num_groups < num:

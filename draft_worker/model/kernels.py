@@ -1,4 +1,4 @@
-"""Compiles what a draft step calls on a CPU, in a process of its own (see `bough.processes.compile_once`).
+"""Compiles the kernels of CPU draft steps, in a process of its own (see `bough.processes.compile_once`).
 
 python -m draft_worker.model.kernels bfloat16 8
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 import bough.model  # noqa: F401  # before torch, see there
 # isort: on
 
+import gc
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -22,10 +24,11 @@ from draft_worker.model.sources import load_draft
 from draft_worker.model.warm_up import warm_up_choosing
 
 CPU = torch.device("cpu")
+NICENESS = 10  # answers do not wait for a draft: the target's kernels, and then its sweeps, go first
 
 
 def compile_here(dtype: str, bits: str) -> None:
-    """What drafts in numbers of a type call whose layers are compiled whole, and what chooses their nodes."""
+    """Compile the kernels of drafts of a dtype whose layers are compiled whole, and those that choose nodes."""
     with tempfile.TemporaryDirectory() as name:
         draft = load_draft(Checkpoint.open(write_small(WHOLE, Path(name) / "whole")), (), dtype, CPU, bits)
     draft.warm_up(draft.skeleton.kv_shape().empty(1, CPU))
@@ -33,5 +36,7 @@ def compile_here(dtype: str, bits: str) -> None:
 
 
 if __name__ == "__main__":
+    os.nice(NICENESS)
+    gc.freeze()  # imports stay to the end: looking for garbage among them takes a tenth of the time
     disable_progress_bar()
     compile_here(sys.argv[1], sys.argv[2])

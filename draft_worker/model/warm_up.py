@@ -1,4 +1,4 @@
-"""Has numba compile what a draft step takes beside the model, before anybody waits for a tree."""
+"""Compiles the kernels that a draft step needs besides the model, before the first call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst
 from draft_worker.candidates.candidates import Guessing
-from draft_worker.candidates.temperature_scaling import TemperatureScaling, sharpened
+from draft_worker.candidates.temperature_scaling import TemperatureScaling, scaled
 from draft_worker.candidates.top_k import largest
 from draft_worker.expansions.cached_growth import CachedGrowth
 from draft_worker.expansions.expansion_cache import ExpansionCache
@@ -17,7 +17,7 @@ from draft_worker.model.model_draft import NUM_CONSIDERED
 
 
 def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
-    """Looks for the largest of some logits and what they make likely, and grows a tree of two nodes."""
+    """Choose the largest of some logits, compute candidates, and grow a tree of two nodes."""
     values, tokens = largest(torch.zeros(1, vocab_size, device=device), NUM_CONSIDERED)
     for temperature in (0.0, 1.0):
         guessing = Guessing(SamplingParams(temperature=temperature), 0, is_sample=False, is_perturbed=temperature > 0)
@@ -29,4 +29,4 @@ def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
     walk.advance()
     explored.walk([0])
     TemperatureScaling().observe(likely, np.zeros(1, np.int32))
-    sharpened(likely.log_probs, 2.0)
+    scaled(likely.log_probs, 2.0)

@@ -1,8 +1,8 @@
-"""Keys and values in the host's memory that reach the accelerator with their layer.
+"""KV in host memory, copied to the device layer by layer.
 
-An accelerator needs the KV of one layer at a time. So that of long contexts and many sessions may stay on the host: two
-layers' room on the device is enough, one that is computed on, and one that is brought meanwhile. What a sweep adds
-goes back. What crosses the link is what the sweep's sessions hold, and comes on top of the weights.
+A device needs the KV of one layer at a time, so the KV of long contexts and many sessions may stay on the host. The
+device has buffers for two layers: one is computed while the next is copied. Added rows are copied back. The sessions of
+a sweep copy all their KV, in addition to the weights.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from target_worker.link.streams import DeviceEvent, DeviceStreams
 
 
 class KVHome(Protocol):
-    """Where a sweep finds keys and values."""
+    """Where a sweep finds its KV."""
 
     num_bytes: int  # copied between host and accelerator since the start
 
     def sweep(self, batch: Batch) -> AbstractContextManager[Batch]:
-        """The batch as the layers are to see it; when the block ends, slots hold what was added."""
+        """Yield the batch with its KV where layers read it; when the block ends, slots hold the added rows."""
         ...
 
     def layer(self, index: int) -> AbstractContextManager[None]:
-        """A layer's attention is queued within the block; layer after layer from 0."""
+        """A layer's attention must be queued within the block; layers come in order from 0."""
         ...
 
 
 class KVInPlace:
-    """In the slots themselves."""
+    """KV read from the slots themselves."""
 
     num_bytes = 0
 
     def sweep(self, batch: Batch) -> AbstractContextManager[Batch]:
-        """As it is."""
+        """Return the batch unchanged."""
         return nullcontext(batch)
 
     def layer(self, index: int) -> AbstractContextManager[None]:
@@ -51,32 +51,32 @@ class KVInPlace:
 
 
 class _Seat(NamedTuple):
-    """Where a slot's rows stand on the device, and which of them the sweep writes."""
+    """The rows of a slot in the device buffers, and which of them the sweep writes."""
 
-    begin: int  # row of the stage
-    first: int  # slot row: those before it are brought
-    end: int  # those from `first` to here go back
+    begin: int  # first row in the buffer
+    first: int  # first slot row that the sweep writes; earlier rows are copied to the device
+    end: int  # rows `first` to `end` are copied back
 
 
 class OffloadedKV:
-    """Room on the device for one layer's keys and values of all slots, and for the next one's."""
+    """Device buffers for the KV of two layers of all slots in a sweep."""
 
     def __init__(self, shape: KVShape, num_rows: int, lanes: DeviceStreams) -> None:
-        """`num_rows` are those of all slots together; the lanes are its own, and closed by whoever made them."""
+        """`num_rows` is the total of all slots. `lanes` must not be used by others; the caller closes them."""
         self.num_bytes = 0
         self._num_layers = shape.num_layers
         self._lanes = lanes
         self._rooms = [_room(shape, num_rows, lanes) for _ in range(STAGED_LAYERS)]
         self._seats: dict[KVSlot, _Seat] = {}
-        self._free: DeviceEvent | None = None  # whatever an earlier sweep computed in the rooms is done
-        self._ready: list[DeviceEvent | None] = [None] * STAGED_LAYERS  # by room: its next layer may be computed
-        self._last: DeviceEvent | None = None  # of the copying lane
+        self._free: DeviceEvent | None = None  # when all earlier sweeps' use of the buffers has ended
+        self._ready: list[DeviceEvent | None] = [None] * STAGED_LAYERS  # by buffer: when its next layer may be computed
+        self._last: DeviceEvent | None = None  # end of the last queued copy
 
     @contextmanager
     def sweep(self, batch: Batch) -> Iterator[Batch]:
-        """Its slots stand on the device one after another."""
+        """Place the slots one after another in the buffers."""
         self._seats = _seated(batch)
-        self._free = self._lanes.compute_mark()  # one that was given up may not be computed yet
+        self._free = self._lanes.compute_mark()  # the computation of an aborted sweep may still be queued
         self._bring(0)
         begins = {slot: seat.begin for slot, seat in self._seats.items()}
         try:
@@ -87,7 +87,7 @@ class OffloadedKV:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
-        """While it is computed, the next one comes."""
+        """Copy the next layer while this one is computed."""
         ready = self._ready[index % STAGED_LAYERS]
         if ready is not None:
             self._lanes.compute_after(ready)
@@ -97,7 +97,7 @@ class OffloadedKV:
         self._take_back(index, self._lanes.compute_mark())
 
     def _bring(self, layer: int) -> None:
-        """Queues copies of what the slots hold already, behind those that empty the room."""
+        """Queue copies of the rows that the slots already hold, after earlier use of the buffer."""
         room = self._rooms[layer % STAGED_LAYERS]
         for slot, (begin, first, _) in self._seats.items():
             if first:
@@ -106,7 +106,7 @@ class OffloadedKV:
         self._ready[layer % STAGED_LAYERS] = self._last
 
     def _take_back(self, layer: int, computed: DeviceEvent) -> None:
-        """Queues copies of what the sweep has added."""
+        """Queue copies of the rows that the sweep has added."""
         room = self._rooms[layer % STAGED_LAYERS]
         for slot, (begin, first, end) in self._seats.items():
             for held, staged in zip((slot.keys, slot.values), room, strict=True):
@@ -118,14 +118,14 @@ class OffloadedKV:
 
 
 def _room(shape: KVShape, num_rows: int, lanes: DeviceStreams) -> KVMemory:
-    """For one layer's keys and values, (num_rows, num_kv_heads, head_dim) each."""
+    """A buffer for one layer's keys and values, (num_rows, num_kv_heads, head_dim) each."""
     size = shape.size(num_rows)[1:]
     num_bytes = num_rows * shape.row_bytes // shape.num_layers // 2
     return KVMemory(*(lanes.device_memory(num_bytes).view(shape.dtype).view(size) for _ in range(2)))
 
 
 def _seated(batch: Batch) -> dict[KVSlot, _Seat]:
-    """A seat for every slot. A sweep writes rows that follow those which a slot holds."""
+    """Assign buffer rows to every slot. A sweep writes the rows that follow those which a slot holds."""
     reach: dict[KVSlot, tuple[int, int]] = {}
     for segment in batch.segments:
         slot = segment.slot
@@ -141,7 +141,7 @@ def _seated(batch: Batch) -> dict[KVSlot, _Seat]:
 
 @dataclass(frozen=True)
 class _StagedChunk(Chunk):
-    """Rows whose keys and values are on the stage."""
+    """Rows whose keys and values are in the device buffers."""
 
     rooms: list[KVMemory]
     staged_begins: list[int]
@@ -164,7 +164,7 @@ class _StagedChunk(Chunk):
 
 
 def _place(room: KVMemory, begin: int) -> Place:
-    """Of a slot in a room, whose one layer has the number 0."""
+    """The place of a slot in a buffer, whose only layer is number 0."""
     keys, values = room.keys[begin:], room.values[begin:]
     return Place(keys.data_ptr(), values.data_ptr(), len(keys))
 

@@ -1,4 +1,4 @@
-"""What memory a target may take, from its settings and from what is free, and where its layers then live."""
+"""Memory budgets of a target, and the placement of its layers that follows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Places(NamedTuple):
-    """Where layers live; and, in words, how much memory there is for it, why so much, and what takes it."""
+    """A placement, and a description of the memory budget and its uses."""
 
     placement: Placement
     words: str
@@ -31,13 +31,13 @@ def choose_places(
     apart: SeparateExperts | None = None,
     others: Sequence[OtherDevice] = (),
 ) -> Places:
-    """A place for each layer, with its experts, or without where they find room of their own (`Fixed.experts`).
+    """Place each layer, with its experts or, if given a cache of their own (`Fixed.experts`), without.
 
-    They do where not everything stays in memory; of an accelerator's own, if the host's has room for all of them. Where
-    there are `others` that layers stay on, all layers are whole.
+    Experts get a cache where not everything stays in memory; on a device with its own memory, only if host memory holds
+    all experts. With `others`, devices that layers stay on, layers keep their experts.
 
     Raises:
-        ConfigError: naming the setting that leaves too little room, or that has no meaning on this device.
+        ConfigError: names the setting that leaves too little memory, or that has no meaning on this device.
     """
     free, is_gpu = free_device_bytes(device), device.type != "cpu"
     device_bytes = device_budget(config, device)

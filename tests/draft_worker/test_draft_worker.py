@@ -26,7 +26,7 @@ from tests.fakes.draft import grow_call
 PLANS = (
     TreePlan(BestFirst(16, 4, 4)),
     TreePlan(StaticShape((0, 0, 1, 1, 2, 3)), Scheme.WITHOUT_REPLACEMENT),
-    TreePlan(Chains(3, 3), Scheme.MULTI_ROUND),
+    TreePlan(Chains(3, 3)),
     TreePlan(Chains(2, 3), Scheme.TRAVERSAL),
 )
 
@@ -96,7 +96,7 @@ def test_a_port_for_metrics_that_is_in_use_is_named(tiny: Path) -> None:
 
 def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
     """What chooses nodes is compiled at the start, for all types that calls and draft-ahead bring."""
-    kernels: list[Any] = [candidates._log_probs, temperature_scaling._sharpened]
+    kernels: list[Any] = [candidates._log_probs, temperature_scaling._scaled]
     with worker(tiny, "--ahead-steps", "4") as draft:
         compiled = [len(kernel.signatures) for kernel in kernels]
         for plan, root, temperature in itertools.product(PLANS, (7, 8), (0.0, 0.7)):
@@ -115,7 +115,7 @@ def test_a_caller_that_gives_up_and_one_that_releases_leave_the_others_alone(tin
         gone.cancel()
         assert len(kept.result().tree) > 1
         draft.release("session 1").result()
-        with pytest.raises(NotFound, match="'session 1' is not held here"):
+        with pytest.raises(NotFound, match="'session 1' has no slot here"):
             draft.release("session 1").result()
 
 
