@@ -20,7 +20,7 @@ def largest(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDArra
     if logits.device.type != "cpu" or num_groups < num:
         top = logits.topk(min(num, logits.shape[1]), dim=1)
         return top.values.cpu().numpy(), top.indices.cpu().numpy().astype(np.int32)
-    maxima = logits[:, : GROUP * num_groups].unflatten(1, (GROUP, num_groups)).amax(1).numpy()
+    maxima = logits[:, : GROUP * num_groups].view(len(logits), GROUP, num_groups).amax(1).numpy()
     least = np.partition(maxima, num_groups - num, axis=1)[:, num_groups - num]
     values, tokens = np.full((len(logits), num), np.nan, np.float32), np.zeros((len(logits), num), np.int32)
     for row, numbers in enumerate(logits.numpy()):
