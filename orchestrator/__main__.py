@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ async def main() -> None:
         _on_hangup(lambda: None)  # SIGHUP must not end the process before there are keys to read again
     with suppress(Stopped):
         async with assembled(config, stop) as orchestrator:
+            gc.collect()
+            gc.freeze()  # what is there now stays: looking through it again would hold up all streams at once
             if config.keys:
                 _on_hangup(orchestrator.callers.refresh)
             await orchestrator.serve(stop)

@@ -31,11 +31,14 @@ class Stream:
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # ended from outside
     error: BoughError | None = None  # the error that it ended with; None is an abort
     hold: Hold = field(default_factory=Hold)  # its place or turn in `Admission`
+    _limit: asyncio.Timeout | None = None  # of the work under way
 
     def end(self, error: BoughError | None = None) -> None:
         """End the stream early."""
         self.error = self.error or error
-        self.ended.set()
+        if not self.ended.is_set():
+            self.ended.set()
+            self._interrupt()
 
     @property
     def is_superseded(self) -> bool:
@@ -43,15 +46,28 @@ class Stream:
         return isinstance(self.error, StaleEpoch)
 
     async def before_end(self, work: Awaitable[Result]) -> Result | None:
-        """The result of `work`; None if the stream is aborted first, which cancels it. Raises the stream's error."""
-        task, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.ended.wait())
+        """The result of `work`; None if the stream is aborted first, which cancels it. Raises the stream's error.
+
+        The calling task does the work: another task for each round would cost more than the round's tree.
+        """
+        result = None
         try:
-            await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
-            if self.error is not None:
-                raise self.error
-            return task.result() if task.done() else None
+            async with asyncio.timeout(None) as self._limit:
+                if self.ended.is_set():
+                    self._interrupt()
+                result = await work
+        except Exception:
+            if not self.ended.is_set():
+                raise
         finally:
-            await end(task, ending)  # if this task is cancelled meanwhile, `end` raises that
+            self._limit = None
+        if self.error is not None:
+            raise self.error
+        return result
+
+    def _interrupt(self) -> None:
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def delivered(self, events: AsyncGenerator[Item, None], stalled_seconds: float) -> AsyncGenerator[Item, None]:
         """Yield `events` to a reader that may be slow or stop reading.

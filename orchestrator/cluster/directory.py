@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from bough.concurrency.tasks import end
+from bough.concurrency.turnstile import Turnstile
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
 from bough.protocol.generation import WorkerStatus
@@ -28,7 +29,7 @@ from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 from orchestrator.cluster.expected_wait import UsualRound
 from orchestrator.cluster.same_weights import watch_weights, with_weights
 from orchestrator.cluster.tokenizer_threads import Tokenizing
-from orchestrator.cluster.worker_clients import DraftClient, TargetClient
+from orchestrator.cluster.worker_clients import AT_ONCE, DraftClient, TargetClient
 from orchestrator.cluster.worker_handle import AnyClient, WorkerHandle
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Directory:
         """`access` has the credentials for workers."""
         self.registry, self._access = registry, access
         self.tokenizing = Tokenizing()
+        self.turns = Turnstile(AT_ONCE)  # of all that sessions do between two waits
         self.index_problem = ""
         self._targets: dict[str, WorkerHandle[TargetClient]] = {}
         self._drafts: dict[str, WorkerHandle[DraftClient]] = {}
@@ -184,14 +186,14 @@ class Directory:
         """Introduce a new worker; a known worker at the same address has left it."""
         try:
             if record.kind == "target":
-                client = TargetClient(record.address, record.worker_id, self._access)
+                client = TargetClient(record.address, record.worker_id, self._access, self.turns)
                 known = await self._introduce(record, client)
                 known.usual = self._usual
                 await self._read_vocabularies(known, self._drafts.values())
                 self._targets[record.worker_id] = known
                 self.model_names.add(known.info.model_name)
             elif record.kind == "draft":
-                drafting = await self._introduce(record, DraftClient(record.address, self._access))
+                drafting = await self._introduce(record, DraftClient(record.address, self._access, self.turns))
                 await self._read_vocabularies(drafting, self._targets.values())
                 self._drafts[record.worker_id] = drafting
             else:

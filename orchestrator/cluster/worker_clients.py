@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
+from bough.concurrency.turnstile import Turnstile
 from bough.errors import BoughError, PrefixMissing, Unavailable
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.protocol import codec
@@ -25,6 +26,7 @@ from orchestrator.sizing.plans import Proposal
 
 INFO_TIMEOUT_SECONDS = 5.0
 RELEASE_TIMEOUT_SECONDS = 5.0
+AT_ONCE = 4  # sessions that go on in one iteration of the event loop, though one sweep answers hundreds together
 
 Reply = TypeVar("Reply")
 Result = TypeVar("Result", GrowResult, VerifyResult)
@@ -50,8 +52,12 @@ class Reserved(NamedTuple):
 class WorkerClient:
     """Client of a worker of either kind: address, channel and stub."""
 
-    def __init__(self, address: str, make_stub: Callable[[grpc.aio.Channel], Any], access: Access) -> None:
+    def __init__(
+        self, address: str, make_stub: Callable[[grpc.aio.Channel], Any], access: Access, turns: Turnstile | None
+    ) -> None:
+        """`turns` are shared by all clients of an event loop: sessions whose answers come together go on by them."""
         self.address, self._access, self._make_stub = address, access, make_stub
+        self._turns = turns or Turnstile(AT_ONCE)
         self._channel = access.channel(address)
         self._opened = self._channel.current
         self._made = make_stub(self._opened)
@@ -78,6 +84,14 @@ class WorkerClient:
         request = common_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)
         await self._ask(self._stub.Release, request, RELEASE_TIMEOUT_SECONDS)
 
+    async def _ask_in_turn(
+        self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float, span: Span
+    ) -> Reply:
+        """As `_ask`; returns when the event loop has time for what a session makes of an answer."""
+        reply = await self._ask(method, request, timeout_seconds, span)
+        await self._turns.turn()
+        return reply
+
     async def _ask(
         self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float, span: Span = NO_SPAN
     ) -> Reply:
@@ -102,8 +116,8 @@ class WorkerClient:
 class DraftClient(WorkerClient):
     """Client of bough.v1.Draft."""
 
-    def __init__(self, address: str, access: Access = OPEN) -> None:
-        super().__init__(address, draft_pb2_grpc.DraftStub, access)
+    def __init__(self, address: str, access: Access = OPEN, turns: Turnstile | None = None) -> None:
+        super().__init__(address, draft_pb2_grpc.DraftStub, access, turns)
 
     async def grow(
         self, session: Session, plan: TreePlan, vocab_size: int, timeout_seconds: float
@@ -116,7 +130,8 @@ class DraftClient(WorkerClient):
             grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan, vocab_size, session.epoch)
             request = codec.grow_call_to_wire(grow)
             with session.span.call("bough.v1.Draft/Grow", self.address) as span:
-                return codec.grow_result_from_wire(await self._ask(self._stub.Grow, request, timeout_seconds, span))
+                reply = await self._ask_in_turn(self._stub.Grow, request, timeout_seconds, span)
+                return codec.grow_result_from_wire(reply)
 
         return await _with_context(session, session.draft_held, call)
 
@@ -124,8 +139,8 @@ class DraftClient(WorkerClient):
 class TargetClient(WorkerClient):
     """Client of bough.v1.Target."""
 
-    def __init__(self, address: str, worker_id: str, access: Access = OPEN) -> None:
-        super().__init__(address, target_pb2_grpc.TargetStub, access)
+    def __init__(self, address: str, worker_id: str, access: Access = OPEN, turns: Turnstile | None = None) -> None:
+        super().__init__(address, target_pb2_grpc.TargetStub, access, turns)
         self._worker_id, self._caller = worker_id, uuid.uuid4().hex
 
     async def verify(
@@ -176,7 +191,7 @@ class TargetClient(WorkerClient):
             )
             request = codec.verify_call_to_wire(verify)
             with session.span.call("bough.v1.Target/Verify", self.address) as span:
-                reply = await self._ask(self._stub.Verify, request, timeout_seconds, span)
+                reply = await self._ask_in_turn(self._stub.Verify, request, timeout_seconds, span)
                 return codec.verify_result_from_wire(reply)
 
         return call

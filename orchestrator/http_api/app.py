@@ -228,10 +228,11 @@ def _telling(fields: GenerationFields) -> StreamTelling:
 
 
 def _session_id(request: Request, fields: GenerationFields) -> str:
-    """The session id in the body, or else in the header."""
-    if fields.session_id:
-        return fields.session_id
-    return request.headers.get(SESSION_HEADER, "")
+    """The session id in the body or the header. Raises ApiError if they differ."""
+    of_body, of_header = fields.session_id or "", request.headers.get(SESSION_HEADER, "")
+    if of_body and of_header and of_body != of_header:
+        raise invalid("session_id", of_body, f"be that of the header {SESSION_HEADER}, or one of them left out")
+    return of_body or of_header
 
 
 def _discovered(record: WorkerRecord) -> dict[str, Any]:

@@ -182,6 +182,8 @@ class MessageFields(_Fields):
     """One message of a conversation; ignored fields are those of answers that OpenAI's clients send back."""
 
     role: Literal["system", "developer", "user", "assistant"]
+    tool_calls: Unsupported = None  # before the content, which is null beside them: the first error is told
+    function_call: Unsupported = None
     content: Annotated[str, BeforeValidator(_content)]
     name: Ignored = None
     refusal: Ignored = None
@@ -189,8 +191,6 @@ class MessageFields(_Fields):
     reasoning: Ignored = None
     reasoning_content: Ignored = None
     audio: Unsupported = None
-    tool_calls: Unsupported = None
-    function_call: Unsupported = None
 
 
 class ChatFields(GenerationFields):

@@ -112,7 +112,7 @@ def _derived_seed(seed: int | None, index: int) -> int | None:
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     biases = {}
     for name, bias in given.items():
-        if not (name.isascii() and name.isdecimal() and len(name) < 11):
+        if not (name.isascii() and name.isdecimal() and len(name) < 11 and str(int(name)) == name):
             raise invalid("logit_bias", name, "have token ids as its keys")
         biases[int(name)] = bias
     return biases

@@ -126,6 +126,7 @@ class Requests:
         with current_span().child("queue"):
             await self.admission.place(stream.hold, patience)
         with current_span().child("open"):
+            await self.directory.turns.turn()
             opened = await self._opening.open(prompt, options, place)
         opened.session.patience, opened.session.trace = patience, current_span()
         await self._endings.done(opened.session.session_id)

@@ -46,10 +46,8 @@ class TextStream:
         return self._emit(new)
 
     def finish(self) -> str:
-        """The rest of the text; incomplete characters become U+FFFD."""
-        text = self._emit(self._take_all(self._decode(self._window)))
-        rest = text.text + ("" if text.stop else self._held)
-        self._held = ""
+        """The rest of the text; incomplete characters become U+FFFD, which completes no stop text."""
+        rest, self._held = self._held + self._take_all(self._decode(self._window)), ""
         return rest
 
     def _take_all(self, text: str) -> str:
@@ -83,6 +81,11 @@ class TextStream:
         if found:
             where, stop = min(found)
             self._held = ""
+            self._window, self._num_complete, self._num_taken = (
+                [],
+                0,
+                0,
+            )  # what a token has beyond it is not told either
             return TextPiece(text[:where], stop)
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
