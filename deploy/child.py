@@ -20,23 +20,34 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 STOP_SECONDS = 3.0  # from the second SIGTERM to SIGKILL
+FOLDER_NAME = "bough"  # in the system's folder for temporary files
 KILL_SECONDS = 60.0  # that the kernel may take to end a process and give its memory back
 
 
 def start(
-    name: str, command: Sequence[str], variables: Mapping[str, str], niceness: int = 0, log_folder: str = ""
+    name: str,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    niceness: int = 0,
+    log_folder: str = "",
+    held: Sequence[int] = (),
 ) -> Child:
-    """Starts a program that ends with this process, whatever ends that.
+    """Starts a program that ends with this process, whatever ends that; it has the descriptors `held`, too.
 
     Its niceness stays that of this process where it may not be changed: only root may lower one.
     """
-    folder = Path(log_folder) if log_folder else Path(tempfile.gettempdir()) / "bough"
+    folder = Path(log_folder) if log_folder else Path(tempfile.gettempdir()) / FOLDER_NAME
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log", dir=folder, delete=False) as stream:
         process = exit_with_parent.start(
             command,
             lambda tethered: subprocess.Popen(
-                tethered, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env={**os.environ, **variables}
+                tethered,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env={**os.environ, **variables},
+                pass_fds=held,
             ),
         )
     try:

@@ -101,7 +101,7 @@ class IndexServer:
                 raise Unavailable(f"the index at {self.place.url} does not come up:\n{self._child.tail()}")
             await asyncio.sleep(0.05)
         if self._front is not None:
-            await self._front.start(self._host, self._settings.port)
+            await self._front.listen(self._host, self._settings.port)
         await self._registry.ping()
 
     async def check(self) -> None:
@@ -113,6 +113,8 @@ class IndexServer:
         await asyncio.to_thread(self._access.refresh)
         if self._access.key is not None and self._secrets != self._access.key.file.value:
             await self._change_secrets(self._access.key.file.value)
+        if self._front is not None:
+            await self._front.listen(self._host, self._settings.port)
         await self._registry.ping()
 
     async def stop(self) -> None:

@@ -27,6 +27,7 @@ from deploy.ports import free_port, require_free_port
 from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
 from deploy.stubs import get_loads, get_worker_info
+from deploy.turn import turn
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +89,7 @@ class Supervisor:
             ConfigError: its port is in use, it has ended instead, with the last lines of its log, or took too long.
         """
         supervision = self.settings.supervision
-        if self._config.port:
-            require_free_port(self.host, self._port)
-        command = python(self.role.module, self._flags())
-        variables = child_variables(self.settings, self._index_url)
-        child = start(self.role.module, command, variables, supervision.niceness, supervision.log_folder)
-        self._child = child
+        self._child = child = await self._started()
         deadline = time.monotonic() + supervision.start_seconds
         service = "" if self.role is Role.ORCHESTRATOR else self.role.service
         while not await is_serving(self._channel.current, service, CALL_SECONDS):
@@ -106,6 +102,19 @@ class Supervisor:
         await self._require_answers(child)
         self._answered = time.monotonic()
         logger.info("%s serves at %s; its log is %s", self.role.module, self.address, child.log)
+
+    async def _started(self) -> Child:
+        supervision, module = self.settings.supervision, self.role.module
+        command, variables = python(module, self._flags()), child_variables(self.settings, self._index_url)
+        async with turn(module, self.address if self._config.port else "", self._patience_seconds) as held:
+            if self._config.port:
+                require_free_port(self.host, self._port)
+            return start(module, command, variables, supervision.niceness, supervision.log_folder, (held,))
+
+    @property
+    def _patience_seconds(self) -> float:
+        """In which a program that was asked to end has done so by itself."""
+        return self.settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
 
     async def check(self) -> None:
         """Returns while the program is well, or may become well again by itself.
@@ -142,8 +151,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Lets the program finish what it does, for as long as its own settings say, and ends it."""
         if self._child is not None:
-            patience_seconds = self.settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
-            await stop(self._child, patience_seconds, self.settings.supervision.log_folder)
+            await stop(self._child, self._patience_seconds, self.settings.supervision.log_folder)
         await self._channel.close()
         if self._own_key is not None:
             self._own_key.close()

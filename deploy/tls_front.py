@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,32 +10,44 @@ from pathlib import Path
 
 from bough.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 HANDSHAKE_SECONDS = 10.0
 MAX_CONNECTIONS = 4096
 PIECE_BYTES = 65536
 
 
 class TlsFront:
-    """Passes on what comes in over TLS, with the certificates of the moment at which a connection begins."""
+    """Passes on what comes in over TLS."""
 
     def __init__(self, socket: Path, context: Callable[[], ssl.SSLContext]) -> None:
+        """`context` gives another one once the certificates have changed."""
         self._socket, self._context = socket, context
+        self._listening: tuple[ssl.SSLContext, asyncio.Server] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int) -> None:
-        """Listens. Raises ConfigError where it cannot, such as where the port is in use."""
+    async def listen(self, host: str, port: int) -> None:
+        """From now on by the certificates of this moment; connections that there are stay.
+
+        Raises:
+            ConfigError: the port is in use.
+        """
+        context = self._context()
+        if self._listening is not None:
+            of, server = self._listening
+            if of is context:
+                return
+            server.close()
         try:
-            self._server = await asyncio.start_server(self._accept, host, port)
+            server = await asyncio.start_server(
+                self._accept, host, port, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+            )
         except OSError as exc:
             raise ConfigError(f"port: value was {port}; must be free at {host} ({exc.strerror})") from exc
+        self._listening = context, server
 
     async def close(self) -> None:
         """Ends the connections."""
-        if self._server is not None:
-            self._server.close()
+        if self._listening is not None:
+            self._listening[1].close()
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -51,14 +62,8 @@ class TlsFront:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await writer.start_tls(self._context(), ssl_handshake_timeout=HANDSHAKE_SECONDS)
-        except OSError as exc:  # among them are ssl.SSLError and TimeoutError
-            logger.warning("TLS with %s failed: %s", writer.get_extra_info("peername"), exc or type(exc).__name__)
-            writer.transport.abort()
-            return
-        try:
             inner_reader, inner_writer = await asyncio.open_unix_connection(self._socket)
-        except OSError:  # it has ended, which its supervisor notices
+        except OSError:  # the server has ended, which its supervisor notices
             writer.transport.abort()
             return
         try:

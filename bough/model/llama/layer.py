@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bough.model.cpu.attention_kernels import share_attention
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
-from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
+from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.operands import LINE, num_outputs_of
 from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
@@ -165,7 +165,7 @@ def _share_gates(
     wait_for_all(taken, num_threads, num_pieces)
 
 
-@fastmath
+@fastmath_inner
 def share_layer(
     taken: Any,
     thread: Any,

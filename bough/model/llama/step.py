@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from bough.model.cpu.gemm_parallel import share_product
-from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
+from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import put_output
 from bough.model.cpu.work_stealing import as_thread
@@ -56,7 +56,7 @@ def _layer_of(layers: Any, layer: Any) -> Any:
     )
 
 
-@fastmath
+@fastmath_inner
 def share_layers(
     taken: Any,
     thread: Any,
@@ -75,7 +75,7 @@ def share_layers(
         share_layer(counts, thread, num_threads, num_rows, layer, own, sizes, room, spans, cos, sin)
 
 
-@fastmath
+@fastmath_inner
 def share_head(
     taken: Any,
     thread: Any,
