@@ -1,4 +1,4 @@
-"""Programs of one place take turns: what a replica that died has left behind may go on for as long as it drains."""
+"""Programs of one GPU take turns: what a replica that died has left behind may go on for as long as it drains."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ GPUS = "CUDA_VISIBLE_DEVICES"  # which Ray sets in a replica that has asked for 
 
 
 @asynccontextmanager
-async def turn(module: str, fixed_address: str, patience_seconds: float) -> AsyncIterator[int]:
-    """Waits, as long as it may, until no earlier program has the same address, where that is fixed, or the same GPUs.
+async def turn(module: str, patience_seconds: float) -> AsyncIterator[int]:
+    """Waits, as long as it may, until no earlier program has the GPUs of this replica.
 
     Gives a descriptor to pass to the program that is started then: the file behind it is locked for as long as anybody
     has it. Programs that share a GPU on purpose are waited for in vain, and the next one starts beside them.
     """
     gpus = os.environ.get(GPUS, "")
-    place = fixed_address or (gpus and f"GPU {gpus}")
     folder = Path(tempfile.gettempdir()) / FOLDER_NAME
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^\w.-]", "-", f"{module}-{place}.lock")
-    descriptor = os.open(folder / name if place else os.devnull, os.O_CREAT | os.O_RDWR, 0o600)
+    name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")
+    descriptor = os.open(folder / name if gpus else os.devnull, os.O_CREAT | os.O_RDWR, 0o600)
     deadline = time.monotonic() + patience_seconds
     try:
-        while place and not _taken(descriptor):
+        while gpus and not _taken(descriptor):
             if time.monotonic() > deadline:
-                logger.warning("an earlier %s still has %s: another one is started beside it", module, place)
+                logger.warning("an earlier %s still has GPU %s: another one is started beside it", module, gpus)
                 break
             await asyncio.sleep(POLL_SECONDS)
         yield descriptor

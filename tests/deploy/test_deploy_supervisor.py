@@ -125,7 +125,7 @@ async def ask_long(client: Client) -> Finished:
 
 async def test_a_stranger_on_a_fixed_port_is_not_taken_for_the_program(index_url: str, tmp_path: Path) -> None:
     """One of another namespace answers there as ours would, before ours has found its port in use."""
-    stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port()}
+    stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port(), "drain_seconds": 0}
     async with supervised(Role.TARGET, index_url, tmp_path, stranger):
         with pytest.raises(ConfigError, match=rf"program\.port: value was {stranger['port']}, which is in use at 127"):
             async with supervised(Role.DRAFT, index_url, tmp_path, {**stranger, "namespace": "ours"}):
