@@ -1,4 +1,4 @@
-"""TLS for a server that speaks none, such as the Valkey that comes with bough: a port in front of its Unix socket."""
+"""TLS for a server without TLS, such as the Valkey that comes with bough: a TLS port in front of its Unix socket."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ PIECE_BYTES = 65536
 
 
 class TlsFront:
-    """Passes on what comes in over TLS."""
+    """Forwards connections from a TLS port to a Unix socket."""
 
     def __init__(self, socket: Path, context: Callable[[], ssl.SSLContext]) -> None:
-        """`context` gives another one once the certificates have changed."""
+        """Forward to `socket`; `context` returns a new object once the certificates have changed."""
         self._socket, self._context = socket, context
         self._listening: tuple[ssl.SSLContext, asyncio.Server] | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     async def listen(self, host: str, port: int) -> None:
-        """From now on by the certificates of this moment; connections that there are stay.
+        """Listen with the present certificates; existing connections stay.
 
         Raises:
-            ConfigError: the port is in use.
+        ConfigError: the port is in use.
         """
         context = self._context()
         if self._listening is not None:
@@ -45,7 +45,7 @@ class TlsFront:
         self._listening = context, server
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Close the port and the connections."""
         if self._listening is not None:
             self._listening[1].close()
         for connection in self._connections:
@@ -63,7 +63,7 @@ class TlsFront:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             inner_reader, inner_writer = await asyncio.open_unix_connection(self._socket)
-        except OSError:  # the server has ended, which its supervisor notices
+        except OSError:  # the server has ended; its supervisor checks for that
             writer.transport.abort()
             return
         try:
@@ -74,7 +74,7 @@ class TlsFront:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until one end closes, which closes the other."""
+    """Copy bytes until one end closes, then close the other."""
     with suppress(OSError):
         while piece := await reader.read(PIECE_BYTES):
             writer.write(piece)
