@@ -227,6 +227,9 @@ class PlanConfig(TargetConfig):
     device: str = setting("", one_of("", "cpu", "gpu"), "cpu, or gpu with its own memory; by default this machine's")
     link_speed: float = setting(0.0, parse_speed, "GB/s from disk; measured by default")
     host_link_speed: float = setting(0.0, parse_speed, "GB/s from host memory to a gpu's; measured by default")
+    crossing_speed: float = setting(
+        0.0, parse_speed, "GB/s from one gpu to another, with --resident-devices; by default measured or assumed"
+    )
     compute_speed: float = setting(0.0, parse_speed, "TFLOP/s of matrix products of --rows rows; measured by default")
     memory_speed: float = setting(0.0, parse_speed, "GB/s of the accelerator's memory; measured by default")
     unpack_speed: float = setting(0.0, parse_speed, "GB/s of weights unpacked from 4 or 8 bits; measured by default")

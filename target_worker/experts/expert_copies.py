@@ -42,7 +42,7 @@ class ExpertCopies:
         self._slabs = lanes.device_memory(num_slabs * slab_bytes).view(num_slabs, slab_bytes)
         self._traffic = traffic
         self._on_their_way: dict[int, DeviceEvent] = {}  # by slab, where nothing was told to compute with it since
-        self._computed: DeviceEvent | None = None
+        self._computed = lanes.compute_mark()  # who had this memory before may still compute with it
 
     def __enter__(self) -> ExpertCopies:
         return self

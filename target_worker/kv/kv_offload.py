@@ -2,30 +2,39 @@
 
 An accelerator needs the KV of one layer at a time. So that of long contexts and many sessions may stay on the host: two
 layers' room on the device is enough, one that is computed on, and one that is brought meanwhile. What a sweep adds
-goes back. What crosses the link is what the sweep's sessions hold, and comes on top of the weights.
+goes back. What crosses the link is what the sweep's sessions hold, and comes on top of the weights. Where other
+accelerators compute some of the layers, the KV of these crosses their links instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from itertools import pairwise
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
 from bough.model.batch.batch import Batch, Chunk
 from bough.model.batch.path_spans import PathSpans, Place
 from bough.model.kv.session_kv import KVMemory, KVShape, KVSlot
+from bough.model.kv.split_layers import SplitLayers
+from bough.runtime.host_memory import in_pieces
 from bough.sizing.placement import STAGED_LAYERS
+from target_worker.link.host_layers import PIECE_BYTES
 from target_worker.link.streams import DeviceEvent, DeviceStreams
 
 
 class KVHome(Protocol):
     """Where a sweep finds keys and values."""
 
-    num_bytes: int  # copied between host and accelerator since the start
+    @property
+    def num_bytes(self) -> int:
+        """Copied between host and accelerators since the start."""
+        ...
 
     def sweep(self, batch: Batch) -> AbstractContextManager[Batch]:
         """The batch as the layers are to see it; when the block ends, slots hold what was added."""
@@ -58,56 +67,56 @@ class _Seat(NamedTuple):
     end: int  # those from `first` to here go back
 
 
-class OffloadedKV:
-    """Room on the device for one layer's keys and values of all slots, and for the next one's."""
+class _Stage:
+    """An accelerator's room for one of its layers' keys and values, of all slots, and for those of its next one."""
 
-    def __init__(self, shape: KVShape, num_rows: int, lanes: DeviceStreams) -> None:
-        """`num_rows` are those of all slots together; the lanes are its own, and closed by whoever made them."""
-        self.num_bytes = 0
-        self._num_layers = shape.num_layers
+    def __init__(self, shape: KVShape, num_rows: int, lanes: DeviceStreams, layers: Sequence[int]) -> None:
+        """`layers` are those that it computes, in order."""
+        self.num_bytes = 0  # copied since the start
+        self.layers = tuple(layers)
+        self.rooms = [_room(shape, num_rows, lanes) for _ in range(STAGED_LAYERS)]
+        self.room_of = {layer: place % STAGED_LAYERS for place, layer in enumerate(layers)}
+        self._next = dict(pairwise(layers))
         self._lanes = lanes
-        self._rooms = [_room(shape, num_rows, lanes) for _ in range(STAGED_LAYERS)]
-        self._seats: dict[KVSlot, _Seat] = {}
+        self._seats: Mapping[KVSlot, _Seat] = {}
         self._free: DeviceEvent | None = None  # whatever an earlier sweep computed in the rooms is done
         self._ready: list[DeviceEvent | None] = [None] * STAGED_LAYERS  # by room: its next layer may be computed
         self._last: DeviceEvent | None = None  # of the copying lane
 
-    @contextmanager
-    def sweep(self, batch: Batch) -> Iterator[Batch]:
-        """Its slots stand on the device one after another."""
-        self._seats = _seated(batch)
+    def begin(self, seats: Mapping[KVSlot, _Seat]) -> None:
+        """Another sweep: its first layer comes."""
+        self._seats = seats
         self._free = self._lanes.compute_mark()  # one that was given up may not be computed yet
-        self._bring(0)
-        begins = {slot: seat.begin for slot, seat in self._seats.items()}
-        try:
-            yield batch.seen_as([_staged(chunk, self._rooms, begins) for chunk in batch.chunks])
-        finally:
-            if self._last is not None:
-                self._last.synchronize()
+        self._bring(self.layers[0])
+
+    def end(self) -> None:
+        """Waits until the slots hold what was added."""
+        if self._last is not None:
+            self._last.synchronize()
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
         """While it is computed, the next one comes."""
-        ready = self._ready[index % STAGED_LAYERS]
+        ready = self._ready[self.room_of[index]]
         if ready is not None:
             self._lanes.compute_after(ready)
-        if index + 1 < self._num_layers:
-            self._bring(index + 1)
+        if index in self._next:
+            self._bring(self._next[index])
         yield
         self._take_back(index, self._lanes.compute_mark())
 
     def _bring(self, layer: int) -> None:
         """Queues copies of what the slots hold already, behind those that empty the room."""
-        room = self._rooms[layer % STAGED_LAYERS]
+        room = self.rooms[self.room_of[layer]]
         for slot, (begin, first, _) in self._seats.items():
             if first:
                 for held, staged in zip((slot.keys, slot.values), room, strict=True):
                     self._copy(held[layer, :first], staged[begin : begin + first], self._free)
-        self._ready[layer % STAGED_LAYERS] = self._last
+        self._ready[self.room_of[layer]] = self._last
 
     def _take_back(self, layer: int, computed: DeviceEvent) -> None:
         """Queues copies of what the sweep has added."""
-        room = self._rooms[layer % STAGED_LAYERS]
+        room = self.rooms[self.room_of[layer]]
         for slot, (begin, first, end) in self._seats.items():
             for held, staged in zip((slot.keys, slot.values), room, strict=True):
                 self._copy(staged[begin + first : begin + end], held[layer, first:end], computed)
@@ -115,6 +124,85 @@ class OffloadedKV:
     def _copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> None:
         self.num_bytes += source.nbytes
         self._last = self._lanes.copy(source, target, after).done
+
+
+class OffloadedKV:
+    """Of every accelerator that has layers, a stage."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        num_rows: int,
+        lanes: DeviceStreams,
+        elsewhere: Mapping[int, DeviceStreams] | None = None,
+    ) -> None:
+        """`num_rows` are those of all slots together; of layers `elsewhere` the lanes are those of their accelerators.
+
+        All lanes are its own, and closed by whoever made them.
+        """
+        by_lanes = _layers_by(shape, lanes, elsewhere or {})
+        self._stages = [_Stage(shape, num_rows, own, layers) for own, layers in by_lanes.items()]
+        self._stage_of = {layer: stage for stage in self._stages for layer in stage.layers}
+
+    @property
+    def num_bytes(self) -> int:
+        """As `KVHome.num_bytes`."""
+        return sum(stage.num_bytes for stage in self._stages)
+
+    @contextmanager
+    def sweep(self, batch: Batch) -> Iterator[Batch]:
+        """Its slots stand on a stage one after another, on all stages alike."""
+        seats = _seated(batch)
+        for stage in self._stages:
+            stage.begin(seats)
+        begins, rooms = {slot: seat.begin for slot, seat in seats.items()}, self._rooms
+        try:
+            yield batch.seen_as([_staged(chunk, rooms, begins) for chunk in batch.chunks])
+        finally:
+            for stage in self._stages:
+                stage.end()
+
+    def layer(self, index: int) -> AbstractContextManager[None]:
+        """On its own stage."""
+        return self._stage_of[index].layer(index)
+
+    @property
+    def _rooms(self) -> list[KVMemory]:
+        """By layer."""
+        of = (self._stage_of[layer] for layer in range(len(self._stage_of)))
+        return [stage.rooms[stage.room_of[layer]] for layer, stage in enumerate(of)]
+
+
+def memory_on_host(
+    shape: KVShape, num_rows: int, lanes: DeviceStreams, elsewhere: Mapping[int, DeviceStreams] | None = None
+) -> KVMemory:
+    """Room for so many tokens on the host, of each layer near the accelerator that computes it; lanes as above.
+
+    In pieces of whole layers, as weights are: where the system refuses to pin one, the others are pinned nevertheless.
+    """
+    return KVMemory(*(_in_pieces(shape, num_rows, _layers_by(shape, lanes, elsewhere or {})) for _ in range(2)))
+
+
+def _layers_by(
+    shape: KVShape, lanes: DeviceStreams, elsewhere: Mapping[int, DeviceStreams]
+) -> dict[DeviceStreams, list[int]]:
+    found: dict[DeviceStreams, list[int]] = {}
+    for layer in range(shape.num_layers):
+        found.setdefault(elsewhere.get(layer, lanes), []).append(layer)
+    return found
+
+
+def _in_pieces(shape: KVShape, num_rows: int, layers_by: Mapping[DeviceStreams, Sequence[int]]) -> torch.Tensor:
+    """Keys, or values."""
+    _, *size = shape.size(num_rows)
+    layer_bytes, parts, places = math.prod(size) * shape.dtype.itemsize, [], dict[int, tuple[int, int]]()
+    for lanes, layers in layers_by.items():
+        left = iter(layers)
+        for run in in_pieces([layer_bytes] * len(layers), PIECE_BYTES):
+            memory = lanes.host_memory(sum(run))[: sum(run)]
+            places |= {next(left): (len(parts), number) for number in range(len(run))}
+            parts.append(torch.frombuffer(memory, dtype=shape.dtype).view(len(run), *size))
+    return cast(torch.Tensor, SplitLayers(parts, [places[layer] for layer in range(shape.num_layers)]))
 
 
 def _room(shape: KVShape, num_rows: int, lanes: DeviceStreams) -> KVMemory:
@@ -141,9 +229,9 @@ def _seated(batch: Batch) -> dict[KVSlot, _Seat]:
 
 @dataclass(frozen=True)
 class _StagedChunk(Chunk):
-    """Rows whose keys and values are on the stage."""
+    """Rows whose keys and values are on a stage."""
 
-    rooms: list[KVMemory]
+    rooms: list[KVMemory]  # by layer
     staged_begins: list[int]
 
     @property
@@ -151,16 +239,18 @@ class _StagedChunk(Chunk):
         return self.staged_begins
 
     def spans(self, layer: int) -> tuple[PathSpans, int]:
-        return self._spans_by_room[layer % STAGED_LAYERS], 0
+        keys = self.rooms[layer].keys.data_ptr()
+        if keys not in self._spans_by_room:
+            places = [_place(self.rooms[layer], begin) for begin in self.begins]
+            self._spans_by_room[keys] = PathSpans.at(places, self.pieces, self.rooms[layer].keys.shape[1])
+        return self._spans_by_room[keys], 0
 
     def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.rooms[layer % STAGED_LAYERS]
+        return self.rooms[layer]
 
     @cached_property
-    def _spans_by_room(self) -> list[PathSpans]:
-        num_kv_heads = self.rooms[0].keys.shape[1]
-        places = ([_place(room, begin) for begin in self.begins] for room in self.rooms)
-        return [PathSpans.at(own, self.pieces, num_kv_heads) for own in places]
+    def _spans_by_room(self) -> dict[int, PathSpans]:
+        return {}
 
 
 def _place(room: KVMemory, begin: int) -> Place:
