@@ -195,7 +195,8 @@ def _layers_by(
 def _in_pieces(shape: KVShape, num_rows: int, layers_by: Mapping[DeviceStreams, Sequence[int]]) -> torch.Tensor:
     """Keys, or values."""
     _, *size = shape.size(num_rows)
-    layer_bytes, parts, places = math.prod(size) * shape.dtype.itemsize, [], dict[int, tuple[int, int]]()
+    layer_bytes = math.prod(size) * shape.dtype.itemsize
+    parts, places = list[torch.Tensor](), dict[int, tuple[int, int]]()
     for lanes, layers in layers_by.items():
         left = iter(layers)
         for run in in_pieces([layer_bytes] * len(layers), PIECE_BYTES):
